@@ -23,12 +23,12 @@ Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def iteration(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
+def iteration(tmp_path_factory: pytest.TempPathFactory, services: str) -> tuple[Played, Path]:
     """An iteration of 40 decisions, really played, and its run directory, where one script alone writes,
     which adds checkpoints.
     """
     folder = tmp_path_factory.mktemp("iteration") / "run"
-    return played_in(folder, (*credit_share.KEYS, *QUICK)), folder
+    return played_in(folder, (*credit_share.KEYS, *QUICK, services)), folder
 
 
 def test_log_probs_that_differ_too_much_fail(capsys: Printed):

@@ -25,7 +25,6 @@ from bench.kit import ROOT
 from bench.study_results import Study
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job.load import load_job
-from trainer_backend.rundir.layout import open_run
 
 STUDIES = (study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
@@ -33,7 +32,7 @@ TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "train
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
 
 
-def main(study: Study, *arguments: object, settings: Sequence[str] = TINY) -> int:
+def main(study: Study, *arguments: object, settings: Sequence[str]) -> int:
     """Its short version, made shorter."""
     quick = dataclasses.replace(study, quick=(*study.quick, *settings))
     return study_runs.main(quick, ["--quick", *map(str, arguments)])
@@ -49,10 +48,11 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
     return study_results.summary(runs, against="a", measure="m")
 
 
-def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_path: Path):
+def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_path: Path, services: str):
     def study(arm: str) -> dict[str, Any]:
         results = tmp_path / "credit.json"
-        assert main(study_credit.STUDY, "--arms", arm, "--out", tmp_path / "runs", "--results", results) == 0
+        words = ("--arms", arm, "--out", tmp_path / "runs", "--results", results)
+        assert main(study_credit.STUDY, *words, settings=(*TINY, services)) == 0
         assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return json.loads(results.read_text())
 
@@ -70,26 +70,26 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert found["summary"]["branch_minus_grpo"]["seeds"] == 1
 
 
-@pytest.mark.timeout(240)
-def test_a_study_of_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path):
-    results, runs = tmp_path / "found.json", tmp_path / "runs"
-    assert study_mixture.STUDY.beside is study_mixture.locks
-    study = dataclasses.replace(study_mixture.STUDY, beside=lambda: {"locks": {"good": [9]}})
-    words = ("--arms", "good", "--out", runs, "--results", results)
-    assert main(study, *words, settings=("warmup.episodes=2", "evaluation.instances=2")) == 0
-    found = json.loads(results.read_text())
-    training = found["arms"]["good"]["0"]["training"]
-    assert [row["mixture/alpha"] for row in training] == pytest.approx([0.25, 0.3])
-    assert "{good}" in " ".join(found["settings"])
-    assert found["locks"] == {"good": [9]}, "what test_bandit_mixture.py looks at is written beside it"
-    fixed = open_run(runs / "seed_0" / "good").job().fixed_policies
-    assert [table.model_path for table in fixed] == [runs / "good" / "checkpoints" / "iteration_0"]
-    tokenizers = [folder / "tokenizer.json" for folder in (fixed[0].model_path, runs / "bad")]
-    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
-    assert (runs / "bad" / "model.safetensors").exists()
+def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path, services: str):
+    study = study_mixture.STUDY
+    assert (study.models, study.beside) == (study_mixture.models, study_mixture.locks)
+    settings = (*study.quick, "warmup.episodes=1", "warmup.epochs=1", "training.threads=1", services)
+    settings = (*settings, "evaluation.instances=2")
+    made = study_mixture.models(study, tmp_path, settings)
+    assert made == {"good": str(tmp_path / "good/checkpoints/iteration_0"), "bad": str(tmp_path / "bad")}
+    tokenizers = [Path(folder, "tokenizer.json").read_bytes() for folder in made.values()]
+    assert tokenizers[0] == tokenizers[1]
+    weights = [Path(folder, "model.safetensors").read_bytes() for folder in made.values()]
+    assert len(weights[0]) == len(weights[1]) and weights[0] != weights[1]
+    for arm in ("good", "bad"):
+        switches = (*settings, *study_runs.named(study.arms[arm].switches, made))
+        job = study_runs.arm_job(study, study_runs.named(switches, made), tmp_path / "warm")
+        assert [table.model_path for table in job.fixed_policies] == [Path(made[arm])]
+    found = study_results.collect(study, tmp_path, study.quick)
+    assert str(tmp_path) not in json.dumps(found)
 
 
-def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: Path):
+def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: Path, services: str):
     class Terminal(io.StringIO):
         """Where Ctrl-C is pressed when the warm-up's episodes are about to be collected."""
 
@@ -102,7 +102,8 @@ def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: P
             return super().write(text)
 
     with contextlib.redirect_stdout(Terminal()) as printed:
-        assert main(study_reward_modes.STUDY, "--out", tmp_path / "runs") == 130
+        settings = (*TINY, services)
+        assert main(study_reward_modes.STUDY, "--out", tmp_path / "runs", settings=settings) == 130
     assert printed.pressed
     assert "the same command goes on from there" in printed.getvalue()
 

@@ -1,5 +1,6 @@
 """The fault study: its judge finds nothing in an untouched run, and names what was lost or doubled."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import study_faults
 from bench.fault_installation import KINDS
 from bench.fault_judge import judge_run, judge_store
 from bench.fault_watch import Seen, drawn_faults
@@ -92,3 +94,18 @@ def test_every_kind_is_killed_once_and_at_a_point_that_the_seed_draws():
     drawn = [drawn_faults(random.Random(seed), KINDS, iterations=6, iteration_s=2.0) for seed in (1, 1, 2)]
     assert [sorted(fault.kind for fault in faults) for faults in drawn] == [sorted(KINDS)] * 3
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_job_that_is_not_as_it_would_have_been_fails_the_study(tmp_path: Path, capsys):
+    job = {
+        "counts": {"trained": 16}, "kept": 3, "kills": {"job": 1}, "losses": {}, "answers_s": {},
+        "recovery_s": {"job": [2.0, 21.0]}, "wrong": [],
+    }  # fmt: skip
+    results = tmp_path / "faults.json"
+    for wrong, code in (([], 0), (["the store's ledger"], 1)):
+        results.write_text(json.dumps({"jobs": {"0": {**job, "wrong": wrong}}}))
+        # What is there is not run again.
+        assert study_faults.main(["--seeds", "0", "--out", str(tmp_path), "--results", str(results)]) == code
+        told = json.loads(capsys.readouterr().out)
+    assert told["from_kill_to_first_new_rollout_s"] == {"job": {"count": 2, "median": 11.5, "longest": 21.0}}
+    assert told["of_those_above_20_s"] == 1
