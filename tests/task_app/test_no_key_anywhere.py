@@ -4,8 +4,11 @@ import asyncio
 import random
 
 import httpx
-import pytest
+from starlette.testclient import TestClient
 
+from service_kit.logs import configure_logs
+from task_app.app import create_app
+from task_app.settings import Settings
 from tests.task_app.fake_inference import completion, fake_inference, status
 from tests.task_app.test_service_process import crafter, task_app
 
@@ -39,9 +42,9 @@ def test_the_search_finds_a_part_of_a_key():
 class Spoken:
     """Every reply, as it came."""
 
-    def __init__(self, url, key):
+    def __init__(self, client):
         self.texts = []
-        self.client = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=20.0)
+        self.client = client
 
     def __call__(self, method, path, **more):
         answer = self.client.request(method, path, **more)
@@ -110,31 +113,42 @@ def work(say, url):
     say("POST", "/openenv/crafter/mcp", json=tools, auth=("any", PRIMARY))
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-async def test_no_reply_log_line_or_file_holds_a_part_of_a_key(tmp_path, form):
+async def test_no_reply_log_line_or_file_holds_a_part_of_a_key(tmp_path, capsys):
     call = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}
     told = {"role": "assistant", "content": f"you sent Bearer {INFERENCE}", "tool_calls": [call]}
     refused = status(500, {"error": {"message": f"Bearer {INFERENCE} is no good"}})
-    settings = {
-        "ENVIRONMENT_API_KEY_ALIASES": ALIAS,
-        "TURNWISE_LOG_LEVEL": "debug",
-        "TURNWISE_LOG_FORMAT": form,
-    }
-    async with fake_inference(completion(told), refused, completion(told)) as fake:
-        replies, log = await asyncio.to_thread(spoken, tmp_path, settings, fake.url)
-    assert {name for text in replies for name in held(text)} == set()
-    assert held(log) == []
-    files = list((tmp_path / "state").iterdir())
+    for speak in (to_a_process, to_an_app_that_logs_json):
+        async with fake_inference(completion(told), refused, completion(told)) as fake:
+            replies, log = await asyncio.to_thread(speak, tmp_path / speak.__name__, fake.url, capsys)
+        assert {name for text in replies for name in held(text)} == set()
+        assert held(log) == []
+        assert "rollout_finished" in log, "the log is there"
+    files = list((tmp_path / to_a_process.__name__).iterdir())
     assert [path.name for path in files if path.suffix == ".sqlite3"]
     assert [path.name for path in files if held(path.read_bytes().decode("latin-1"))] == []
 
 
-def spoken(tmp_path, settings, url):
-    with task_app("--state-dir", str(tmp_path / "state"), key=PRIMARY, **settings) as (process, client):
-        say = Spoken(client.base_url, ALIAS)
-        wrong_keys(say)
-        mistakes(say)
-        work(say, url)
-        say.client.close()
+def to_a_process(folder, url, capsys):
+    settings = {"ENVIRONMENT_API_KEY_ALIASES": ALIAS, "TURNWISE_LOG_LEVEL": "debug"}
+    with task_app("--state-dir", str(folder), key=PRIMARY, **settings) as (process, client):
+        with httpx.Client(base_url=client.base_url, headers={"X-API-Key": ALIAS}, timeout=20.0) as other:
+            replies = spoken(other, url)
         _, log = process.communicate(timeout=20)
-    return say.texts, log
+    return replies, log
+
+
+def to_an_app_that_logs_json(folder, url, capsys):
+    configure_logs("debug", form="json")
+    app = create_app(Settings(api_keys=(PRIMARY, ALIAS), state_dir=folder))
+    with TestClient(app, headers={"X-API-Key": ALIAS}, raise_server_exceptions=False) as client:
+        replies = spoken(client, url)
+    return replies, capsys.readouterr().err
+
+
+def spoken(client, url):
+    """What is answered to all that a stranger, a careless caller and a trainer say."""
+    say = Spoken(client)
+    wrong_keys(say)
+    mistakes(say)
+    work(say, url)
+    return say.texts

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from service_kit.errors import SettingsError
+from task_app.__main__ import main
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import ENVIRONMENTS, default_plug_boards
-from tests.task_app.test_service_process import _run, collected, crafter, task_app
+from tests.task_app.counting import rollout, running_app
+from tests.task_app.rollout_client import accept, all_of
 
 PLUGINS = """
 from helper_of_{name} import Config
@@ -82,19 +84,20 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str, told: str)
         with_plugins(default_plug_boards(), [tmp_path / name])
 
 
-def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):
-    with task_app("--plugins", str(plugins(tmp_path, "cave"))) as (_, client):
-        assert client.get("/task_info").json()["environments"] == sorted(["cave", *ENVIRONMENTS])
+async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):
+    boards = with_plugins(default_plug_boards(), [plugins(tmp_path, "cave")])
+    async with running_app(boards) as client:
+        told = (await client.get("/task_info", params={"env_name": "crafter"})).json()["environments"]
+        assert told == sorted(["cave", *ENVIRONMENTS])
         spec = {"env": {"env_name": "cave"}, "policy": {"policy_name": "cave_player", "config": {"level": 2}}}
-        assert client.post("/rollouts", json={"rollouts": [crafter("a", **spec)]}).status_code == 202
-        assert collected(client, 1)["a"]["status"] == "finished"
-        named = {"env": {"env_name": str(tmp_path / "cave.py")}}
-        refused = client.post("/rollouts", json={"rollouts": [crafter("b", **named)]})
-        assert refused.json()["code"] == "unknown_name"
+        assert (await accept(client, rollout("a", **spec))).status_code == 202
+        assert (await all_of(client, 1))["a"].status == "finished"
+        refused = await accept(client, rollout("b", env={"env_name": str(tmp_path / "cave.py")}))
+    assert refused.json()["code"] == "unknown_name"
 
 
-def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_path: Path):
+def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_path: Path, capsys):
     (tmp_path / "mine.py").write_text("1 / 0")
-    ended = _run("--port", "0", "--plugins", str(tmp_path / "mine.py"))
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].endswith("mine.py raised ZeroDivisionError: division by zero")
+    assert main(["--port", "0", "--plugins", str(tmp_path / "mine.py")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("mine.py raised ZeroDivisionError: division by zero")

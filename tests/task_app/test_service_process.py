@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from task_app.__main__ import main
 from tests.task_app.counting import KEY
 
 READY = "listening on "
@@ -59,26 +60,29 @@ def collected(client, count):
     return found
 
 
-def test_a_life_of_the_service():
-    with task_app() as (_, client):
+def test_a_life_of_the_service_until_its_parent_ends():
+    with task_app() as (process, client):
         assert client.get("/health").json()["authorized"] is True
+        client.get("/info", headers={"X-API-Key": "nope"})
 
         too_large = client.post("/rollouts", content=b"x" * 10_000_000)
         assert (too_large.status_code, too_large.json()["code"]) == (413, "body_too_large")
 
         assert client.post("/rollouts", json={"rollouts": [crafter("a"), crafter("b")]}).status_code == 202
         found = collected(client, 2)
-        steps = found["a"]["trajectory"]["steps"]
-        assert steps == [
-            {**step, "step_info": {**step["step_info"], **times}}
-            for step, times in zip(found["b"]["trajectory"]["steps"], _times(steps), strict=True)
-        ], "equal seeds and a policy without chance: equal episodes"
-        records = [step["metadata"]["decision_rewards"] for step in steps]
-        assert (
-            sum(record["unique_delta"] for record in records)
-            == found["a"]["trajectory"]["outcome_reward"]
-            > 0
-        )
+        _, log = process.communicate(timeout=15)  # closes its stdin
+    steps = found["a"]["trajectory"]["steps"]
+    assert steps == [
+        {**step, "step_info": {**step["step_info"], **times}}
+        for step, times in zip(found["b"]["trajectory"]["steps"], _times(steps), strict=True)
+    ], "equal seeds and a policy without chance: equal episodes"
+    records = [step["metadata"]["decision_rewards"] for step in steps]
+    outcome = found["a"]["trajectory"]["outcome_reward"]
+    assert sum(record["unique_delta"] for record in records) == outcome > 0
+    assert process.returncode == 0
+    assert [line for line in log.splitlines() if "rollout_finished" in line and "rollout_id=a" in line]
+    assert KEY not in log
+    assert "Traceback" not in log
 
 
 def test_a_stop_ends_a_running_rollout_and_answers_who_waits_for_it():
@@ -109,49 +113,22 @@ def _times(steps):
     return [{name: step["step_info"][name] for name in ("policy_s", "environment_s")} for step in steps]
 
 
-def test_the_service_ends_with_its_parent_and_its_log_has_a_line_an_event_and_no_key():
-    with task_app() as (process, client):
-        client.post("/rollouts", json={"rollouts": [crafter("a")]})
-        collected(client, 1)
-        client.get("/info", headers={"X-API-Key": "nope"})
-        _, log = process.communicate(timeout=15)  # closes its stdin
-    assert process.returncode == 0
-    assert [line for line in log.splitlines() if "rollout_finished" in line and "rollout_id=a" in line]
-    assert KEY not in log
-    assert "Traceback" not in log
-
-
-def test_a_taken_port_is_one_clear_line_and_exit_code_2():
+def test_a_taken_port_is_one_clear_line_and_exit_code_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = _run("--port", str(port))
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
+        assert main(["--port", str(port)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert line == f"task_app: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        (["--port", "70000"], {}, "'70000' is no port; allowed: 0 to 65535"),
-        (["--host", "no.such.host.invalid"], {}, "cannot listen on no.such.host.invalid:8001"),
-        ([], {"TURNWISE_MAX_SESSIONS": "many"}, "TURNWISE_MAX_SESSIONS is 'many'"),
-    ],
-)
-def test_what_cannot_start_says_why_and_exits_with_2(arguments, environment, words):
-    ended = _run(*arguments, **environment)
-    assert ended.returncode == 2
-    assert words in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def _run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "task_app", *arguments],
-        env={**os.environ, "ENVIRONMENT_API_KEY": KEY, **environment},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        stdin=subprocess.DEVNULL,
-    )
+def test_settings_that_cannot_be_are_refused_with_2(capsys, monkeypatch):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--port", "70000"])
+    assert "'70000' is no port; allowed: 0 to 65535" in capsys.readouterr().err
+    assert main(["--host", "no.such.host.invalid"]) == 2
+    assert "cannot listen on no.such.host.invalid:8001" in capsys.readouterr().err
+    monkeypatch.setenv("TURNWISE_MAX_SESSIONS", "many")
+    assert main([]) == 2
+    assert "TURNWISE_MAX_SESSIONS is 'many'" in capsys.readouterr().err

@@ -1,11 +1,7 @@
 """/env/snapshot, /env/restore, /policy/snapshot, /policy/restore: the same future, anywhere."""
 
-import asyncio
 import base64
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,33 +55,6 @@ async def test_a_restored_session_shows_what_was_shown_last():
     assert answer["metadata"] == before["metadata"]
     assert (answer["step_idx"], answer["info"]["turn"], answer["info"]["seed"]) == (4, 1, 17)
     assert (taken["step_idx"], taken["info"]) == (4, {"env_name": "crafter", "seed": 17, "turn": 1})
-
-
-async def test_the_future_is_the_same_in_another_process():
-    async with running_app(default_plug_boards()) as client:
-        env_id = await new_env(client, seed=5)
-        await step(client, env_id, "move_left", "do", "noop")
-        taken = await post(client, "/env/snapshot", env_id=env_id)
-        here = [await step(client, env_id, *actions) for actions in LATER]
-    code = (
-        "import asyncio, json, sys\n"
-        "from task_app.plugins import default_plug_boards\n"
-        "from tests.task_app.counting import running_app\n"
-        "from tests.task_app.playing import post, step\n"
-        "async def main():\n"
-        "    taken, later = json.load(sys.stdin)\n"
-        "    async with running_app(default_plug_boards()) as client:\n"
-        "        env_id = (await post(client, '/env/restore', snapshot=taken))['env_id']\n"
-        "        print(json.dumps([await step(client, env_id, *actions) for actions in later]))\n"
-        "asyncio.run(main())\n"
-    )
-    there = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", code],
-        input=json.dumps([taken["snapshot"], LATER]), capture_output=True, text=True, check=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77"},
-    )  # fmt: skip
-    assert json.loads(there.stdout.splitlines()[-1]) == here
 
 
 async def test_the_answer_has_the_fields_that_others_know_and_says_what_path_is():

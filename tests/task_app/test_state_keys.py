@@ -1,5 +1,6 @@
 """Which observations count as one state, and that a key is the same in any process."""
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
@@ -119,22 +120,21 @@ def test_what_is_nearest_is_told_by_its_offset():
     assert keys_of("nearest", [once]) != keys_of("nearest", [moved(start, rows=rows)])
 
 
-@pytest.mark.parametrize("name", [*CRAFTER_STATE_KEYS, *STATE_KEYS])
-def test_every_key_is_the_same_in_another_process_with_another_hash_seed(name):
-    code = (
-        "from tests.task_app.test_state_keys import crafter, keys_of\n"
-        "from task_app.protocols import ToolRequest\n"
-        "env, start = crafter()\n"
-        "call = ToolRequest('interact_many', {'actions': ['move_left', 'do', 'noop']})\n"
-        f"print(keys_of({name!r}, [start, env.step([call]).observation]))\n"
-    )
+def all_keys():
+    """Every key of two observations of Crafter."""
+    env, start = crafter()
+    call = ToolRequest("interact_many", {"actions": ["move_left", "do", "noop"]})
+    observations = [start, env.step([call]).observation]
+    return {name: keys_of(name, observations) for name in (*CRAFTER_STATE_KEYS, *STATE_KEYS)}
+
+
+def test_every_key_is_the_same_in_another_process_with_another_hash_seed():
+    code = f"from {__name__} import all_keys; print(all_keys())"
     found = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    env, start = crafter()
-    call = ToolRequest("interact_many", {"actions": ["move_left", "do", "noop"]})
-    assert found.strip() == repr(keys_of(name, [start, env.step([call]).observation]))
+    assert ast.literal_eval(found) == all_keys()
 
 
 SAME = "no, try again"

@@ -2,7 +2,8 @@
 
 import signal
 
-from tests.task_app.test_service_process import _run, task_app
+from task_app.__main__ import main
+from tests.task_app.test_service_process import task_app
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 
@@ -40,38 +41,31 @@ def stepped(client, env_id, calls, *, key=None):
     return posted(client, "/env/step", {"env_id": env_id, "tool_calls": calls}, key=key)
 
 
-def test_after_a_kill_a_session_goes_on_at_its_last_decision(tmp_path):
+def test_after_a_kill_sessions_go_on_and_retries_get_the_answers_of_before(tmp_path, capsys):
+    # Every second decision is written whole, so one of the two killed sessions has a decision after that.
     settings = {"TURNWISE_JOURNAL_SNAPSHOT_EVERY": "2"}
     with task_app("--state-dir", str(tmp_path), **settings) as (process, client):
-        undisturbed, killed = created(client), created(client)
+        undisturbed, even, odd = created(client), created(client, key="create"), created(client)
         expected = [stepped(client, undisturbed, calls) for calls in MOVES]
-        found = [stepped(client, killed, calls) for calls in MOVES[:2]]
-        kill(process)
-    with task_app("--state-dir", str(tmp_path), **settings) as (process, client):
-        found.append(stepped(client, killed, MOVES[2]))
-        kill(process)
-    with task_app("--state-dir", str(tmp_path), **settings) as (process, client):
-        found.append(stepped(client, killed, MOVES[3]))
-    assert found == expected
+        begun = [stepped(client, even, calls, key=f"{i}") for i, calls in enumerate(MOVES[:2])]
+        assert begun == [stepped(client, odd, calls) for calls in MOVES[:2]] == expected[:2]
+        snapshot = posted(client, "/env/snapshot", {"env_id": odd})["snapshot"]
+        assert stepped(client, odd, MOVES[2]) == expected[2]
 
-
-def test_retries_after_a_kill_get_the_answers_of_before(tmp_path):
-    with task_app("--state-dir", str(tmp_path)) as (process, client):
-        env_id = created(client, key="create")
-        first = stepped(client, env_id, MOVES[0], key="one")
+        # Its folder is nobody else's.
+        assert main(["--port", "0", "--state-dir", str(tmp_path)]) == 2
+        assert "is in use by another task app" in capsys.readouterr().err
         kill(process)
-    with task_app("--state-dir", str(tmp_path)) as (_, client):
-        assert created(client, key="create") == env_id
-        assert stepped(client, env_id, MOVES[0], key="one") == first
-        assert stepped(client, env_id, MOVES[0], key="two")["info"]["turn"] == 2
-        body = {"env_id": env_id, "tool_calls": MOVES[1]}
-        other = client.post("/env/step", json=body, headers={"Idempotency-Key": "one"})
+    with task_app("--state-dir", str(tmp_path), **settings) as (_, client):
+        assert created(client, key="create") == even
+        assert stepped(client, even, MOVES[1], key="1") == begun[1]
+        body = {"env_id": even, "tool_calls": MOVES[2]}
+        other = client.post("/env/step", json=body, headers={"Idempotency-Key": "1"})
         assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
-
-
-def test_a_folder_in_use_is_refused_and_its_user_goes_on(tmp_path):
-    with task_app("--state-dir", str(tmp_path)) as (_, client):
-        ended = _run("--port", "0", "--state-dir", str(tmp_path))
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert "is in use by another task app" in ended.stderr
-        created(client)
+        assert [stepped(client, even, calls) for calls in MOVES[2:]] == expected[2:]
+        assert stepped(client, odd, MOVES[3]) == expected[3]
+        # A snapshot too goes on alike in another process, in which strings hash otherwise.
+        restored = posted(client, "/env/restore", {"snapshot": snapshot})["env_id"]
+        assert [stepped(client, restored, calls)["metadata"] for calls in MOVES[2:]] == [
+            step["metadata"] for step in expected[2:]
+        ]

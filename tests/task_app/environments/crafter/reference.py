@@ -1,6 +1,8 @@
 """Stock crafter with the one ordering fix: what the engine must equal, draw for draw."""
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import crafter
@@ -29,6 +31,18 @@ class ReferenceEnv(crafter.Env):  # type: ignore[misc]
         index = self._world._obj_map
         ordered = sorted(objs, key=lambda thing: int(index[tuple(thing.pos)]))
         super()._balance_object(chunk, ordered, *rule)
+
+
+@lru_cache(maxsize=2)
+def _first_world(seed: int) -> ReferenceEnv:
+    env = ReferenceEnv(seed=seed)
+    env.reset()
+    return env
+
+
+def reset_reference(seed: int) -> ReferenceEnv:
+    """The reference at the start of its first episode; a copy, since stock needs 2 s for a world."""
+    return deepcopy(_first_world(seed))
 
 
 def numbers(values: Any) -> tuple[int, ...]:
@@ -74,8 +88,7 @@ class Duel:
     """The same game on the reference and on the engine, compared in everything after every step."""
 
     def __init__(self, seed: int) -> None:
-        self.reference, self.engine = ReferenceEnv(seed=seed), CrafterEngine(seed)
-        self.reference.reset()
+        self.reference, self.engine = reset_reference(seed), CrafterEngine(seed)
         self.engine.reset()
         self.unequal = differences(self.engine.capture(), reference_state(self.reference))
 

@@ -85,7 +85,7 @@ CALLS = st.lists(
 SHARED = CrafterEnvironment(CrafterConfig(text="compact"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(calls=CALLS)
 def test_whatever_is_called_either_runs_as_written_or_runs_exactly_one_noop(calls):
     try:
