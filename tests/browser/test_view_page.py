@@ -13,7 +13,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
         # Root in a container has no sandbox; the page under test is our own.
@@ -22,7 +22,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def game():
     """The service, a client with the key, and an environment whose first decision collects wood."""
     with task_app() as (_, http):

@@ -12,7 +12,7 @@ import pytest
 import tomli
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_job
+from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
@@ -107,7 +107,10 @@ def test_a_run_that_was_there_before_is_not_removed_by_a_mistake(tmp_path: Path)
     assert open_run(run.path) == run
 
 
-def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(trained, tmp_path: Path):
+def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(
+    trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
     shutil.copytree(trained[0].path, tmp_path / "run")
     run = open_run(tmp_path / "run")
     before = run.job()
@@ -122,7 +125,7 @@ def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(trained, tm
 
 
 def resume(run: Path, *overrides: str) -> None:
-    arguments = ["train", "--no-report", "--resume", str(run)]
+    arguments = ["train", "--no-report", "--resume", str(run), "--set", f"services.task_url={task_app()}"]
     arguments += [word for override in overrides for word in ("--set", override)]
     CliRunner().invoke(app, arguments, catch_exceptions=False)
 

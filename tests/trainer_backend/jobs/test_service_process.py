@@ -5,11 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.trainer_backend.test_command_line import turnwise
 
 ROOT = Path(__file__).parents[3]
 IMPORTED = "trainer_backend.jobs.server, trainer_backend.jobs.submission, trainer_backend.pages.app"
@@ -28,42 +29,28 @@ def address(process: subprocess.Popen[str]) -> str:
     return next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = start(tmp_path, "--exit-with-parent")
-    with process:
-        address(process)
-        yield process
-        process.kill()
-
-
-def test_it_shows_the_dashboard(tmp_path):
-    process = start(tmp_path, "--exit-with-parent")
-    with process:
+def test_it_shows_the_dashboard_and_ends_in_order_when_it_is_told_to(tmp_path):
+    with start(tmp_path, "--exit-with-parent") as process:
         page = httpx.get(address(process) + "/", headers={"Accept": "text/html"})
-        process.kill()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
     assert page.status_code == 200 and "<title>Runs" in page.text
 
 
-def test_it_ends_in_order_when_it_is_told_to(running):
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == 0
-
-
-def test_and_when_nobody_holds_its_standard_input_any_more(running):
-    running.stdin.close()
-    assert running.wait(60) == 0
-
-
-def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(running, tmp_path):
-    with start(tmp_path) as second:
-        _, told = second.communicate(timeout=60)
-    assert second.returncode == 2
-    assert told.startswith(f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose")
-    with start(tmp_path, "--no-jobs") as third:
-        address(third)
-        third.terminate()
-        assert third.wait(60) == 0
+def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(tmp_path):
+    with start(tmp_path, "--exit-with-parent") as first:
+        address(first)
+        second = turnwise("trainer", "--port", "0", "--data-dir", "runs", cwd=tmp_path)
+        assert second.returncode == 2
+        assert second.stderr.startswith(
+            f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose"
+        )
+        with start(tmp_path, "--no-jobs") as third:
+            address(third)
+            third.terminate()
+            assert third.wait(60) == 0
+        first.stdin.close()
+        assert first.wait(60) == 0, "it ends when nobody holds its standard input any more"
 
 
 @pytest.mark.parametrize(
@@ -88,11 +75,10 @@ def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(running
     ],
 )
 def test_what_keeps_it_from_starting_is_one_sentence(tmp_path, words, code, told):
-    with start(tmp_path, *words) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, "Traceback" in err, "listening" in out) == (code, False, False)
-    assert err.startswith(told), err
-    assert "hunter2" not in err + out
+    done = turnwise("trainer", "--port", "0", "--data-dir", "runs", *words, cwd=tmp_path)
+    assert (done.returncode, "listening" in done.stdout) == (code, False)
+    assert done.stderr.startswith(told), done.stderr
+    assert "hunter2" not in done.stderr + done.stdout
 
 
 def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
@@ -100,9 +86,8 @@ def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with start(tmp_path, "--port", str(port)) as process:
-            _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and err.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+        done = turnwise("trainer", "--data-dir", "runs", "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
     assert list(tmp_path.iterdir()) == []
 
 

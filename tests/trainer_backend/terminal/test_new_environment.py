@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import rows_of
 from tests.task_app.test_service_process import collected, task_app
+from tests.trainer_backend.test_command_line import turnwise
 from trainer_backend.errors import JobError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -69,10 +70,9 @@ def test_its_job_trains_on_it_in_a_task_app_of_the_job_s_own(folder: Path):
         "rollout.max_turns=3", "evaluation.instances=2", "training.threads=1",
     )  # fmt: skip
     changed = [word for setting in small for word in ("--set", setting)]
-    told = python(
-        "-m", "trainer_backend", "train", "job.toml", "--run", "run", "--no-report", *changed, cwd=folder
-    )
-    assert "1 iterations done" in told
+    done = turnwise("train", "job.toml", "--run", "run", "--no-report", *changed, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 iterations done" in done.stdout
     run = open_run(folder / "run")
     assert [row["iteration"] for row in rows_of(run, "evaluation")] == [0, 1]
     stored = read_rollouts(run.rollouts_file("iteration_1"))

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import openai
 import pytest
+from pydantic import SecretStr
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from service_kit.server import Listener
 from tests.conftest import policy_server, tiny_job
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
-from trainer_backend.run.policy_server import FolderPolicy
+from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.terminal.serve import what_to_serve
@@ -28,10 +30,10 @@ MESSAGES = [{"role": "user", "content": "wood 2 tree 1"}]
 
 
 @contextmanager
-def served(*arguments: str, model: str) -> Iterator[openai.OpenAI]:
+def served(run: Path, *, model: str) -> Iterator[openai.OpenAI]:
     """A client of the process while it serves; then it is asked to end, and does so in order."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "serve", *arguments, "--port", "0"],
+        [sys.executable, "-m", "trainer_backend", "serve", str(run), "--port", "0"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TURNWISE_API_KEY": KEY},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -49,7 +51,7 @@ def served(*arguments: str, model: str) -> Iterator[openai.OpenAI]:
 
 def test_a_run_serves_its_best_checkpoint_until_it_is_stopped(trained):
     run = trained[0].path
-    with served(str(run), model="tiny/actor") as client:
+    with served(run, model="tiny/actor") as client:
         assert [model.id for model in client.models.list()] == ["tiny/actor"]
         reply = client.chat.completions.create(model="tiny/actor", messages=MESSAGES, max_tokens=4, seed=1)
         assert 1 <= reply.usage.completion_tokens <= 4
@@ -59,7 +61,15 @@ def test_a_run_serves_its_best_checkpoint_until_it_is_stopped(trained):
 
 
 def test_a_model_folder_is_served_without_a_job(model_folders: Mapping[str, Path]):
-    with served(str(model_folders["llama"]), "--set", "model.device=cpu", model="llama/actor") as client:
+    loaded, folder = what_to_serve(model_folders["llama"], None, ["model.device=cpu"])
+    job = loaded.config
+    with (
+        Listener("127.0.0.1", 0) as listener,
+        FolderPolicy(
+            job.model, PolicyServer(job.job.name, listener, job.inference, key=SecretStr(KEY)), folder
+        ).serving() as inference,
+        openai.OpenAI(base_url=f"{inference.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client,
+    ):
         (model,) = client.models.list()
         assert model.model_dump()["max_model_len"] == 1024, "all positions that the model has"
         reply = client.chat.completions.create(model=model.id, messages=MESSAGES, max_tokens=4)
