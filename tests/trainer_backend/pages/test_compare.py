@@ -46,7 +46,7 @@ def test_only_keys_that_differ_are_told_with_the_values_of_each_run(two, tmp_pat
     found = dict(setting_differences(read_sides([two[0], third])))
     assert found["rollout.env_config.text"] == ['"compact"', '"full"']
     assert found["rollout.env_config.max_actions"] == ["4", "absent"]
-    assert found["warmup.epochs"] == ["6", "absent"]
+    assert found["warmup.epochs"] == ["3", "absent"]
 
 
 def test_a_key_in_a_job_is_no_setting(tmp_path):
