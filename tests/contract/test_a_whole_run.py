@@ -3,11 +3,12 @@
 import asyncio
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,6 @@ def test_a_kl_term_holds_the_policy_near_its_reference(trained, tmp_path: Path):
     assert "loss/kl" in reporter.rows[-2]
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(trained, tmp_path: Path):
     path = tmp_path / "job.toml"
     job = tiny_job(**warmed_up(trained), training__iterations=500, evaluation__instances=1)
@@ -172,22 +172,6 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tra
     assert not _listening(page_url)
 
 
-@pytest.mark.timeout(120)
-def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
-    path = tmp_path / "job.toml"
-    path.write_text(dump_job(tiny_job(warmup__episodes=5000)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(tmp_path / "run")],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with process:
-        assert process.stdout is not None
-        url = next(line.split("task app: ")[1].strip() for line in process.stdout if "task app: " in line)
-        assert _listening(url)
-        os.kill(process.pid, signal.SIGKILL)
-    _wait_until_gone(url)
-
-
 BUSY_WITH_A_TASK_APP = """
 import asyncio, sys, threading
 from pathlib import Path
@@ -204,14 +188,29 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.timeout(120)
-def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
-    command = [sys.executable, "-c", BUSY_WITH_A_TASK_APP, str(tmp_path / "task_app.log")]
+@contextmanager
+def busy_with_a_task_app(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and the address of the task app that it has started."""
+    command = [sys.executable, "-c", BUSY_WITH_A_TASK_APP, str(folder / "task_app.log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert _listening(url)
+        yield process, url
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_that_is_killed_takes_its_task_app_with_it(tmp_path: Path):
+    with busy_with_a_task_app(tmp_path) as (process, url):
+        process.kill()
+    _wait_until_gone(url)
+
+
+@pytest.mark.timeout(120)
+def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
+    with busy_with_a_task_app(tmp_path) as (process, url):
         process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
         assert process.stdout.readline().strip() == STOPPING
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130

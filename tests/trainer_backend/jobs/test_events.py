@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.trainer_backend.jobs.served import serving, settings_for
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
 from trainer_backend.jobs.events import Place, _stream
@@ -60,13 +58,11 @@ async def test_sent_back_an_id_goes_on_behind_it(served):
     assert [data["iteration"] for name, _, data in rest if name == "metrics"] == [2]
 
 
-@pytest.mark.parametrize(
-    "identity", ["x", "1", "1.", "-1.2", "1.2.3", "1" * 41, "9" * 19 + ".0", "0." + "9" * 20]
-)
-async def test_an_id_of_somebody_else_is_refused(served, identity):
+async def test_an_id_of_somebody_else_is_refused(served):
     job_id = await served.post("quick")
-    answer = await served.client.get(f"/jobs/{job_id}/events", headers={"Last-Event-ID": identity})
-    assert answer.status_code == 422
+    for identity in ("x", "1", "1.", "-1.2", "1.2.3", "1" * 41, "9" * 19 + ".0", "0." + "9" * 20):
+        answer = await served.client.get(f"/jobs/{job_id}/events", headers={"Last-Event-ID": identity})
+        assert answer.status_code == 422, identity
 
 
 async def test_a_connection_that_is_cut_in_the_middle_of_a_batch_loses_no_line(served):

@@ -41,51 +41,54 @@ async def test_a_job_is_posted_as_toml_or_json(served, sent):
     assert job["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "told"),
-    [
-        (
-            {"content": "[model\n"},
-            400,
-            "not valid TOML: Expected ']' at the end of a table declaration (at line 1",
-        ),
-        ({"content": "[modell]\n"}, 400, "modell is not a key"),
-        ({"content": b"\xff"}, 422, "the body is no UTF-8 text: byte 0"),
-        ({"content": "{", "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
-        ({"content": "[" * 100_000, "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
-        ({"json": {}}, 422, "exactly one of 'config' and 'toml'"),
-        ({"json": {"toml": "", "config": {}}}, 422, "exactly one of 'config' and 'toml'"),
-        (
-            {"json": {"tolm": ""}},
-            422,
-            "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
-        ),
-        ({"json": {"config": {"model": 3}}}, 400, "model"),
-        ({"content": f"x = {'[' * 5_000}"}, 400, "more than 32 deep"),
-        ({"content": f"{'.'.join('a' * 1_000)} = 1"}, 400, "a holds tables or lists in one another"),
-        ({"content": TOML + f"[rollout]\nenv_config.{'.'.join('a' * 300)} = 1"}, 400, "rollout holds tables"),
-        ({"content": f"x = {'1' * 5_000}"}, 400, "not valid TOML"),
-        (
-            {"content": TOML, "headers": {"Content-Type": "image/png"}},
-            415,
-            "Content-Type is 'image/png'; known:",
-        ),
-        ({"content": TOML, "headers": {"Idempotency-Key": "a b"}}, 422, "idempotency-key"),
-        ({"content": TOML, "params": {"dryrun": "true"}}, 422, "'dryrun' is not known here"),
-    ],
-)
-async def test_what_is_no_job_is_refused_with_its_place(served, sent, status, told):
-    answer = await served.client.post("/jobs", **sent)
-    assert (answer.status_code, answer.json()["status"]) == (status, status)
-    assert told in answer.json()["detail"], answer.text
-    assert (await served.client.get("/jobs")).json()["jobs"] == []
+NO_JOBS = [
+    (
+        {"content": "[model\n"},
+        400,
+        "not valid TOML: Expected ']' at the end of a table declaration (at line 1",
+    ),
+    ({"content": "[modell]\n"}, 400, "modell is not a key"),
+    ({"content": b"\xff"}, 422, "the body is no UTF-8 text: byte 0"),
+    ({"content": "{", "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
+    ({"content": "[" * 100_000, "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
+    ({"json": {}}, 422, "exactly one of 'config' and 'toml'"),
+    ({"json": {"toml": "", "config": {}}}, 422, "exactly one of 'config' and 'toml'"),
+    (
+        {"json": {"tolm": ""}},
+        422,
+        "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
+    ),
+    ({"json": {"config": {"model": 3}}}, 400, "model"),
+    ({"content": f"x = {'[' * 5_000}"}, 400, "more than 32 deep"),
+    ({"content": f"{'.'.join('a' * 1_000)} = 1"}, 400, "a holds tables or lists in one another"),
+    ({"content": TOML + f"[rollout]\nenv_config.{'.'.join('a' * 300)} = 1"}, 400, "rollout holds tables"),
+    ({"content": f"x = {'1' * 5_000}"}, 400, "not valid TOML"),
+    (
+        {"content": TOML, "headers": {"Content-Type": "image/png"}},
+        415,
+        "Content-Type is 'image/png'; known:",
+    ),
+    ({"content": TOML, "headers": {"Idempotency-Key": "a b"}}, 422, "idempotency-key"),
+    ({"content": TOML, "params": {"dryrun": "true"}}, 422, "'dryrun' is not known here"),
+]
 
 
-@pytest.mark.parametrize("cursor", ["abc", "-1", "9" * 18, "2147483648"])
-async def test_a_place_that_no_page_has_told_is_refused(served, cursor):
-    answer = await served.client.get("/jobs", params={"cursor": cursor})
-    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
-    assert "give back the one of the page before" in answer.json()["detail"]
+async def test_what_is_no_job_is_refused_with_its_place(served):
+    for sent, status, told in NO_JOBS:
+        answer = await served.client.post("/jobs", **sent)
+        assert (answer.status_code, answer.json()["status"]) == (status, status), told
+        assert told in answer.json()["detail"], answer.text
+        assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+NO_CURSORS = ["abc", "-1", "9" * 18, "2147483648"]
+
+
+async def test_a_place_that_no_page_has_told_is_refused(served):
+    for cursor in NO_CURSORS:
+        answer = await served.client.get("/jobs", params={"cursor": cursor})
+        assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid"), cursor
+        assert "give back the one of the page before" in answer.json()["detail"]
 
 
 async def test_a_file_that_curl_has_joined_to_one_line_is_told(served):

@@ -151,50 +151,50 @@ def test_published_keys_stand_where_ours_do():
     ]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "told"),
-    [
-        ({"job_type": "sft", "data": {"config": {}}}, 422, "job_type"),
-        ({"job_type": "rl"}, 422, "data"),
-        ({"job_type": "rl", "data": {"config": {"type": "sft"}}}, 400, "jobs for 'rl' alone"),
-        (
-            {
-                "job_type": "rl",
-                "data": {"config": {"training": {"step_rewards_strategy": "per_achievement"}}},
-            },
-            400,
-            "step_rewards_strategy is 'per_achievement'",
-        ),
-        (
-            {"job_type": "rl", "data": {"config": {"training": {"step_rewards_strategy": ["simple"]}}}},
-            400,
-            "step_rewards_strategy is ['simple']",
-        ),
-        (
-            {"job_type": "rl", "data": {"config": {"lora": {"r": 8, "rank": 16}}}},
-            400,
-            "lora.r is 8, but lora.rank is 16",
-        ),
-        ({"job_type": "rl", "data": {"config": "[x"}}, 400, "not valid TOML"),
-        ({"job_type": "rl", "data": {"config": {}, "model": "a/b"}, "tags": {"a": []}}, 422, "tags"),
-        (
-            {"job_type": "rl", "data": {"config": {"model": {"base": "a/b"}}, "model": "c/d"}},
-            400,
-            "two models",
-        ),
-        ({"job_type": "rl", "data": {"config": {"training": {"num_epochs": "x"}}}}, 400, "whole numbers"),
-        (
-            {"job_type": "rl", "data": {"config": {}, "model": "a/b", "endpoint_base_url": "http://far"}},
-            400,
-            "--allow-task-url",
-        ),
-        (
-            {"job_type": "rl", "data": {"config": {"model": {"base": nested(100)}}}},
-            400,
-            "more than 32 deep",
-        ),
-    ],
-)
-async def test_a_launchers_mistakes_are_told(served, body, status, told):
-    answer = await served.client.post("/rl/jobs", json=body)
-    assert answer.status_code == status and told in answer.json()["detail"], answer.text
+MISTAKES = [
+    ({"job_type": "sft", "data": {"config": {}}}, 422, "job_type"),
+    ({"job_type": "rl"}, 422, "data"),
+    ({"job_type": "rl", "data": {"config": {"type": "sft"}}}, 400, "jobs for 'rl' alone"),
+    (
+        {
+            "job_type": "rl",
+            "data": {"config": {"training": {"step_rewards_strategy": "per_achievement"}}},
+        },
+        400,
+        "step_rewards_strategy is 'per_achievement'",
+    ),
+    (
+        {"job_type": "rl", "data": {"config": {"training": {"step_rewards_strategy": ["simple"]}}}},
+        400,
+        "step_rewards_strategy is ['simple']",
+    ),
+    (
+        {"job_type": "rl", "data": {"config": {"lora": {"r": 8, "rank": 16}}}},
+        400,
+        "lora.r is 8, but lora.rank is 16",
+    ),
+    ({"job_type": "rl", "data": {"config": "[x"}}, 400, "not valid TOML"),
+    ({"job_type": "rl", "data": {"config": {}, "model": "a/b"}, "tags": {"a": []}}, 422, "tags"),
+    (
+        {"job_type": "rl", "data": {"config": {"model": {"base": "a/b"}}, "model": "c/d"}},
+        400,
+        "two models",
+    ),
+    ({"job_type": "rl", "data": {"config": {"training": {"num_epochs": "x"}}}}, 400, "whole numbers"),
+    (
+        {"job_type": "rl", "data": {"config": {}, "model": "a/b", "endpoint_base_url": "http://far"}},
+        400,
+        "--allow-task-url",
+    ),
+    (
+        {"job_type": "rl", "data": {"config": {"model": {"base": nested(100)}}}},
+        400,
+        "more than 32 deep",
+    ),
+]
+
+
+async def test_a_launchers_mistakes_are_told(served):
+    for body, status, told in MISTAKES:
+        answer = await served.client.post("/rl/jobs", json=body)
+        assert answer.status_code == status and told in answer.json()["detail"], answer.text

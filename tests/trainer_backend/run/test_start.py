@@ -15,7 +15,7 @@ import pytest
 from service_kit.errors import PortTaken
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
@@ -208,7 +208,8 @@ class ImpatientAtOnce(ListReporter):
 def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Path):
     job, reporter = tiny_job(), ImpatientAtOnce()
     with pytest.raises(Stopped, match="before anything was played"):
-        asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
+        directory = create_run(job, tmp_path / "run")
+        asyncio.run(run_job(at_the_task_app(job), directory, reporter, resume=False))
     assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
     state = read_status(tmp_path / "run").state
     assert state is not None
