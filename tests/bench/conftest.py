@@ -3,9 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from service_kit.logs import configure_logs
-from service_kit.server import Listener, ServerThread
-from task_app.app import create_app
-from task_app.settings import Settings
+from tests.conftest import TASK_APP_KEY, task_app
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +14,7 @@ def service_logs() -> None:
 
 @pytest.fixture(scope="session")
 def services() -> Iterator[str]:
-    """The setting of a job that plays at a task app of this process, which is there already."""
-    key = "the-key-of-the-benches"
-    listener = Listener("127.0.0.1", 0)
+    """The setting of a job that plays at the task app of the tests."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ENVIRONMENT_API_KEY", key)
-        with ServerThread(create_app(Settings(api_keys=(key,))), listener) as url:
-            yield f'services.task_url="{url}"'
+        environment.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
+        yield f'services.task_url="{task_app()}"'
