@@ -1,1 +1,1 @@
-"""The HTTP edge of both services and of the gateway: keys, bounds, errors, logs, the server itself."""
+"""The HTTP edge of both services and the gateway: keys, limits, errors, logs, and the server."""

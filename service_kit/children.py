@@ -1,7 +1,7 @@
-"""Processes that a service starts, and the end of the one that started it.
+"""Child processes of a service, which end with their parent.
 
-A child lives as long as its parent at most: its standard input is a pipe whose other end the parent alone
-holds, so it closes however the parent ends.
+A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
+ends.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
-# A service that has come up says so on stdout, with its address after it.
+# A service prints this with its address to stdout when it is ready.
 READY = "listening on "
 _ORPHANED = 1
 
 
 class Child:
-    """A process that was started; made by `start`."""
+    """A child process; `start` makes one."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -35,11 +35,12 @@ class Child:
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] = os.environ,
     ) -> Self:
-        """
+        """Start the command.
+
         Args:
-            stdout, stderr: a file; PIPE for a stdout that `address` reads; None: ours.
+            stdout, stderr: a file; PIPE for a stdout that `address` reads; None: this process's own.
         """
-        # Its own session: Ctrl-C reaches this process alone, which then ends its children in order.
+        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=env, start_new_session=True
         )
@@ -51,11 +52,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
+        """None while it runs; negative if a signal killed it."""
         return self._process.returncode
 
     async def address(self) -> str | None:
-        """Where it listens, once it says so; None: it has ended before."""
+        """The address that it prints when it is ready; None if it ends before."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             text = line.decode(errors="replace").strip()
@@ -64,21 +65,21 @@ class Child:
         return None
 
     async def ended(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for its end, and return the exit code."""
         if self._process.stdout is not None:
             while await self._process.stdout.read(65_536):
-                pass  # a pipe that nobody empties would stop it
+                pass  # a full pipe would block it
         return await self._process.wait()
 
     def signal(self, number: int) -> None:
-        # Not the process's own send_signal: it reaps a child that has just ended, and asyncio, which comes
-        # second then, makes up an exit code.
+        # Not the process's own send_signal: that reaps a child that has just ended, and then asyncio finds no
+        # exit code and makes one up.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def end(self, grace_s: float) -> bool:
-        """Have it end in order, and kill it after that time; whether it had to be killed."""
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -91,15 +92,15 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """End this process, without saving, when its parent ends: files are whole at any moment."""
+    """End this process without saving when its parent ends; all files are valid at any time."""
     when_parent_ends(lambda: os._exit(_ORPHANED))
 
 
 def when_parent_ends(call: Callable[[], object]) -> None:
-    """Call that, on a thread, when standard input closes."""
+    """Call the function on a thread when standard input closes."""
 
     def watch() -> None:
-        # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
+        # Read the descriptor, because a thread inside sys.stdin holds its lock when the interpreter ends.
         while os.read(sys.stdin.fileno(), 65_536):
             pass
         call()

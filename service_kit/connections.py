@@ -1,8 +1,7 @@
-"""uvicorn's HTTP connection, bounded: in number, in what comes before a request, and in how long that takes.
+"""uvicorn's HTTP connection with limits: on the number, on the size of a request's head, and on its time.
 
-httptools reads headers without end and waits for them for ever, and enough connections that say nothing leave
-no descriptor for the process of a job; uvicorn's own `limit_concurrency` answers a plain text that no client
-of ours reads.
+httptools reads headers without limits and waits for ever, and enough silent connections leave no descriptor
+for a job's process. uvicorn's own `limit_concurrency` answers with plain text, which our clients cannot read.
 """
 
 import asyncio
@@ -21,12 +20,13 @@ from shared_schemas.descriptors import connections_at_most
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """
+    """Limits of a server's connections.
+
     Attributes:
-        max_connections: that are open at a time; fewer where the process may have few files open.
-        max_header_s, max_header_bytes: of the head of a request.
-        max_body_s: for the rest of a body whose request is answered.
-        too_many: the error of a connection beyond `max_connections`.
+        max_connections: number of open connections; fewer if the process may open only few files.
+        max_header_s, max_header_bytes: time and size of a request's head.
+        max_body_s: time for the rest of a body after the reply.
+        too_many: error for connections beyond `max_connections`.
     """
 
     max_connections: int = 4_096
@@ -37,39 +37,39 @@ class ConnectionBounds:
 
 
 def bounded_protocol(bounds: ConnectionBounds, respond: Respond = problem_response) -> type[asyncio.Protocol]:
-    """The class of connections of a server with these bounds; uvicorn makes one object a connection."""
+    """The connection class of a server with these limits; uvicorn makes one object for each connection."""
     most = connections_at_most(bounds.max_connections)
 
     class Connection(BoundedConnection):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
             self.bounds, self.most, self.respond = bounds, most, respond
 
     return Connection
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection that says nothing, or not the whole of a request's head, for `max_header_s`.
+    """Closes a connection that does not send a complete head within `max_header_s`.
 
-    And one that is answered, but goes on with the body for `max_body_s`: a client that reads its answer at
-    the end of its body must not lose it, a stranger who sends a byte now and then must not stay.
+    After a reply the client has `max_body_s` for the rest of its body: a client that reads the reply only
+    after its body must not lose it, and one that sends a byte now and then must not stay.
     """
 
     bounds: ConnectionBounds
     most: int
     respond: Respond
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self._silence: asyncio.TimerHandle | None = None
         self._in_head = self._in_body = False
-        # Of the head that is coming: bytes that came, and those of its complete lines.
-        self._came_bytes = 0
+        # Bytes of the current head: all received ones, and those of its complete lines.
+        self._received_bytes = 0
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.most and not self._took_a_silent_place():
+        if len(self.connections) > self.most and not self._close_silent_connection():
             self._refuse(
                 self.bounds.too_many(f"{self.most} connections are open, the most that this service holds")
             )
@@ -83,9 +83,9 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._came_bytes += len(data)
+        self._received_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._came_bytes > self.bounds.max_header_bytes:
+        if self._in_head and self._received_bytes > self.bounds.max_header_bytes:
             # A line without an end never reaches on_header.
             self.send_400_response("")
         elif self._silence is None and (self._in_head or self._is_idle()):
@@ -112,7 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
         self.scope["extensions"] = {WHOLE_BODY: {}}
         self._expect_nothing()
-        self._in_body, self._came_bytes, self._head_bytes = False, 0, 0
+        self._in_body, self._received_bytes, self._head_bytes = False, 0, 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -121,9 +121,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = self.loop.call_later(self.bounds.max_body_s, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
-        """What httptools cannot read, or what was counted to be too much, in the shape of all errors."""
+        """Reply to a request that httptools cannot read, or whose head is too large, with a problem."""
         most = self.bounds.max_header_bytes
-        if max(self._head_bytes, self._came_bytes if self._in_head else 0) > most:
+        if max(self._head_bytes, self._received_bytes if self._in_head else 0) > most:
             self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
         else:
             self._refuse(MalformedRequest("this is no HTTP request"))
@@ -131,17 +131,17 @@ class BoundedConnection(HttpToolsProtocol):
     def _count(self, length: int) -> None:
         self._head_bytes += length
         if self._head_bytes > self.bounds.max_header_bytes:
-            raise ValueError("too large")  # httptools turns it into what ends in send_400_response
+            raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Nothing is under way, and uvicorn's own clock stopped at data that began no request."""
-        answered = self.cycle is None or self.cycle.response_complete
-        return answered and not self._in_body and self.timeout_keep_alive_task is None
+        """Whether nothing is under way and uvicorn's own timer was stopped by data that began no request."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self._in_body and self.timeout_keep_alive_task is None
 
-    def _took_a_silent_place(self) -> bool:
+    def _close_silent_connection(self) -> bool:
         """Close the connection that has owed a head, or the rest of a body, for longest.
 
-        So whoever only connects keeps nobody away who asks. False where all others are at work.
+        Idle connections thus keep no active client away. False if all others are active.
         """
         silent = [
             (other._silence.when(), id(other), other)
@@ -169,7 +169,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def _bytes_of(response: Response) -> bytes:
-    """As it goes over the wire: there is no request yet that the app could answer."""
+    """The bytes of a reply; there is no request yet that the app could answer."""
     head = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}", "connection: close"]
     head += [f"{name}: {value}" for name, value in response.headers.items()]
     return "\r\n".join([*head, "", ""]).encode("latin-1") + bytes(response.body)

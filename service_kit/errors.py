@@ -1,21 +1,21 @@
-"""The base of every error that a service answers with, and the errors of the HTTP edge itself.
+"""The base of every error that a service replies with, and the errors of the HTTP edge.
 
     ServiceError                code                    status
     ├── NoKeyConfigured         missing_<variable>      503
     ├── Unauthorised            unauthorised            401
     ├── Forbidden               forbidden               403  another site's page, or a foreign host name
-    ├── RouteError              not_found, ...          404, 405 and what else the router says
+    ├── RouteError              not_found, ...          404, 405 and other statuses of the router
     ├── BodyTooLarge            body_too_large          413
-    ├── TooSlow                 too_slow                408  the body did not come in time
+    ├── TooSlow                 too_slow                408  the body was not complete in time
     ├── HeadTooLarge            head_too_large          431  before there is a request
     ├── MalformedRequest        malformed_request       400  before there is a request
     ├── TooManyConnections      too_many_connections    503  before there is a request
-    ├── RequestDeadline         deadline_exceeded       504  answered before it was done
+    ├── RequestDeadline         deadline_exceeded       504  the reply comes before the work is done
     ├── InternalError           internal_error          500
     ├── PortTaken               port_taken              500  at start only, never in a reply
     └── SettingsError           settings_invalid        400  at start only, never in a reply
 
-The task app's tree (`task_app.errors`) and the trainer's (`trainer_backend.errors`) grow from the same base.
+The trees of the task app (`task_app.errors`) and the trainer (`trainer_backend.errors`) have the same base.
 """
 
 from http import HTTPStatus
@@ -29,10 +29,10 @@ class ServiceError(Exception):
 
     Attributes:
         status: the HTTP status of the reply.
-        title: what errors of this class are called; None: the phrase of the status.
-        where: the place that is at fault: a header, a body path, a setting.
+        title: name of the class for people; None: the phrase of the status.
+        where: the place of the fault: a header, a body path, a setting.
         hint: the likely remedy.
-        retry_after_s: when a request that may succeed later is to be sent again.
+        retry_after_s: when a client should try again, if that may help.
     """
 
     code = "service_error"
@@ -58,7 +58,7 @@ class ServiceError(Exception):
         return f"{place}{self.detail}{end} {self.hint}"
 
     def problem(self) -> Problem:
-        """This error as the body that every service answers with."""
+        """The error as the body of a reply."""
         return Problem(
             title=self.title or HTTPStatus(self.status).phrase,
             status=self.status,
@@ -70,10 +70,10 @@ class ServiceError(Exception):
 
 
 class NoKeyConfigured(ServiceError):
-    """Nobody can come in: the service was started without a key.
+    """The service was started without a key, so nobody can use it.
 
     Args:
-        variable: the environment variable that holds the key.
+        variable: the environment variable of the key.
     """
 
     status = 503
@@ -97,7 +97,7 @@ class Forbidden(ServiceError):
 
 
 class RouteError(ServiceError):
-    """What the router, or a library under it, refuses by a bare status."""
+    """A refusal of the router, or of a library below it, that has only a status."""
 
     def __init__(self, status: HTTPStatus, detail: str, *, where: str) -> None:
         super().__init__(detail, where=where, code=status.name.lower())

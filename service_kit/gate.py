@@ -1,7 +1,9 @@
-"""The door of a service, as ASGI middleware: who may come in, from where, with what, and in what time.
+"""The gate of a service, as ASGI middleware: it checks the key, the origin, the body and the time of a
+request.
 
-It stands before routing and before any body is read: a stranger learns nothing, not even which paths exist.
-What it lets through can be stored, logged and sent back (shared_schemas.json_text): no route looks again.
+It stands before routing and before any body is read, so a stranger learns nothing, not even which paths
+exist. Whatever passes can be stored, logged and sent back (shared_schemas.json_text); no route checks that
+again.
 """
 
 import asyncio
@@ -24,44 +26,44 @@ from service_kit.errors import (
     Unauthorised,
 )
 from service_kit.keys import Keys, LoginSessions, RawHeaders, basic_passwords, presented_keys
-from service_kit.problems import BodyRefused, Respond, problem_response
+from service_kit.problems import BodyError, Respond, problem_response
 from shared_schemas.json_text import NUL, read_json, says_json
 from shared_schemas.urls import host_name, is_loopback
 
 DENIAL = "websocket.http.response"
-# Among a scope's extensions: the body has come, and nobody has to wait for it (service_kit.connections).
+# Key in a scope's extensions: the body has arrived, so reading needs no timeout (service_kit.connections).
 WHOLE_BODY = "turnwise.whole_body"
-# In a scope: the value of its JSON body, for who takes it out.
+# Key in a scope: the value of its JSON body, for the first reader.
 JSON_BODY = "turnwise.json_body"
-# RFC 6455: the endpoint refuses because of a policy of its own.
+# RFC 6455: the endpoint refuses because of its own policy.
 POLICY_VIOLATION = 1008
 _BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
-# Browsers send one of them, at least, with every POST and every socket.
+# Browsers send at least one of them with every POST and every socket.
 _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Door(Protocol):
-    """Who may come in."""
+    """Decides which requests may enter."""
 
     def error(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not; None: it may."""
+        """Why this request may not enter; None if it may."""
 
     def page(self, scope: Scope, response: Response) -> Response:
-        """What a person's browser gets in place of a 401."""
+        """The reply to a person's browser instead of a 401."""
 
 
 class KeyDoor:
-    """Lets in who presents a key; a browser may send it as the password of `Authorization: Basic`.
+    """Accepts requests with a key; a browser may send it as the password of `Authorization: Basic`.
 
-    A browser adds that password to requests that other sites make it send. Those can read nothing from a GET,
-    but they could act by a POST and talk over a socket: there Basic counts for nothing where a browser sent
-    it. Of POSTs it counts at all below `basic_posts`, whose clients know an address and no header.
+    A browser also adds that password to requests that other sites make it send. Such sites cannot read a
+    GET's reply, but they could act by a POST and use a socket, so Basic counts for neither if a browser sends
+    it. Without a browser it counts for POSTs below `basic_posts`, whose clients know a URL and no header.
 
     Args:
-        open_paths: they need no key.
-        open_below: nor does what stands below these.
-        unauthorised: the error of a missing or wrong key.
+        open_paths: paths that need no key.
+        open_below: prefixes of paths that need no key.
+        unauthorised: error of a missing or wrong key.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class KeyDoor:
         return response
 
     def credentials(self, scope: Scope) -> RawHeaders:
-        """The headers, with the password of Basic as a key where it counts."""
+        """The headers, with the password of Basic as a key if it counts."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             if not _BY_A_BROWSER.isdisjoint(name for name, _ in headers):
@@ -109,15 +111,16 @@ class KeyDoor:
 
 
 class SessionDoor:
-    """Lets in who presents the key, or the cookie that the log-in page gives for it.
+    """Accepts requests with the key, or with the cookie that the log-in page gives for it.
 
-    Pages of other sites may ask for nothing. Without a key, this machine alone may ask, by its own names: a
-    name that its owner points at 127.0.0.1 makes a page from there ours by origin.
+    Pages of other sites may send nothing. Without a key only this machine may send requests, and only by its
+    own
+    host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page same-origin.
 
     Args:
-        open_paths: they need no key.
-        open_below: nor does what stands below these.
-        login: the path of the log-in page, which a person's browser is sent to.
+        open_paths: paths that need no key.
+        open_below: prefixes of paths that need no key.
+        login: path of the log-in page, to which a person's browser is redirected.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class SessionDoor:
                 where="header Host",
                 hint=f"Ask http://127.0.0.1 or http://localhost, or set {self._keys.variable}.",
             )
-        # A socket acts, as a POST does.
+        # A socket can act, like a POST.
         if is_cross_site(scope.get("method", "POST"), headers):
             return Forbidden("the page of another site sent this request", where="header Origin")
         is_open = scope["path"] in self._open_paths or scope["path"].startswith(self._open_below)
@@ -158,7 +161,7 @@ class SessionDoor:
 
 
 def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:
-    """The error of a request that presents no key of ours."""
+    """The error of a request without a valid key."""
     return kind(
         "another key was given" if presented_keys(headers) else "no key was given",
         where="header X-API-Key",
@@ -167,14 +170,15 @@ def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthori
 
 
 class Gate:
-    """Wraps the app: 401 or 503 without a good key, 403 for whom the door knows, 413 for a body that is too
-    large, 408 for one too slow, 422 for an address or a JSON body that nobody could hold.
+    """Wraps the app, and refuses faulty requests before it.
+
+    401 or 503 without a valid key, 403 if the door forbids it, 413 for a body that is too large, 408 for one
+    that is too slow, 422 for a URL or JSON body that cannot be stored.
 
     Args:
-        door: who may come in.
-        unreadable: the error of a JSON body that nobody could hold; None: the routes alone read bodies.
-        respond: an error as the service answers it.
-        large_body_hint: what the sender of too large a body can do.
+        unreadable: error of a JSON body that cannot be stored; None: only routes read bodies.
+        respond: makes the reply to an error.
+        large_body_hint: advice to the sender of a body that is too large.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class Gate:
             receive = _BoundedBody(scope, receive, self._max_body_s, self._max_body_bytes, self._too_large)
             if self._unreadable is not None and _says_json(scope):
                 try:
-                    receive = await _json_read(scope, receive, self._unreadable)
+                    receive = await _read_json_body(scope, receive, self._unreadable)
                 except ServiceError as refusal:
                     error = refusal
                 except ClientDisconnect:
@@ -225,14 +229,14 @@ class Gate:
                 return self._too_large(int(value))
         return None
 
-    def _too_large(self, declared: int | None = None) -> BodyTooLarge:
-        size = "is larger than" if declared is None else f"has {declared} bytes, which is more than"
+    def _too_large(self, length: int | None = None) -> BodyTooLarge:
+        size = "is larger than" if length is None else f"has {length} bytes, which is more than"
         return BodyTooLarge(
             f"the body {size} {self._max_body_bytes} bytes", where="body", hint=self._large_body_hint
         )
 
     async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the error; a WebSocket that cannot be told over HTTP is closed before it opens."""
+        """Reply with the error; a WebSocket without HTTP replies is closed before it opens."""
         if scope["type"] == "http" or DENIAL in scope.get("extensions", {}):
             response = self._respond(error)
             if error.status == 401 and asks_for_a_page(scope):
@@ -243,13 +247,13 @@ class Gate:
 
 
 class _BoundedBody:
-    """A receive channel that hands on no more than `most_bytes` of a body, and waits for it so long."""
+    """A receive channel with limits on the body's size and time."""
 
     def __init__(
         self, scope: Scope, receive: Receive, most_s: float, most_bytes: int, too_large: "_TooLarge"
     ) -> None:
         self._scope, self._receive, self._too_large = scope, receive, too_large
-        self._most_s, self._bytes_left = most_s, most_bytes
+        self._most_s, self._rest_bytes = most_s, most_bytes
         self._until_s = asyncio.get_running_loop().time() + most_s
         self._complete = False
 
@@ -258,9 +262,9 @@ class _BoundedBody:
             return await self._receive()
         message = await self._in_time()
         self._complete = not message.get("more_body", False)
-        self._bytes_left -= len(message.get("body", b""))
-        if self._bytes_left < 0:
-            raise BodyRefused(self._too_large())
+        self._rest_bytes -= len(message.get("body", b""))
+        if self._rest_bytes < 0:
+            raise BodyError(self._too_large())
         return message
 
     async def _in_time(self) -> Message:
@@ -271,7 +275,7 @@ class _BoundedBody:
                 return await self._receive()
         except TimeoutError as error:
             late = TooSlow(f"the body was not complete after {self._most_s:g} s", where="body")
-            raise BodyRefused(late) from error
+            raise BodyError(late) from error
 
 
 class _TooLarge(Protocol):
@@ -279,12 +283,12 @@ class _TooLarge(Protocol):
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """The body, which the gate's receive channel bounds in bytes and time."""
+    """The body, within the limits of the gate's receive channel."""
     body = bytearray()
     while True:
         try:
             message = await receive()
-        except BodyRefused as refusal:
+        except BodyError as refusal:
             raise refusal.error from refusal
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
@@ -293,8 +297,8 @@ async def whole_body(receive: Receive) -> bytes:
             return bytes(body)
 
 
-def given(body: bytes, receive: Receive) -> Receive:
-    """A receive channel that gives the body, read already, and then what the client does."""
+def receive_with_body(body: bytes, receive: Receive) -> Receive:
+    """A receive channel that returns a body that was read already, then the client's further messages."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def channel() -> Message:
@@ -303,19 +307,19 @@ def given(body: bytes, receive: Receive) -> Receive:
     return channel
 
 
-async def _json_read(scope: Scope, receive: Receive, unreadable: type[ServiceError]) -> Receive:
-    """Read the body, keep its value in the scope, and give the body to who reads it next."""
+async def _read_json_body(scope: Scope, receive: Receive, unreadable: type[ServiceError]) -> Receive:
+    """Read the body, put its value into the scope, and return a channel with the body for the next reader."""
     body = await whole_body(receive)
     try:
         if body:
             scope[JSON_BODY] = read_json(body)
     except ValueError as error:
         raise unreadable(str(error), where="body") from error
-    return given(body, receive)
+    return receive_with_body(body, receive)
 
 
 def _says_json(scope: Scope) -> bool:
-    """As FastAPI takes a content type, the first of several; what is none is refused by the route."""
+    """Whether the first content type is JSON by FastAPI's rules; the route refuses an invalid one."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
@@ -324,25 +328,25 @@ def _says_json(scope: Scope) -> bool:
 
 
 def asks_for_a_page(scope: Scope) -> bool:
-    """Whether a person's browser asks."""
+    """Whether a person's browser sends the request."""
     return scope.get("method") == "GET" and b"text/html" in dict(scope["headers"]).get(b"accept", b"")
 
 
 def names_this_machine(host: str) -> bool:
-    """Whether a Host header names the loopback: any other name was pointed at this machine by somebody."""
+    """Whether a Host header names the loopback; other names may be pointed at this machine by anybody."""
     name = host_name(host)
     return name is not None and is_loopback(name)
 
 
 def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the page of another site has a browser send this; a link that a person follows counts as hers.
+    """Whether the page of another site makes a browser send this; following a link does not count.
 
-    Browsers say so themselves (Sec-Fetch-Site); of those that do not, Origin tells. Programs send neither.
+    Newer browsers say so in Sec-Fetch-Site; for the others Origin tells. Programs send neither.
     """
     site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
     if site:
-        followed = method in _SAFE and headers.get(b"sec-fetch-mode") == b"navigate"
-        return site not in ("same-origin", "none") and not followed
+        is_link = method in _SAFE and headers.get(b"sec-fetch-mode") == b"navigate"
+        return site not in ("same-origin", "none") and not is_link
     origin = headers.get(b"origin")
     if origin is None:
         return False
@@ -350,7 +354,7 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _place_of(origin: str) -> str:
-    """`host:port` as a Host header would say it; `null` and the like are nobody's."""
+    """The origin as `host:port` in the form of a Host header; empty for `null` and the like."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -358,13 +362,13 @@ def _place_of(origin: str) -> str:
 
 
 class Deadline:
-    """Wraps the app: 504 when no answer has begun `at_most_s` after the request did.
+    """Wraps the app: 504 if no reply has begun `at_most_s` seconds after the request.
 
-    Work is not cut off in the middle: a session is held until its step is whole, and a retry with the same
-    Idempotency-Key gets the answer.
+    The work itself goes on: a session is locked until its step is complete, and a retry with the same
+    Idempotency-Key gets the reply.
 
     Args:
-        long: paths that may take longer on purpose, within bounds that their requests name.
+        long: paths that may take longer, within limits of their own.
     """
 
     def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:
@@ -375,7 +379,7 @@ class Deadline:
             await self._app(scope, receive, send)
             return
         answer = _Answer(scope, receive, send, self._at_most_s)
-        # A timer and no task: it costs a request next to nothing.
+        # A timer and not a task, because it costs next to nothing.
         timer = asyncio.get_running_loop().call_later(self._at_most_s, answer.give_up)
         try:
             await self._app(scope, receive, answer.send)
@@ -384,21 +388,21 @@ class Deadline:
 
 
 class _Answer:
-    """The send channel of a request: either what the app says, or that it was too late."""
+    """The send channel of a request: it passes the app's reply, unless the deadline's reply came first."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._at_most_s = at_most_s
-        self._begun = False
-        self._given_up: asyncio.Task[None] | None = None
+        self._has_begun = False
+        self._late_reply: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        self._begun = True
-        if self._given_up is None:
+        self._has_begun = True
+        if self._late_reply is None:
             await self._send(message)
 
     def give_up(self) -> None:
-        if self._begun:
+        if self._has_begun:
             return
         error = RequestDeadline(
             f"no answer within {self._at_most_s:g} s; the request may still be carried out",
@@ -406,4 +410,4 @@ class _Answer:
             hint="a retry with the same Idempotency-Key waits for it and gets its answer",
         )
         reply = problem_response(error)(self._scope, self._receive, self._send)
-        self._given_up = asyncio.get_running_loop().create_task(reply)
+        self._late_reply = asyncio.get_running_loop().create_task(reply)

@@ -1,6 +1,6 @@
-"""API keys: where a service has them from, which ones a request presents, whether one of them is right.
+"""API keys: reads a service's own keys, and checks those of a request.
 
-Every comparison takes the same time, whatever is compared. No message holds a part of a key.
+Every comparison takes the same time. No message holds a part of a key.
 """
 
 import base64
@@ -19,11 +19,11 @@ from service_kit.errors import SettingsError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-# The environment variables that hold the key of a task app, and of a trainer service.
+# Environment variables with the key of a task app, and of a trainer service.
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
 COOKIE = "turnwise_session"
 SESSION_S = 7 * 24 * 3600
-# Wrong keys of one address at the log-in page.
+# Wrong keys that one address may try at the log-in page within GUESSES_S.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
@@ -31,16 +31,16 @@ _PURPOSE = b"turnwise session "
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
-    """The key that the variable holds, or the file that `<variable>_FILE` names; None: neither is set."""
+    """The key in the variable, or in the file that `<variable>_FILE` names; None if neither is set."""
     value = environ.get(variable, "").strip()
-    file_variable = f"{variable}_FILE"  # how containers hand over secrets
+    file_variable = f"{variable}_FILE"  # the usual way of containers
     name = environ.get(file_variable, "")
     if not value and name:
         try:
             value = Path(name).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
-        if not value:  # a file that was named must hold a key, or everybody or nobody would get in
+        if not value:  # an empty file would let everybody in, or nobody
             raise SettingsError(f"{file_variable} names {name!r}, which is empty")
     if not value:
         return None
@@ -52,11 +52,11 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 
 
 class Keys:
-    """The keys of a service, as digests: equal length for every comparison, and nothing that could be shown.
+    """The keys of a service, stored as digests of equal length that reveal nothing.
 
     Args:
-        keys: any one of them is right.
-        variable: the environment variable that an operator sets, for messages.
+        keys: any of them is valid.
+        variable: the operator's environment variable, for messages.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str) -> None:
@@ -68,27 +68,27 @@ class Keys:
         return bool(self._digests)
 
     def match(self, headers: RawHeaders) -> bool:
-        """Whether any presented key is any of ours. Every pair is compared, so time tells nothing."""
+        """Whether the headers hold a valid key; all pairs are compared, so the time reveals nothing."""
         return self._any_right(presented_keys(headers))
 
     def opens(self, key: str) -> bool:
-        """Whether this is one of ours."""
+        """Whether this key is valid."""
         return self._any_right([key.strip().encode()])
 
-    def _any_right(self, presented: Iterable[bytes]) -> bool:
-        digests = [_digest(key) for key in presented]
+    def _any_right(self, keys: Iterable[bytes]) -> bool:
+        digests = [_digest(key) for key in keys]
         return any([hmac.compare_digest(one, ours) for one in digests for ours in self._digests])
 
 
 class LoginSessions:
-    """The cookie that a log-in page gives for the key: its end, and a signature. A new key ends them all.
+    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all.
 
     Args:
-        clock: seconds of the calendar, for the cookie's end.
+        clock: seconds since the epoch.
     """
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._signing = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
+        self._secret = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
         self._clock = clock
 
     def cookie(self) -> str:
@@ -97,23 +97,23 @@ class LoginSessions:
         return f"{ends}.{self._signature(ends)}"
 
     def match(self, headers: RawHeaders) -> bool:
-        """Whether the headers hold a session of ours that has not ended."""
-        if self._signing is None:
+        """Whether the headers hold a valid session that has not ended."""
+        if self._secret is None:
             return False
         ends, _, signature = _cookie_of(headers).partition(".")
-        genuine = hmac.compare_digest(signature.encode(), self._signature(ends).encode())
-        return genuine and ends.isdecimal() and int(ends) > self._clock()
+        is_genuine = hmac.compare_digest(signature.encode(), self._signature(ends).encode())
+        return is_genuine and ends.isdecimal() and int(ends) > self._clock()
 
     def _signature(self, ends: str) -> str:
-        assert self._signing is not None, "without a key nobody logs in"
-        return hmac.new(self._signing, ends.encode(), hashlib.sha256).hexdigest()
+        assert self._secret is not None, "without a key nobody logs in"
+        return hmac.new(self._secret, ends.encode(), hashlib.sha256).hexdigest()
 
 
 class Guesses:
-    """Wrong keys at the log-in page, counted by address: a few a minute, and no more.
+    """Counts wrong keys at the log-in page by address, and limits them.
 
     Args:
-        clock: seconds of any beginning.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,7 +121,7 @@ class Guesses:
         self._wrong: OrderedDict[str, list[float]] = OrderedDict()
 
     def wait_s(self, address: str) -> float:
-        """How long this address has to wait before its next guess; 0: it may guess."""
+        """Seconds that this address has to wait before its next guess; 0 if it may guess now."""
         now_s = self._clock()
         times = [one for one in self._wrong.get(address, []) if now_s - one < GUESSES_S]
         return GUESSES_S - (now_s - times[0]) if len(times) >= MOST_GUESSES else 0.0
@@ -137,7 +137,7 @@ class Guesses:
 
 
 def presented_keys(headers: RawHeaders) -> list[bytes]:
-    """From X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer; names are lower-case."""
+    """The keys in X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer."""
     keys: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -150,7 +150,7 @@ def presented_keys(headers: RawHeaders) -> list[bytes]:
 
 
 def basic_passwords(headers: RawHeaders) -> list[bytes]:
-    """From Authorization: Basic: the password, or the user name where that is empty (`curl -u KEY:`)."""
+    """The password in Authorization: Basic, or the user name if that is empty (`curl -u KEY:`)."""
     value = dict(headers).get(b"authorization", b"")
     if value[:6].lower() != b"basic ":
         return []

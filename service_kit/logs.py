@@ -1,7 +1,6 @@
-"""Logs: one line an event on stderr, with ids; tracebacks without local variables, which could hold keys.
+"""Logs: one line for each event on stderr, with ids; tracebacks show no local variables, which may hold keys.
 
-What is bound while something runs stands in each of its lines: `request_id` (service_kit.observed), and the
-ids that each service binds.
+Bound ids stand in each line: `request_id` (service_kit.observed), and those that each service binds.
 """
 
 import logging
@@ -26,7 +25,7 @@ _RENDERERS: dict[str, list[Processor]] = {
             pad_level=False,
             exception_formatter=structlog.dev.plain_traceback,
         ),
-        # What a caller or a model wrote commands no terminal on which the log is read.
+        # Escape control characters, so that a model's text cannot control the reader's terminal.
         lambda _logger, _method, line: visible(str(line)),
     ],
     "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
@@ -34,11 +33,11 @@ _RENDERERS: dict[str, list[Processor]] = {
 
 
 def configure_logs(level: str = "info", *, form: str = "text") -> None:
-    """Send events to stderr; unconfigured, structlog prints the locals of errors.
+    """Send events to stderr; without this, structlog would print local variables of errors.
 
     Args:
-        level: the lowest level that is written, of `debug` to `critical`.
-        form: `text` for people; `json` for collectors, an object a line.
+        level: the lowest level that is logged, `debug` to `critical`.
+        form: `text` for people; `json` for collectors, with one object a line.
     """
     structlog.configure(
         processors=[
@@ -48,19 +47,19 @@ def configure_logs(level: str = "info", *, form: str = "text") -> None:
             *_RENDERERS[form],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        # Looked up at each event: whoever replaced stderr in the meantime still sees what is logged.
+        # Read at each event, so that logs follow a replaced stderr.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
 
 def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
-    """As `configure_logs`, by TURNWISE_LOG_LEVEL (info) and TURNWISE_LOG_FORMAT (text)."""
-    level = _chosen(environ, LEVEL_VARIABLE, "info", _LEVELS)
-    configure_logs(level, form=_chosen(environ, FORM_VARIABLE, "text", _RENDERERS))
+    """`configure_logs` with TURNWISE_LOG_LEVEL (default info) and TURNWISE_LOG_FORMAT (default text)."""
+    level = _setting(environ, LEVEL_VARIABLE, "info", _LEVELS)
+    configure_logs(level, form=_setting(environ, FORM_VARIABLE, "text", _RENDERERS))
 
 
-def _chosen(environ: Mapping[str, str], variable: str, default: str, known: Iterable[str]) -> str:
+def _setting(environ: Mapping[str, str], variable: str, default: str, known: Iterable[str]) -> str:
     value = environ.get(variable, "").strip() or default
     if value not in known:
         raise SettingsError(f"{variable} is {value[:40]!r}{did_you_mean(value[:40], known)}")

@@ -1,7 +1,7 @@
-"""ASGI middleware around everything: a request gets an id, a place in the metrics, a line at debug level.
+"""ASGI middleware around everything: each request gets an id, a count in the metrics, and a debug log line.
 
-The id is the caller's `X-Request-ID` where it is fit for a log, else made here. It comes back as a header,
-and stands in every line that is logged while the request runs.
+The id is the caller's `X-Request-ID` if it is fit for a log, otherwise a new one. The reply returns it as a
+header, and every log line of the request has it.
 """
 
 import logging
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 log = structlog.get_logger("service")
 
 HEADER = b"x-request-id"
-# No browser takes an answer for another kind than it says that it is: a log for a page.
+# Keeps browsers from reading a reply as another type, such as a log as a page.
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-# Nothing was answered: faults of the app are answered with 500 inside, so the client must have left.
+# Status of a request without a reply: errors of the app get a 500, so the client must have left.
 CLIENT_GONE = 499
 _FIT = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 # Upper edges in seconds: a step takes tenths of a millisecond, a long poll up to half a minute.
 LATENCY_EDGES_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-# What HTTP calls a method is any word: a stranger's own must make no new series, nor stay in memory.
+# Other methods are counted together, so that a stranger cannot create metric series.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "none"
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations by bucket; the last bucket holds what lies above every edge."""
+    """Observations by bucket; the last bucket holds those above every edge."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_EDGES_S) + 1))
     sum_s: float = 0.0
@@ -52,56 +52,56 @@ class Histogram:
         self.sum_s += value_s
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper edge, how many lie at or below it), with "+Inf" at the end."""
+        """(upper edge, number of observations at or below it), with "+Inf" at the end."""
         edges = [*(f"{edge:g}" for edge in LATENCY_EDGES_S), "+Inf"]
         return [(edge, sum(self.counts[: index + 1])) for index, edge in enumerate(edges)]
 
 
 @dataclass(slots=True)
 class Requests:
-    """The requests that a service has answered since its start. All of it runs in the event loop.
+    """Counts of the requests since the service's start; used only in the event loop.
 
     Attributes:
-        answered: by (method, route, status); a route is its template, so that ids never become labels.
-        latency: by route, from the request's head to the answer's end.
+        replies: by (method, route, status); a route is its template, so that ids never become labels.
+        latency: by route, from the request's head to the reply's end.
     """
 
-    answered: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     latency: dict[str, Histogram] = field(default_factory=dict)
 
     def count(self, method: str, route: str, status: int) -> None:
-        self.answered[method if method in _METHODS else "other", route, status] += 1
+        self.replies[method if method in _METHODS else "other", route, status] += 1
 
-    def observe(self, route: str, took_s: float) -> None:
+    def observe(self, route: str, duration_s: float) -> None:
         histogram = self.latency.get(route)
         if histogram is None:
             histogram = self.latency[route] = Histogram()
-        histogram.observe(took_s)
+        histogram.observe(duration_s)
 
-    def answered_family(self, name: str) -> "Metric":
-        """The counts, in Prometheus' words."""
+    def reply_family(self, name: str) -> "Metric":
+        """The counts as a Prometheus metric."""
         from prometheus_client.core import CounterMetricFamily
 
         family = CounterMetricFamily(
             name, "Requests that were answered.", labels=["method", "route", "status"]
         )
-        for (method, route, status), count in self.answered.items():
+        for (method, route, status), count in self.replies.items():
             family.add_metric([method, route, str(status)], count)
         return family
 
 
-class Observed:
-    """Wraps the app; nothing is read of a body, and nothing kept of a request but counts.
+class RequestObserver:
+    """Wraps the app; it reads no body, and stores only counts.
 
     Args:
-        keys: no id may be one of them, or hold one.
-        streams: routes whose answers end when their clients leave: how long they take says nothing.
+        keys: an id must neither be one of them nor hold one.
+        streams: routes whose replies end when clients leave, so their duration means nothing.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
         self._app, self._requests, self._keys = app, requests, keys
         self._streams = frozenset(streams)
-        # Asked once: a line that is not written costs as much as a world's step.
+        # Read once, because a disabled log call costs as much as a step of a world.
         self._debug = log.is_enabled_for(logging.DEBUG)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,44 +127,44 @@ class Observed:
                 message = {**message, "headers": headers}
             await send(message)
 
-        started_s = time.perf_counter()
+        start_s = time.perf_counter()
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            took_s = time.perf_counter() - started_s
+            duration_s = time.perf_counter() - start_s
             method, route = scope["method"], route_of(scope)
             if status == CLIENT_GONE:
                 self._requests.count(method, route, status)
             if route not in self._streams:
-                self._requests.observe(route, took_s)
+                self._requests.observe(route, duration_s)
             if self._debug:
-                log.debug("request", method=method, route=route, status=status, took_s=round(took_s, 6))
+                log.debug("request", method=method, route=route, status=status, took_s=round(duration_s, 6))
 
 
 def request_id_of(scope: Scope, keys: Keys) -> bytes:
-    """The caller's id, unless it is unfit for a log, is a key, or holds one that this request presents."""
+    """The caller's id, unless it is unfit for a log, is a key, or holds a key of this request."""
     headers = scope["headers"]
-    sent = next((value for name, value in headers if name == HEADER), b"")
+    caller_id = next((value for name, value in headers if name == HEADER), b"")
     if (
-        sent
-        and _FIT.fullmatch(sent)
-        and not keys.match([(b"x-api-key", sent)])
-        and not any(key in sent for key in (*presented_keys(headers), *basic_passwords(headers)))
+        caller_id
+        and _FIT.fullmatch(caller_id)
+        and not keys.match([(b"x-api-key", caller_id)])
+        and not any(key in caller_id for key in (*presented_keys(headers), *basic_passwords(headers)))
     ):
-        return sent
-    # No secret: the system's own randomness would cost a call of the system.
+        return caller_id
+    # The id is no secret, and the system's randomness would cost a system call.
     return b"%016x" % random.getrandbits(64)
 
 
 def route_of(scope: Scope) -> str:
-    """The template of the route that answered, such as /env/{env_id}/frame; `none` if no route did."""
+    """The template of the route that replied, such as /env/{env_id}/frame; `none` without a route."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
 
 
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
-    """What a Prometheus scraper reads: these families, and those of the process, in the form it accepts."""
-    # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
+    """The reply to a Prometheus scraper: these families and the process's own, in a form that it accepts."""
+    # Imported late, because most task apps are never scraped, and a trainer's embedded one must start fast.
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector

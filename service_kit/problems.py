@@ -1,4 +1,4 @@
-"""Every error of a service as one shape: RFC 9457 problem+json (shared_schemas.problem)."""
+"""The one form of every error of a service: RFC 9457 problem+json (shared_schemas.problem)."""
 
 from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
@@ -16,12 +16,12 @@ from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 
 log = structlog.get_logger("service")
 
-# An error as a service answers it.
+# Makes the reply to an error.
 Respond = Callable[[ServiceError], Response]
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _HEADER, _BEARER = "X-API-Key", "Bearer"
-# What is left of such a body would be taken for the next request.
+# The unread rest of such a body would be taken for the next request.
 _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
 
 
@@ -32,7 +32,7 @@ def problem_response(error: ServiceError) -> Response:
 
 
 def reply(error: ServiceError, body: str | bytes) -> Response:
-    """A reply with this body, and the headers that go with the error."""
+    """A reply with this body and the error's headers."""
     headers = {}
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
@@ -43,8 +43,9 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
     return Response(body, status_code=error.status, media_type=PROBLEM_MEDIA_TYPE, headers=headers)
 
 
-class BodyRefused(HTTPException):
-    """An error that is met while a body is read: the one kind that FastAPI's own reader lets through."""
+class BodyError(HTTPException):
+    """An error during the reading of a body, in the one exception class that FastAPI's reader lets
+    through."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)
@@ -52,7 +53,7 @@ class BodyRefused(HTTPException):
 
 
 def install_problem_handlers(app: Starlette, respond: Respond = problem_response) -> None:
-    """Let an app answer every error as a problem; those that nobody foresaw too, which stand in the log."""
+    """Make the app reply to every error with a problem; unexpected errors are logged."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServiceError)
@@ -63,7 +64,7 @@ def install_problem_handlers(app: Starlette, respond: Respond = problem_response
         return _router_response(request, error, respond)
 
     async def internal(request: Request, error: Exception) -> Response:
-        return unforeseen(request, error, respond)
+        return internal_error_response(request, error, respond)
 
     app.add_exception_handler(ServiceError, ours)
     app.add_exception_handler(HTTPException, http)
@@ -71,8 +72,8 @@ def install_problem_handlers(app: Starlette, respond: Respond = problem_response
 
 
 def _router_response(request: Request, error: HTTPException, respond: Respond) -> Response:
-    """404 and 405 of the router; what the gate finds while a body is read."""
-    if isinstance(error, BodyRefused):
+    """The reply to 404 and 405 of the router, and to errors of the gate during the reading of a body."""
+    if isinstance(error, BodyError):
         return respond(error.error)
     status = HTTPStatus(error.status_code)
     detail = {
@@ -87,7 +88,7 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
 
 
 def _methods(request: Request) -> set[str]:
-    """What the path may be asked by: the router itself would name the methods of the first route alone."""
+    """The methods of the path; the router itself would name only those of the first route."""
     return {
         method
         for method in _METHODS
@@ -98,33 +99,35 @@ def _methods(request: Request) -> set[str]:
     }
 
 
-def unforeseen(request: Request, error: Exception, respond: Respond = problem_response) -> Response:
-    """The reply to an error that is no ServiceError: its inside stands in the log alone."""
+def internal_error_response(
+    request: Request, error: Exception, respond: Respond = problem_response
+) -> Response:
+    """The reply to an error that is no ServiceError; only the log shows its details."""
     log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
     return respond(InternalError("an error inside the service; its log says which", where=request.url.path))
 
 
-class Described(Protocol):
-    """An app that describes itself, such as FastAPI's."""
+class SelfDescribing(Protocol):
+    """An app with an OpenAPI document, such as FastAPI's."""
 
     def openapi(self) -> dict[str, Any]: ...
 
 
 def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """For every route of /openapi.json: the statuses of errors, all with the one error body."""
+    """Error statuses for every route of /openapi.json, all with the problem body."""
     content = {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-def describe(app: Described, *, open_paths: Collection[str]) -> None:
-    """Let /openapi.json name the key, which the gate checks before the routes, and the error body."""
-    routes_alone = app.openapi
-    described: dict[str, Any] = {}
+def describe(app: SelfDescribing, *, open_paths: Collection[str]) -> None:
+    """Add the key, which the gate checks before the routes, and the problem body to /openapi.json."""
+    routes_schema = app.openapi
+    document: dict[str, Any] = {}
 
     def schema() -> dict[str, Any]:
-        if not described:
-            described.update(_with_keys(routes_alone(), open_paths))
-        return described
+        if not document:
+            document.update(_with_keys(routes_schema(), open_paths))
+        return document
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend it
 

@@ -1,4 +1,4 @@
-"""uvicorn around an app: a port that is held or free, bounded connections, a stop in order."""
+"""uvicorn around an app, with a reserved port, limited connections, and an orderly stop."""
 
 import asyncio
 import ipaddress
@@ -20,27 +20,26 @@ from service_kit.problems import Respond, problem_response
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 BACKLOG = 2048
-# Longer than clients keep idle connections: whoever closes first should be they.
+# Longer than clients keep idle connections, so that they close first.
 KEEP_ALIVE_S = 75
 
 
 class Listener:
-    """A port that is held from now on; what connects waits until a server accepts. Use as a context manager.
+    """A reserved port; connections wait until a server accepts them. Use it as a context manager.
 
-    Bound here and not by uvicorn, which would end the process on a taken port.
+    It is bound here because uvicorn would end the process on a taken port.
 
     Args:
-        host: an address or name of this machine; one that stands for all of them makes a `url` to call it
-            on this machine alone.
-        port: 0 takes a free one.
+        host: an address or name of this machine; for all addresses, `url` names this machine alone.
+        port: 0 takes a free port.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.socket = _bound_socket(host, port)
+        self.socket = _bind(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Let the port go; closing twice is harmless."""
+        """Release the port; a second call does nothing."""
         self.socket.close()
 
     def __enter__(self) -> Self:
@@ -51,17 +50,17 @@ class Listener:
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, and does what its service has to do before it stops.
+    """Reports when it is ready, and runs the service's own work before it stops.
 
-    uvicorn stops listening before the app's lifespan ends, so the lifespan is too late for that.
+    uvicorn stops listening before the app's lifespan ends, so the lifespan would be too late.
 
     Args:
-        respond: how an error is answered for which there is no request yet.
-        max_message_bytes: of a WebSocket's frame.
-        ready: is called when it accepts.
-        stopping: is awaited before connections are closed; told whether the parent of this process has ended.
-        insisted: is called when a second signal to stop comes, which then also cuts requests off; None: a
-            second one changes nothing.
+        respond: makes the reply to an error before there is a request.
+        max_message_bytes: limit of a WebSocket frame.
+        ready: called when the server accepts connections.
+        before_stop: awaited before connections are closed; its argument tells whether the parent has ended.
+        on_second_signal: called at a second stop signal, which then also cuts requests off; None: a second
+            signal changes nothing.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class Server(uvicorn.Server):
         respond: Respond = problem_response,
         max_message_bytes: int = 1 << 20,
         ready: Callable[[], None] | None = None,
-        stopping: Callable[[bool], Awaitable[None]] | None = None,
-        insisted: Callable[[], None] | None = None,
+        before_stop: Callable[[bool], Awaitable[None]] | None = None,
+        on_second_signal: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -88,11 +87,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
-        self._ready, self._stopping, self._insisted = ready, stopping, insisted
-        self._orphaned = self._signalled = False
+        self._ready, self._before_stop, self._on_second_signal = ready, before_stop, on_second_signal
+        self._is_orphaned = self._got_signal = False
 
     def run_on(self, listener: Listener, *, exit_with_parent: bool = False) -> None:
-        """Serve until somebody stops it, or the process that started this one has ended, however it ended."""
+        """Serve until it is stopped, or the parent process has ended."""
         if exit_with_parent:
             when_parent_ends(self._stop_orphaned)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -104,26 +103,26 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._stopping is not None:
-            await self._stopping(self._orphaned)
+        if self._before_stop is not None:
+            await self._before_stop(self._is_orphaned)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to stop; neither the first nor the second is an error."""
+        """Handle a stop signal; neither the first nor the second is an error."""
         self.should_exit = True
-        if self._signalled and self._insisted is not None:
+        if self._got_signal and self._on_second_signal is not None:
             self.force_exit = True
-            self._insisted()
-        self._signalled = True
+            self._on_second_signal()
+        self._got_signal = True
 
     def _stop_orphaned(self) -> None:
-        self._orphaned = self.should_exit = True
+        self._is_orphaned = self.should_exit = True
 
 
 class ServerThread:
-    """A server on a thread with an event loop of its own, so that its process can go on working.
+    """A server on a thread with its own event loop, so that the process can go on working.
 
-    >>> with ServerThread(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free one
+    >>> with ServerThread(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free port
     """
 
     def __init__(
@@ -135,15 +134,17 @@ class ServerThread:
         respond: Respond = problem_response,
     ) -> None:
         self._listener = listener
-        self._over = threading.Event()  # the beginning is: it accepts, or never will
-        self._server = Server(app, bounds or ConnectionBounds(), respond=respond, ready=self._over.set)
+        self._started_or_failed = threading.Event()
+        self._server = Server(
+            app, bounds or ConnectionBounds(), respond=respond, ready=self._started_or_failed.set
+        )
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
         """Serve, and return the base URL."""
         self._thread = threading.Thread(target=self._serve, name="turnwise-server", daemon=True)
         self._thread.start()
-        if not self._over.wait(START_TIMEOUT_S) or not self._server.started:
+        if not self._started_or_failed.wait(START_TIMEOUT_S) or not self._server.started:
             self.stop()
             raise ServiceError("the server did not start", where=self._listener.url)
         return self._listener.url
@@ -165,33 +166,33 @@ class ServerThread:
         try:
             self._server.run_on(self._listener)
         finally:
-            self._over.set()
+            self._started_or_failed.set()
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    bound: socket.socket | None = None
+def _bind(host: str, port: int) -> socket.socket:
+    bound_socket: socket.socket | None = None
     try:
-        # Without a host: all addresses.
+        # Without a host: on all addresses.
         places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = places[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        # Without it, small replies wait for the delayed acknowledgement of the other side.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bound.listen(BACKLOG)
+        bound_socket = socket.socket(family, kind, protocol)
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_socket.bind(address)
+        # Without it, small replies wait for the peer's delayed acknowledgement.
+        bound_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound_socket.listen(BACKLOG)
     except OSError as error:
-        if bound is not None:
-            bound.close()
+        if bound_socket is not None:
+            bound_socket.close()
         raise PortTaken(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             hint="Choose another port, or 0 for any free one.",
         ) from error
-    return bound
+    return bound_socket
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether the host stands for every address of this machine."""
+    """Whether the host stands for all addresses of this machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -1,4 +1,4 @@
-"""The base classes of all wire data, and what refuses a number, shows a value, suggests a spelling."""
+"""The base classes of all wire data, and helpers for error messages."""
 
 import math
 import re
@@ -9,58 +9,58 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-# C0 but tab and line feed, DEL, C1, and what changes the direction of writing.
+# C0 without tab and line feed, DEL, C1, and characters that change the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _LISTS = frozenset({"list", "tuple", "set", "frozenset"})
-# Parts of a schema that are data, or how it is written.
+# Keys of a schema whose values are no schemas.
 _NO_SCHEMA = frozenset({"default", "metadata", "serialization"})
 
-# Of what is compared with known names: the time for that grows with its square.
+# Longest name that is compared with known ones: the time grows with its square.
 _LONGEST_NAME = 200
 
 
-def _end_at_the_first_error(schema: Any) -> None:
-    """Mark every schema of a list, however deep in a union or a definition it stands."""
+def _fail_fast(schema: Any) -> None:
+    """Mark the schema of every list, at any depth, to stop at its first error."""
     if isinstance(schema, dict):
         kind = schema.get("type")
-        # A model's fields are such a dict too, and one of them may be named `type`.
+        # The fields of a model are a dict too, and one of them may be named `type`.
         if isinstance(kind, str) and kind in _LISTS:
             schema["fail_fast"] = True
         for name, part in schema.items():
             if name not in _NO_SCHEMA:
-                _end_at_the_first_error(part)
+                _fail_fast(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _end_at_the_first_error(part)
+            _fail_fast(part)
 
 
-class _Read(BaseModel):
-    """A list in it is read up to its first bad element.
+class _FailFast(BaseModel):
+    """A model that reads a list only up to its first bad element.
 
-    Pydantic would read on and keep an error for each: a megabyte of `{}` costs 10 s and 2 GB that way.
+    Pydantic would otherwise keep an error for each: a megabyte of `{}` would cost 10 s and 2 GB.
     """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _end_at_the_first_error(schema)
+        _fail_fast(schema)
         return schema
 
 
-class Body(_Read):
-    """A frozen body of ours: an unknown key is an error, never dropped in silence."""
+class Body(_FailFast):
+    """A frozen body of our own; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class OpenBody(_Read):
-    """A frozen body whose shape others own (OpenAI's, or a legacy route): unknown keys are kept."""
+class OpenBody(_FailFast):
+    """A frozen body in a given shape (OpenAI's, or a legacy route); unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 def finite(reward: float) -> float:
-    """The reward; NaN and infinity are refused: JSON would lose them, and somebody would read a 0."""
+    """Return the reward; NaN and infinity are refused, because JSON cannot hold them."""
     if not math.isfinite(reward):
         raise ValueError(f"a reward is {reward}; it must be a finite number")
     return reward
@@ -73,8 +73,10 @@ def shown(value: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with every control character as an escape (`\\x1b`): stored text moves no cursor, sets no
-    title and turns no line around where a person reads it. Tabs and line breaks stay."""
+    """The text with every control character as an escape (`\\x1b`), except tabs and line breaks.
+
+    Shown text can then not move a terminal's cursor, set its title or reverse its lines.
+    """
     return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 

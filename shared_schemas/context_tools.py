@@ -1,4 +1,4 @@
-"""Names of the tools with which a model edits its context (task_app/episode has the tools)."""
+"""Names of the tools with which a model edits its context; task_app/episode implements them."""
 
 from typing import Annotated
 
@@ -6,12 +6,12 @@ from pydantic import AfterValidator, Field
 
 from shared_schemas.base import did_you_mean
 
-# What the published system offers; the others are offered where they are asked for by name.
+# The published tools are the default; the others are offered if they are named.
 PUBLISHED = ("deleteContext", "checkBudget")
 CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
 
 
-def _known_once(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in CONTEXT_TOOLS:
             raise ValueError(f"unknown context tool {name[:80]!r}{did_you_mean(name[:80], CONTEXT_TOOLS)}")
@@ -20,14 +20,14 @@ def _known_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_known_once)]
+ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_check_names)]
 
 
 def refuse_without_editing(names: tuple[str, ...], *, statelm_enabled: bool) -> None:
-    """Refuse tools that nobody would be offered.
+    """Refuse tool names that have no effect.
 
     Raises:
-        ValueError: others than the default are named, and editing is off.
+        ValueError: other tools than the default are named, and editing is off.
     """
     if names != PUBLISHED and not statelm_enabled:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a user's reward function answers, under the names that its library publishes.
+"""The result of a user's reward function, with the names that its library publishes.
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (the reward function of Phase 1); DESIGN.md 4.3.
 """
@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field
 from shared_schemas.base import Body, finite
 
 Finite = Annotated[float, AfterValidator(finite)]
-# Strict: True and 2.0 are mistakes, and would pay another step than the function meant.
+# Strict, because True and 2.0 are mistakes that would pay another step.
 StepIndex = Annotated[int, Field(strict=True)] | Annotated[str, Field(max_length=200)]
 
 
 class MetricResult(Body):
-    """A figure beside the score, for people; nothing is trained on it."""
+    """A figure beside the score, only for people."""
 
     is_score_valid: bool = True
     score: Finite = Field(ge=0.0, le=1.0)
@@ -23,7 +23,7 @@ class MetricResult(Body):
 
 
 class StepOutput(Body):
-    """What the function says of one step: `step_index` is that of the decision, t from 0, or its digits."""
+    """The result for one step; `step_index` is the decision's t from 0, as a number or its digits."""
 
     step_index: StepIndex
     base_reward: Finite
@@ -32,9 +32,9 @@ class StepOutput(Body):
 
 
 class EvaluateResult(Body):
-    """What the function says of one episode. `step_outputs` None: it says nothing of single steps.
+    """The result for one episode; without `step_outputs` it has none for single steps.
 
-    With an `error`, or a score that is not valid, it is no reward: the rollout fails and is asked for anew.
+    With an `error` or an invalid score it is no reward: the rollout fails and is tried again.
     """
 
     score: Finite

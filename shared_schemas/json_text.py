@@ -1,8 +1,8 @@
-"""JSON text as both services take it: whole characters, finite numbers, bounded depth.
+"""JSON text as both services accept it: valid characters, finite numbers, bounded depth.
 
-Python's own reader lets through what no record, reply or database can hold: half a character ("\\ud83d"),
-NaN, 1e999, nesting of hundreds of levels. Whoever writes it out later fails, far from the sender. So it is
-refused where it enters. A model's or an environment's text, which nobody could send again, is made encodable.
+Python's own reader accepts text that no record, reply or database can hold: lone surrogates ("\\ud83d"), NaN,
+1e999, hundreds of levels. Writing it would fail later, far from the sender, so it is refused on entry. Text
+of a model or an environment, which nobody could correct, is made encodable instead.
 """
 
 import sys
@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic_core import from_json
 
-# Below it a walk by recursion is safe; pydantic_core.from_json refuses what is deeper.
+# Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
-# Every unknown key of an object is an error of its own to pydantic, and may be compared with the known ones.
+# Pydantic reports each unknown key as an error, and may compare it with all known ones.
 MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
-# What the reader lets through, as it may be spelt once every digit is a 0: most texts hold none of it, and
-# are not walked. Where an exponent has two digits, the number has 200 others.
+# Signs of values that the reader accepts and we refuse, after every digit is replaced by 0. Most texts have
+# none and are not walked. A number with a two-digit exponent is only too large if it has about 200 more
+# digits.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _SUSPECTS = (b"0e000", b"0e+000", b"0" * 200)
 _LARGEST = sys.float_info.max
@@ -28,37 +29,38 @@ def read_json(text: bytes | str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, or holds half a character, U+0000, a number that no float can
-            hold, more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which,
-            and where.
+        ValueError: it is no JSON in UTF-8, or holds a lone surrogate, U+0000, a number beyond a float's
+            range,
+            more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which and
+            where.
     """
-    # A lone surrogate of a str is passed on, for the reader to refuse with its place.
+    # A lone surrogate is passed on, so that the reader refuses it with its place.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:
         raise ValueError(_reason(str(exc))) from exc
     if _is_suspect(raw):
-        found = _fault(value)
-        if found is not None:
-            place, fault = found
-            raise ValueError(f"{place.lstrip('.') or 'the value'} holds {fault}")
+        fault = _fault(value)
+        if fault is not None:
+            place, what = fault
+            raise ValueError(f"{place.lstrip('.') or 'the value'} holds {what}")
     return value
 
 
 def says_json(content_type: bytes) -> bool:
-    """Whether FastAPI would read a body of this content type as JSON; which strips U+00A0 and U+0085 too."""
+    """Whether FastAPI would read a body of this content type as JSON; it also strips U+00A0 and U+0085."""
     main, _, kind = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
     return main == "application" and (kind == "json" or kind.endswith("+json"))
 
 
 def encodable(text: str) -> str:
-    """The text with `?` for half characters: JSON can spell them, and no UTF-8 can hold them."""
+    """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def encodable_json(value: Any) -> Any:
-    """JSON-able data with every string in it passed through `encodable`, keys too."""
+    """JSON-able data with `encodable` applied to every string, keys too."""
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -69,15 +71,15 @@ def encodable_json(value: Any) -> Any:
 
 
 def _is_suspect(raw: bytes) -> bool:
-    # No expression: in every request this is a part of what a step costs.
+    # Without a regular expression, because every request pays for this.
     if b"\\u0000" in raw or raw.count(b":") > MAX_MEMBERS:
         return True
     digits = raw.translate(_DIGITS)
     return any([spelling in digits for spelling in _SUSPECTS])
 
 
-def _reason(told: str) -> str:
-    reason, _, place = told.rpartition(" at ")
+def _reason(message: str) -> str:
+    reason, _, place = message.rpartition(" at ")
     if any(word in reason for word in _HALVES):
         reason = "half a character (a lone surrogate, or bytes that are no UTF-8)"
     elif reason.startswith("recursion"):
@@ -86,7 +88,7 @@ def _reason(told: str) -> str:
 
 
 def _fault(value: Any) -> tuple[str, str] | None:
-    """Where the first fault stands, below this value, and what it is."""
+    """The place of the first fault below this value, and what it is."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, str):
         return ("", NUL) if "\0" in value else None
@@ -101,7 +103,7 @@ def _fault(value: Any) -> tuple[str, str] | None:
             return "", f"a key with {NUL}"
         parts = value.items()
     for name, one in parts:
-        found = _fault(one)
-        if found is not None:
-            return f".{str(name)[:80]}{found[0]}", found[1]
+        fault = _fault(one)
+        if fault is not None:
+            return f".{str(name)[:80]}{fault[0]}", fault[1]
     return None

@@ -1,4 +1,4 @@
-"""Chat messages and tools, in the OpenAI chat-completions form, and what is one."""
+"""Chat messages and tools in the form of OpenAI's chat completions, and checks of message lists."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from pydantic import Field
 
 from shared_schemas.base import OpenBody, shown
 
-# Before the first answer no tool has been called yet.
+# An opening has no tool results, because no tool was called yet.
 OPENING_ROLES = ("system", "user", "assistant")
 ROLES = (*OPENING_ROLES, "tool")
 
@@ -24,7 +24,7 @@ class ToolCall(OpenBody):
 
 
 class Message(OpenBody):
-    """One chat message. Frozen: an observation that holds it can never change afterwards."""
+    """One chat message; it is frozen, so an observation that holds it cannot change."""
 
     role: str
     content: str | None = ""
@@ -45,14 +45,14 @@ class ToolSpec(OpenBody):
 
 
 def refuse_no_opening(value: Any, name: str) -> None:
-    """What an episode opens with: a text, or messages of which the last is the user's; none is empty.
+    """Check the opening of an episode: a text, or messages of which the last is the user's; none is empty.
 
     Args:
-        value: as it came, before it is read.
-        name: of the column or key, the beginning of the error.
+        value: the raw value.
+        name: of the column or key; begins the error.
 
     Raises:
-        ValueError: says which message is wrong, what was found and what is allowed.
+        ValueError: names the wrong message, what was found and what is allowed.
     """
     if isinstance(value, str) and value.strip():
         return
@@ -68,9 +68,9 @@ def refuse_no_opening(value: Any, name: str) -> None:
 
 
 def refuse_unanswerable(value: Any, name: str) -> None:
-    """What an interaction answers: messages of which the last is the assistant's; else as above.
+    """Check that an interaction can answer: the last message must be the assistant's.
 
-    An answer may be empty, and of calls alone its content is None: both are the model's, and are scored.
+    The assistant's content may be empty, or None beside calls; it is scored all the same.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")
@@ -79,15 +79,15 @@ def refuse_unanswerable(value: Any, name: str) -> None:
         if not isinstance(content, str) and (role, content) != ("assistant", None):
             raise ValueError(f"{name}[{place}].content is {shown(content)}; it is a text")
     if role != "assistant":
-        told = "the last is the assistant's, which is what is answered"
-        raise ValueError(f"{name} ends with a message of {role!r}; {told}")
+        expected = "the last is the assistant's, which is what is answered"
+        raise ValueError(f"{name} ends with a message of {role!r}; {expected}")
 
 
 def _role_and_content(item: Any, name: str, known: Sequence[str]) -> tuple[Any, Any]:
     if not isinstance(item, Mapping | Message):
         raise ValueError(f"{name} is {shown(item)}; a message has role and content")
-    said = dict(item)
-    role = said.get("role")
+    fields = dict(item)
+    role = fields.get("role")
     if role not in known:
         raise ValueError(f"{name}.role is {shown(role)}; known: {', '.join(known)}")
-    return role, said.get("content")
+    return role, fields.get("content")

@@ -1,9 +1,8 @@
-"""Patterns that callers bring: regular expressions in time linear in the text, checked when they are read.
+"""Callers' regular expressions, matched in linear time and checked when they are read.
 
 Python's `re` backtracks: `(a+)+$` on forty letters outlives the rollout, and no deadline can stop it. Rust's
-`regex` engine, which pydantic brings, never does, so it is used here without a further dependency; it knows
-neither look-around nor back-references. Its time also grows with what the pattern unfolds to and with the
-text: both are bounded.
+`regex` engine, which comes with pydantic, does not; it knows neither look-around nor back-references. Its
+time also grows with the expanded pattern and with the text, so both are limited.
 """
 
 import re
@@ -13,15 +12,15 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-# Characters of the pattern times the counts of its repetitions.
-MAX_UNFOLDED = 2_000
-# UTF-8 bytes. Of a longer text the end is searched: there a signal stands. The search runs on the event loop:
-# the worst pattern that we found within the other bounds (optional Unicode classes, nested) needs 40 ms for
-# them, on letters of four bytes; one that a person writes, microseconds.
-SEARCHED_BYTES = 4_096
-# What a brace or an x flag may be part of. In turn: escapes with braces of their own (\x{2028}, \p{Greek},
-# \b{start}), any other escape, a plain count, any other brace, and the flag. Classes are not looked for: a
-# brace in one is taken for a count, which refuses more and lets nothing through.
+# Length of the pattern times the counts of its repetitions.
+MAX_EXPANSION = 2_000
+# UTF-8 bytes at the end of a text that are searched, since a signal stands at the end. The search runs on the
+# event loop. The worst pattern that we know within the other limits (optional Unicode classes, nested) needs
+# 40 ms on letters of four bytes; an ordinary one, microseconds.
+SEARCH_BYTES = 4_096
+# Tokens with a brace or an x flag. In turn: escapes with braces of their own (\x{2028}, \p{Greek},
+# \b{start}), any other escape, a plain count, any other brace, and the flag. Classes are not parsed: a brace
+# in one counts as a repetition, which only refuses more patterns.
 _TOKEN = re.compile(
     r"\\[xuUpP]\{[^}]*\}|\\b\{[a-z-]+\}|\\."
     r"|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|(?P<brace>\{)|(?P<flag>\(\?[a-zA-Z-]*x)",
@@ -33,15 +32,15 @@ class LinearPattern:
     """A compiled pattern.
 
     Raises:
-        ValueError: it is no pattern of this engine, has the flag x or an odd brace, or unfolds to a larger
-            one than is allowed.
+        ValueError: the engine cannot compile it, it has the flag x or an unclear brace, or it expands too
+            far.
     """
 
     def __init__(self, pattern: str) -> None:
-        if (unfolded := len(pattern) * _most_repetitions(pattern)) > MAX_UNFOLDED:
+        if (expansion := len(pattern) * _most_repetitions(pattern)) > MAX_EXPANSION:
             raise ValueError(
-                f"the pattern is too large: its length times the counts of its repetitions is {unfolded}, "
-                f"and may be {MAX_UNFOLDED} at most"
+                f"the pattern is too large: its length times the counts of its repetitions is {expansion}, "
+                f"and may be {MAX_EXPANSION} at most"
             )
         try:
             self._search = SchemaValidator(
@@ -53,18 +52,18 @@ class LinearPattern:
             ) from exc
 
     def matches(self, text: str) -> bool:
-        """Whether the pattern matches anywhere in the last SEARCHED_BYTES of the text, which is encodable."""
+        """Whether the pattern matches in the last SEARCH_BYTES of the text, which must be encodable."""
         return self._search(_end_of(text))
 
 
 def _end_of(text: str) -> str:
-    """The whole characters within its last SEARCHED_BYTES."""
-    # A character has a byte at least: no more of a long text is encoded than may be needed.
-    return text[-SEARCHED_BYTES:].encode()[-SEARCHED_BYTES:].decode(errors="ignore")
+    """The complete characters in the last SEARCH_BYTES of the text."""
+    # A character has at least a byte, so this encodes no more than needed.
+    return text[-SEARCH_BYTES:].encode()[-SEARCH_BYTES:].decode(errors="ignore")
 
 
 def _most_repetitions(pattern: str) -> int:
-    """As if all counts were nested: {2} beside {3} is taken for 6 times.
+    """The product of all repetition counts, as if they were nested: {2} beside {3} counts as 6.
 
     Raises:
         ValueError: a count cannot be read for certain.
@@ -72,7 +71,7 @@ def _most_repetitions(pattern: str) -> int:
     counts = []
     for token in _TOKEN.finditer(pattern):
         if token["flag"]:
-            # With it the engine skips blanks and comments, in counts too: {#}<line break>900} is 900 times.
+            # With this flag the engine skips blanks and comments, even in counts: {#}<line break>900} is 900.
             raise ValueError("the flag x (blanks and comments in the pattern) is not allowed")
         if token["brace"]:
             raise ValueError(
@@ -83,14 +82,14 @@ def _most_repetitions(pattern: str) -> int:
     return prod(counts)
 
 
-def _why(told: str) -> str:
-    """The engine's reason ("error: ..." or "SchemaError: ..."), without the drawing that shows the place."""
-    return " ".join(told.rpartition("rror: ")[2].split())
+def _why(message: str) -> str:
+    """The engine's reason ("error: ..." or "SchemaError: ..."), without the drawing of the place."""
+    return " ".join(message.rpartition("rror: ")[2].split())
 
 
-def _checked(pattern: str) -> str:
+def _check(pattern: str) -> str:
     LinearPattern(pattern)
     return pattern
 
 
-Pattern = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_checked)]
+Pattern = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check)]

@@ -6,9 +6,9 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(Body):
-    """What went wrong, for a person (`detail`, `hint`) and for a program (`code`).
+    """An error for a person (`detail`, `hint`) and for a program (`code`).
 
-    `where` names the offending place: a header, a body path such as `rollouts.3.start.seed`, an id.
+    `where` names the place: a header, a body path such as `rollouts.3.start.seed`, an id.
     """
 
     type: str = "about:blank"

@@ -1,6 +1,6 @@
-"""Decision rewards as they cross the wire, and the pure function that computes them.
+"""Decision rewards on the wire, and the pure function that computes them.
 
-The function lives here, not in the task app, so that stored rollouts can be credited anew by the trainer.
+The function is here and not in the task app, so that the trainer can credit stored rollouts again.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ RewardSource = Literal["interaction", "tool", "penalty", "user"]
 
 
 class StepRewards(Body):
-    """The training switches as they reach the task app (`config.step_rewards`).
+    """The training switches in the task app's form (`config.step_rewards`).
 
-    The task app acts on `enabled` and `mode` alone: they decide whether a step's metadata carries
-    `decision_rewards`. The other three travel along so that a stored request tells how it was credited.
-    Source: 1-crafter-event-rewards.md; names of the wire form: task apps that users of Crafter know.
+    The task app reads only `enabled` and `mode`, which decide whether a step's metadata carries
+    `decision_rewards`. The other three make a stored request tell how it was credited. Source:
+    1-crafter-event-rewards.md; names of the wire form: existing Crafter task apps.
     """
 
     enabled: bool = False
@@ -35,7 +35,7 @@ class StepRewards(Body):
 
 
 class TrainingSwitches(Body):
-    """The same switches under the names that source 1 publishes for [training]."""
+    """The same switches with the names that source 1 publishes for [training]."""
 
     step_rewards_enabled: bool = False
     step_rewards_mode: StepRewardsMode = "off"
@@ -55,7 +55,7 @@ class TrainingSwitches(Body):
 
 
 class DecisionRewards(Body):
-    """What one decision achieved. `turn` counts from 1 (decision index t is turn - 1)."""
+    """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
 
     turn: int = Field(ge=1)
     ach_delta: int = Field(ge=0)
@@ -71,27 +71,27 @@ class DecisionRewards(Body):
 
 
 class RewardPart(Body):
-    """A named contribution to the reward of one decision, beside what the environment pays."""
+    """A named part of a decision's reward, beside those of the environment."""
 
     source: RewardSource
     value: float
 
 
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
-    """What a decision achieved, from the achievement counters before and after it.
+    """The achievements of a decision, from the counters before and after it.
 
-        all    = achievements whose counter rose during the decision, first time or not
-        unique = those of them whose counter was 0 before: first unlocked in the episode
+        all    = achievements whose counter rose during the decision
+        unique = those whose counter was 0 before: first unlocked in the episode
 
     Crafter's counters only grow, so `unique` is a subset of `all` and unique_delta <= ach_delta.
 
     Args:
-        before: counter of every achievement when the decision was taken.
-        after: the same counters when its last env step was done; a missing name counts 0.
+        before: counter of every achievement before the decision.
+        after: the same counters after its last env step; a missing name counts 0.
         turn: the decision's number in its episode, from 1.
 
     Raises:
-        ValueError: a counter fell, which no environment with achievements may do.
+        ValueError: a counter fell.
 
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """

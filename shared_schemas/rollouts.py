@@ -1,7 +1,7 @@
-"""The rollout service: what the trainer asks for, and what it gets back.
+"""The wire types of the rollout service.
 
-Ids are the trainer's, so a repeated request is harmless: the same id with the same body is the same
-rollout, the same id with another body is a 409.
+The trainer chooses the ids, so a repeated request is harmless: the same id with the same body is the same
+rollout; with another body it is a 409.
 """
 
 import json
@@ -25,7 +25,7 @@ from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 Name = Annotated[str, Field(max_length=200)]
-# Strict: `false`, "7" and 7.0 are mistakes, and would start another world than the caller meant.
+# Strict, because `false`, "7" and 7.0 are mistakes that would start another world.
 Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 Turn = Annotated[int, Field(ge=1, le=10_000, strict=True)]
@@ -43,36 +43,36 @@ InferenceKey = Annotated[SecretStr, Field(max_length=500), AfterValidator(_fits_
 MAX_GROUND_TRUTH_BYTES = 100_000
 
 
-def _bounded(value: JsonValue) -> JsonValue:
+def _check_size(value: JsonValue) -> JsonValue:
     if (size := len(json.dumps(value, allow_nan=False))) > MAX_GROUND_TRUTH_BYTES:
         raise ValueError(f"as JSON it has {size} bytes; at most {MAX_GROUND_TRUTH_BYTES} are allowed")
     return value
 
 
-GroundTruth = Annotated[JsonValue, AfterValidator(_bounded)]
+GroundTruth = Annotated[JsonValue, AfterValidator(_check_size)]
 
 
-# What start_interaction and generate_response are called with beside the row's own.
-_TAKEN = frozenset({"self", "instance_id", "messages", "name"})
+# Arguments of start_interaction and generate_response beside the row's own.
+_RESERVED_ARGUMENTS = frozenset({"self", "instance_id", "messages", "name"})
 
 
-def _no_argument_of_ours(kwargs: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if taken := sorted(_TAKEN & kwargs.keys()):
-        raise ValueError(f"{taken[0]!r} is an argument that the interaction gets anyway; rename it")
-    _bounded(kwargs)
+def _refuse_reserved(kwargs: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if reserved := sorted(_RESERVED_ARGUMENTS & kwargs.keys()):
+        raise ValueError(f"{reserved[0]!r} is an argument that the interaction gets anyway; rename it")
+    _check_size(kwargs)
     return kwargs
 
 
 InteractionName = Annotated[str, Field(min_length=1, max_length=200)]
-InteractionKwargs = Annotated[dict[str, JsonValue], AfterValidator(_no_argument_of_ours)]
+InteractionKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_reserved)]
 
 
 class Start(Body):
-    """Where an episode begins: in the world of a seed, or where a snapshot was taken, given by value.
+    """The start of an episode: the world of a seed, or a snapshot by value.
 
-    A snapshot is that of an environment session (POST /env/snapshot), of the same environment with the same
-    config; its world, counters and history go along, while turns and limits count from this start. The parent
-    is for the record. One class and no union, whose members' names would stand in the paths of errors.
+    The snapshot is of an environment session (POST /env/snapshot) with the same environment and config. Its
+    world, counters and history continue; turns and limits count from this start. The parent is for the
+    record. This is one class and no union, because a union's member names would stand in the paths of errors.
     """
 
     seed: Seed | None = None
@@ -95,7 +95,7 @@ class EnvSpec(Body):
 
 
 class PolicySpec(Body):
-    """`inference_key` is sent to `inference_url` as a Bearer key; it is never stored or logged."""
+    """A policy; `inference_key` is sent to `inference_url` as a Bearer key, and never stored or logged."""
 
     policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
@@ -103,14 +103,14 @@ class PolicySpec(Body):
 
 
 class InteractionSpec(Body):
-    """Who answers the model as its user, by its name in the operator's interaction file.
+    """The interaction that answers as the user, by its name in the operator's file.
 
-    `kwargs` are what the data row gives (`interaction_kwargs` without its name); they may hold the answer, so
-    the policy never sees them and no log holds them.
+    `kwargs` come from the data row (`interaction_kwargs` without the name). They may hold the right answer,
+    so neither the policy nor a log ever shows them.
     """
 
     name: InteractionName | None = Field(
-        default=None, description="may be absent where the file has one interaction alone"
+        default=None, description="optional if the file has only one interaction"
     )
     kwargs: InteractionKwargs = Field(default_factory=dict, repr=False)
 
@@ -121,53 +121,53 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class RolloutLimits(Body):
-    """What ends an episode that its environment does not end."""
+    """Limits of an episode."""
 
     max_decisions: Decisions = 50
     max_invalid_decisions: Decisions = 5
     timeout_s: Seconds = 600.0
     termination_regex: Pattern | None = Field(
         default=None,
-        description="ends the episode after a decision whose last 4,096 bytes hold it; Rust's regex syntax",
+        description="ends the episode if the last 4,096 bytes of a decision match; Rust's regex syntax",
     )
     termination_target: TerminationTarget = Field(
-        default="raw", description="searched: all that the policy wrote, or the text beside its tool calls"
+        default="raw", description="searched text: all of the policy's output, or the text beside its calls"
     )
 
 
 class MultiTurn(Body):
-    """How a conversation is kept, of an environment that has one; names of sources 3 and 5."""
+    """Settings of a conversation, with the names of sources 3 and 5."""
 
     statelm_enabled: bool = Field(
         default=False,
         description="the model may edit its context: messages have ids",
     )
     context_tools: ContextTools = Field(
-        default=PUBLISHED, description="what it edits its context with, where statelm_enabled"
+        default=PUBLISHED, description="the tools for that, if statelm_enabled"
     )
     max_user_turns: int | None = Field(
         default=None,
         ge=0,
         le=10_000,
-        description="answers of the user, whoever it is; the next decision then ends it",
+        description="limit of the user's answers; the decision after the last one ends the episode",
     )
     max_episode_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that the policy samples in an episode, all decisions together"
+        default=None, ge=1, description="limit of the policy's tokens in an episode"
     )
     context_length_penalty: float = Field(
         default=-1.0,
         le=0.0,
-        description="of the last decision, where the next prompt does not fit",
+        description="reward of the last decision if the next prompt does not fit",
     )
 
     @model_validator(mode="after")
-    def _tools_are_offered(self) -> "MultiTurn":
+    def _check_context_tools(self) -> "MultiTurn":
         refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
         return self
 
 
 class RolloutRequest(Body):
-    """One episode to run. Siblings of a group share `start`; each has its own sampling seed."""
+    """One episode to play; siblings of a group share `start`, and each has its own sampling seed."""
 
     rollout_id: Id
     run_id: Id
@@ -181,29 +181,29 @@ class RolloutRequest(Body):
     step_rewards: StepRewards = StepRewards()
     limits: RolloutLimits = RolloutLimits()
     state_keys: tuple[Name, ...] = Field(
-        default=(), max_length=8, description="kinds of state key that each decision is to carry"
+        default=(), max_length=8, description="kinds of state key for each decision"
     )
     multi_turn: MultiTurn = MultiTurn()
     snapshot_turns: tuple[Turn, ...] = Field(
         default=(),
         max_length=64,
-        description="turns before whose decision the environment is kept, on the step: for branches",
+        description="decisions before which the step gets a snapshot of the environment, for branches",
     )
     final_view: bool = Field(
         default=False,
-        description="where a limit cuts the episode, also ask for the prompt of the decision that is not "
-        "made: a critic values the state by it",
+        description="decisions before which the step gets a snapshot of the environment (for branches)",
+        "values the last state",
     )
     ground_truth: GroundTruth = Field(
         default=None,
         repr=False,
-        description="any JSON: what the episode is scored by; the policy never sees it, no log holds it",
+        description="any JSON by which the episode is scored; neither the policy nor a log ever shows it",
     )
     reward_function: Name | None = Field(
-        default=None, description="of the operator: its score becomes the outcome_reward of the episode"
+        default=None, description="of the operator; its score becomes the episode's outcome_reward"
     )
     interaction: InteractionSpec | None = Field(
-        default=None, description="answers every decision that calls no tool, and scores it"
+        default=None, description="answers and scores every decision without a tool call"
     )
 
     @field_validator("snapshot_turns")
@@ -212,7 +212,7 @@ class RolloutRequest(Body):
         twice = next((turn for turn in turns if turns.count(turn) > 1), None)
         if twice is not None:
             raise ValueError(f"turn {twice} is named more than once; each is kept once")
-        # Without limits, they were refused themselves.
+        # Invalid limits are missing here; they are reported by themselves.
         most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
         if turns and max(turns) > most:
             raise ValueError(f"turn {max(turns)} is above limits.max_decisions, {most}: it is never reached")
@@ -226,7 +226,7 @@ class RolloutBatch(Body):
 
 
 class RolloutsAccepted(Body):
-    """Answer of POST /rollouts (202). `known` were accepted earlier with the same body."""
+    """Reply of POST /rollouts (202); `known` were accepted earlier with the same body."""
 
     accepted: tuple[str, ...]
     known: tuple[str, ...]
@@ -234,7 +234,7 @@ class RolloutsAccepted(Body):
 
 
 class RolloutFailure(Body):
-    """Why a rollout has no trajectory. Only infrastructure fails a rollout; what a policy does is data."""
+    """Why a rollout has no trajectory: an infrastructure failure, never a mistake of the policy."""
 
     code: str
     detail: str
@@ -245,7 +245,7 @@ RolloutStatus = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
 class Rollout(Body):
-    """The state of one rollout; `trajectory` when finished, `failure` when failed or cancelled."""
+    """The state of a rollout; `trajectory` if it finished, `failure` if it failed or was cancelled."""
 
     rollout_id: str
     run_id: str
@@ -260,7 +260,8 @@ class Rollout(Body):
 
 
 class RolloutPage(Body):
-    """Answer of GET /rollouts: everything that ended since `cursor`, oldest first, until acknowledged."""
+    """Reply of GET /rollouts: all rollouts that ended since `cursor` and are not acknowledged, oldest
+    first."""
 
     rollouts: tuple[Rollout, ...]
     cursor: str
@@ -269,7 +270,7 @@ class RolloutPage(Body):
 
 
 class RolloutAck(Body):
-    """Body of POST /rollouts/ack: the trainer has stored these; the task app may forget them."""
+    """Body of POST /rollouts/ack: rollouts that the trainer has stored and the task app may forget."""
 
     run_id: Id
     rollout_ids: tuple[str, ...] = Field(min_length=1)

@@ -1,8 +1,8 @@
-"""TaskDefinitionModel: what one episode is about, in source 2's words; it is what RLRolloutWorker takes.
+"""TaskDefinitionModel: the definition of one episode in source 2's words, for RLRolloutWorker.
 
-A rollout request carries the same facts, each in one place: `env`, `limits`, `ground_truth`. The words that
-other systems publish for a task are read where they mean something here, and refused by name elsewhere.
-Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; the fields are those of reward-kit.
+A rollout request carries the same facts: `env`, `limits`, `ground_truth`. Published words of other systems
+are read if they mean something here, and otherwise refused with a hint. Source:
+2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; the fields are those of reward-kit.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from shared_schemas.rollouts import (
 )
 
 _DEFAULTS = RolloutLimits()
-_OPENING = "what an episode opens with stands in messages"
+_OPENING = "give the opening of an episode as messages"
 _ONE = "a request is one episode; a job has training.group_size"
-# Published words that would be dropped in silence otherwise, and where their fact has its place.
-MEANT_ELSEWHERE = {
+# Published words that have no effect here, and the place of their fact.
+OTHER_PLACES = {
     "poc_max_turns": "give max_episode_steps",
     "tools_module_path": "tools are the environment's, and an environment is a plug-in of the operator",
     "resource_server": "environments live in the task app; name one of them in resource_type",
@@ -42,9 +42,9 @@ MEANT_ELSEWHERE = {
 
 
 class TaskDefinitionModel(Body):
-    """One task. `name` and `description` are for people; the policy sees neither, nor the ground truth.
+    """A task. `name` and `description` are for people; the policy sees neither, nor the ground truth.
 
-    `max_episode_steps` counts decisions. `ground_truth` comes back as the third value of `run_episode`.
+    `max_episode_steps` counts decisions. `ground_truth` is the third value of `run_episode`.
     """
 
     name: str = Field(default="", max_length=200)
@@ -53,8 +53,8 @@ class TaskDefinitionModel(Body):
     base_resource_config: dict[str, Any] = Field(default_factory=dict, description="its config")
     messages: tuple[Message, ...] = Field(
         default=(),
-        description="stand before those of the environment, whose system message they replace by their own; "
-        "an environment whose config has a prompt opens with these alone",
+        description="begin each prompt, and replace the environment's system message if they have one; an "
+        "environment whose config has a prompt opens with these alone",
     )
     max_episode_steps: Decisions = _DEFAULTS.max_decisions
     max_invalid_decisions: Decisions = _DEFAULTS.max_invalid_decisions
@@ -65,17 +65,17 @@ class TaskDefinitionModel(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_meant_elsewhere(cls, given: Any) -> Any:
-        found = MEANT_ELSEWHERE.keys() & given.keys() if isinstance(given, Mapping) else ()
-        for word in sorted(found):
+    def _refuse_foreign_words(cls, value: Any) -> Any:
+        words = OTHER_PLACES.keys() & value.keys() if isinstance(value, Mapping) else ()
+        for word in sorted(words):
             raise ValueError(
-                f"{word!r} of a published task definition is not read here; {MEANT_ELSEWHERE[word]}"
+                f"{word!r} of a published task definition is not read here; {OTHER_PLACES[word]}"
             )
-        return given
+        return value
 
     @classmethod
     def of_request(cls, request: RolloutRequest) -> "TaskDefinitionModel":
-        """The task that a rollout request carries."""
+        """The task of a rollout request."""
         limits = request.limits.model_dump(exclude={"max_decisions"})
         return cls(
             resource_type=request.env.env_name,
@@ -87,6 +87,6 @@ class TaskDefinitionModel(Body):
 
     @property
     def limits(self) -> RolloutLimits:
-        """As a rollout request says them."""
-        named = self.model_dump(include=RolloutLimits.model_fields.keys() & type(self).model_fields.keys())
-        return RolloutLimits(max_decisions=self.max_episode_steps, **named)
+        """The limits in a rollout request's form."""
+        fields = self.model_dump(include=RolloutLimits.model_fields.keys() & type(self).model_fields.keys())
+        return RolloutLimits(max_decisions=self.max_episode_steps, **fields)

@@ -1,4 +1,4 @@
-"""One episode as data: a `StepData` for every decision, and the `Trajectory` that holds them."""
+"""One episode as data: a `StepData` for every decision, in a `Trajectory`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -11,7 +11,7 @@ from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import DecisionRewards, RewardPart
 
-# More than any vocabulary or model holds, and few enough for every counter behind it.
+# Larger than any vocabulary or model, and small enough for every counter.
 MOST_TOKENS = 2**31 - 1
 
 
@@ -31,8 +31,8 @@ class StopReason(StrEnum):
     MAX_DECISIONS = "max_decisions"
 
 
-# Endings after which the policy could have gone on, where they cut the episode: its own (an invalid action, a
-# context that is full, slowness) are to be felt, and a user who fell silent leaves no state to go on from.
+# Endings after which the policy could have gone on, if they cut the episode. Others are the policy's own
+# fault (an invalid action, a full context, slowness), or leave no state to continue from (a silent user).
 _CUTS = frozenset({StopReason.ENVIRONMENT_DONE, StopReason.EPISODE_TOKENS, StopReason.MAX_DECISIONS})
 
 
@@ -42,11 +42,11 @@ def is_cut_short(reason: StopReason, *, truncated: bool) -> bool:
 
 
 class AgentState(StrEnum):
-    """What the loop of an episode is at: the states of the diagrams of sources 3 and 5.
+    """The state of the episode loop, as in the diagrams of sources 3 and 5.
 
-    PENDING renders a view anew (the first one, one after an edit), GENERATING asks the policy,
-    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its words. An episode ends as
-    COMPLETED after words that count as an answer, as TERMINATED otherwise.
+    PENDING renders a new view (the first one, or one after an edit), GENERATING asks the policy,
+    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its text. An episode ends as
+    COMPLETED after text that counts as an answer, otherwise as TERMINATED.
     """
 
     PENDING = "PENDING"
@@ -58,7 +58,7 @@ class AgentState(StrEnum):
 
 
 class Sampling(Body):
-    """How the tokens of a decision were drawn: needed to recompute the log-probs that they had."""
+    """How the tokens of a decision were sampled, which is needed to recompute their log-probs."""
 
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -68,17 +68,17 @@ class Sampling(Body):
 
     @property
     def is_truncated(self) -> bool:
-        """Some of the probability mass could never be sampled."""
+        """Whether some of the probability mass could not be sampled."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
 class PolicyLogprobs(Body):
     """The exact tokens of one model call, as the inference server saw and sampled them.
 
-    prompt: the first `prompt_ids_reused` ids of the previous prompt + response of this rollout,
-    then `prompt_token_ids`. logprobs[i] is that of token_ids[i] under softmax(logits / temperature),
-    before any truncation by top_p or top_k, or where the request asked for processed_logprobs
-    (shared_schemas/chat.py), after it. versions: [[first_token, policy_version], ...].
+    The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, then
+    `prompt_token_ids`. logprobs[i] is the log-prob of token_ids[i] under softmax(logits / temperature) before
+    truncation by top_p or top_k, or after it if the request asked for processed_logprobs
+    (shared_schemas/chat.py). versions: [[first_token, policy_version], ...].
     """
 
     prompt_ids_reused: int = Field(default=0, ge=0)
@@ -93,12 +93,12 @@ _EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.i
 
 
 def _kind_of_logprobs(value: Any) -> str:
-    """Exact tokens have all of their fields; anything less is what a policy tells by itself."""
+    """ "exact" if all fields of the exact tokens are there, otherwise "own"."""
     exact = value.keys() >= _EXACT if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
     return "exact" if exact else "own"
 
 
-# What a policy tells of its log-probs: the exact tokens of a model call, or JSON of its own.
+# A policy's log-probs: the exact tokens of a model call, or JSON of its own.
 LogProbs = Annotated[
     Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], Tag("own")],
     Discriminator(_kind_of_logprobs),
@@ -106,39 +106,39 @@ LogProbs = Annotated[
 
 
 class ObservationData(Body):
-    """What the policy saw: its messages; and what every step carries in every mode (DESIGN.md 4.2).
+    """The prompt of a decision, and the facts that every step has in every mode (DESIGN.md 4.2).
 
-    As a sequence it is the whole prompt, as source 2 has it: `observation_data[-1].content`. Of a
-    conversation the wire carries only what is new; the process that played it knows the whole.
+    As a sequence it is the whole prompt, as in source 2: `observation_data[-1].content`. For a conversation
+    the wire carries only new messages; the process that played it knows all.
     """
 
     messages: tuple[Message, ...] = Field(
         default=(),
-        description="of the prompt; of a conversation only those new since the prompt before",
+        description="of the prompt; for a conversation only those new since the previous prompt",
     )
     messages_reused: int = Field(
-        default=0, ge=0, description="messages that stand before them, as the prompt before showed them"
+        default=0, ge=0, description="number of leading messages that the previous prompt has too"
     )
     changed: dict[int, Message] = Field(
-        default_factory=dict, description="but for these, which were edited since; by msg_id"
+        default_factory=dict, description="those of them that were edited since, by msg_id"
     )
     achievements_status: dict[str, bool] = Field(default_factory=dict)
     achievements_counts: dict[str, int] = Field(default_factory=dict)
     reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
     state_keys: dict[str, str] = Field(
-        default_factory=dict, description="name of the state that the decision was made in, by kind of key"
+        default_factory=dict, description="the key of the decision's state, by kind of key"
     )
 
     def recall(self, prompt: Callable[[], tuple[Message, ...]]) -> None:
-        """Let it know, in this process alone, how the whole prompt is had again."""
-        self.__dict__[_PROMPT] = prompt  # pydantic neither sends nor compares what is no field
+        """Set the function that makes the whole prompt again, in this process alone."""
+        self.__dict__[_PROMPT] = prompt  # not a field, so pydantic neither sends nor compares it
 
     @property
     def prompt(self) -> tuple[Message, ...]:
         """All messages that the policy saw.
 
         Raises:
-            ValueError: it came over the wire, and earlier steps have a part of them.
+            ValueError: the observation came over the wire, and earlier steps hold some of the messages.
         """
         if not self.messages_reused:
             return self.messages
@@ -161,7 +161,9 @@ class ObservationData(Body):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         yield from super().__repr_args__()
-        if self.messages_reused and _PROMPT in self.__dict__:  # who keys states by str() means all of it
+        if (
+            self.messages_reused and _PROMPT in self.__dict__
+        ):  # states may be keyed by str(), with all messages
             yield "prompt", self.prompt
 
     @overload
@@ -179,11 +181,11 @@ class StepMetadata(Body):
 
 
 class UserAnswer(Body):
-    """What an interaction told beside its score, within the bound of the task app on one answer of it."""
+    """An interaction's metadata and unshown response, within the task app's size limit."""
 
     metadata: dict[str, Any] = Field(default_factory=dict, description="anything, for the record")
     unshown: str | None = Field(
-        default=None, description="its response, where the episode ended and no prompt shows it"
+        default=None, description="its response, if the episode ended and no prompt shows it"
     )
 
 
@@ -195,24 +197,23 @@ class StepInfo(Body):
     executed_actions: tuple[str, ...] = ()
     policy_s: float = 0.0
     environment_s: float = 0.0
-    interaction_s: float = Field(default=0.0, description="of who answered as the user; in no other time")
+    interaction_s: float = Field(default=0.0, description="time of the interaction, not part of the others")
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = Field(
-        default=None, description="how the model's answer ended, also where its tokens are not known"
+        default=None, description="how the model's answer ended, even if its tokens are unknown"
     )
     user_answer: UserAnswer | None = Field(
-        default=None, description="of an interaction that was asked and told more than its score"
+        default=None, description="of an interaction that returned more than its score"
     )
 
 
 class StepData(Body):
     """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
 
-    `StepData(...)` takes the fields that source 2 publishes, and has them as attributes. Of these
-    `system_step_index` is `turn` - 1, and `resulting_messages_history` is known in the process that played
-    the episode, or was given it: it is no field, for the conversation would travel once a step, and the wire
-    grow with its square (DESIGN.md 4.2, 4.16).
+    `StepData(...)` takes the fields that source 2 publishes, and has them as attributes. `system_step_index`
+    is `turn` - 1. `resulting_messages_history` is known in the process that played the episode, or passed in;
+    it is no field, because the wire would carry the conversation with every step (DESIGN.md 4.2, 4.16).
 
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
@@ -226,21 +227,21 @@ class StepData(Body):
     tool_calls: tuple[ToolCall, ...] = ()
     snapshot: str | None = Field(
         default=None,
-        description="of the environment before this decision, for `start.snapshot`; where it was asked for",
+        description="of the environment before this decision, for `start.snapshot`; if requested",
     )
     raw_policy_output: str | None = None
     policy_name: str = ""
     sampling: Sampling | None = None
     policy_logprobs: LogProbs | None = Field(
-        default=None, description="the exact tokens; of a policy that does not know them, what it tells"
+        default=None, description="the exact tokens, or the policy's own log-prob data"
     )
     policy_value_estimate: float | None = None
     base_reward: float | None = Field(
-        default=None, description="of a user's reward function for this step; None: it gave none"
+        default=None, description="from a user's reward function; None if it gives none for this step"
     )
-    advantage: float | None = Field(default=None, description="set where credit is given, not on the wire")
+    advantage: float | None = Field(default=None, description="set by credit assignment, not on the wire")
     return_to_go: float | None = Field(
-        default=None, description="G_t, or advantage plus value where there is a critic; set with advantage"
+        default=None, description="G_t, or advantage plus value with a critic; set with advantage"
     )
     env_rewards: tuple[float, ...] | None = Field(default=None, description="[S] reward of each env step")
     reward_parts: tuple[RewardPart, ...] = ()
@@ -258,14 +259,13 @@ class StepData(Body):
         resulting_messages_history: Sequence[Any] | None = None,
         **fields: Any,
     ) -> None:
-        """Of a step that did not come over the wire.
+        """Make a step that did not come over the wire.
 
         Args:
-            system_step_index: instead of `turn`, from 0.
-            resulting_messages_history: of a step that was not played here.
-            fields: those of the class. Where the wire has a body (observation_data, step_info,
-                policy_logprobs), anything else is kept as it is given, for estimators in this process; such a
-                step cannot be sent.
+            system_step_index: may replace `turn`; counts from 0.
+            resulting_messages_history: for a step that was not played in this process.
+            fields: the fields of the class. observation_data, step_info and policy_logprobs may also be other
+                values, which are kept for estimators in this process; such a step cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -273,32 +273,32 @@ class StepData(Body):
                 raise ValueError(
                     f"turn is {turn} and system_step_index {system_step_index}; give one of them"
                 )
-        given = {
+        other_values = {
             name: fields.pop(name)
             for name, body in _BODIES.items()
             if not isinstance(fields.get(name), body | None)
         }
-        if "observation_data" in given:
+        if "observation_data" in other_values:
             fields["observation_data"] = ObservationData()
         super().__init__(**fields)
-        self.__dict__.update(given)
+        self.__dict__.update(other_values)
         if resulting_messages_history is not None:
             self.recall(list(resulting_messages_history).copy)
 
-    # What comes over the wire is validated past it: in one go, and without the names that are not sent.
+    # Data from the wire is validated past this constructor, at once and without the unsent names.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def recall(self, history: Callable[[], Sequence[Message]]) -> None:
-        """Let it know, in this process alone, how the conversation after it is had again."""
+        """Set the function that returns the conversation after this step, in this process alone."""
         self.__dict__[_HISTORY] = history
 
     def follow(self, before: "StepData | None") -> None:
-        """Let it know the step before it instead, where prompts are fresh: None of the first."""
+        """Set the step before this one, for episodes with fresh prompts; None for the first step."""
         self.__dict__[_BEFORE] = before
 
     @property
     def resulting_messages_history(self) -> list[Message]:
-        """The conversation after this step, the messages that came of it last.
+        """The conversation after this step, with the messages that it caused at the end.
 
         Raises:
             ValueError: the step does not know it.
@@ -317,56 +317,61 @@ class StepData(Body):
 
     @property
     def system_step_index(self) -> int:
-        """t, from 0 (the name that source 2 publishes)."""
+        """The decision index t, from 0 (source 2's name)."""
         return self.turn - 1
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """What the loop went through for this decision, in order; what was seen as a list is a fresh view."""
-        seen, info = self.observation_data, self.step_info
-        reused = isinstance(seen, ObservationData) and seen.messages_reused and not seen.changed
-        found = [] if reused else [AgentState.PENDING]
-        found.append(AgentState.GENERATING)
-        refused = isinstance(info, StepInfo) and info.invalid_reason is not None
-        answered = self.action_taken.get("type") == "text" and not refused
+        """The states of the loop in this decision, in order; other observation data counts as a new view."""
+        observation, info = self.observation_data, self.step_info
+        is_continued = (
+            isinstance(observation, ObservationData)
+            and observation.messages_reused
+            and not observation.changed
+        )
+        states = [] if is_continued else [AgentState.PENDING]
+        states.append(AgentState.GENERATING)
+        is_refused = isinstance(info, StepInfo) and info.invalid_reason is not None
+        is_answer = self.action_taken.get("type") == "text" and not is_refused
         if self.tool_calls:
-            found.append(AgentState.PROCESSING_TOOLS)
-        elif answered:
-            found.append(AgentState.INTERACTING)
+            states.append(AgentState.PROCESSING_TOOLS)
+        elif is_answer:
+            states.append(AgentState.INTERACTING)
         if self.is_done:
-            over = AgentState.COMPLETED if found[-1] is AgentState.INTERACTING else AgentState.TERMINATED
-            found.append(over)
-        return tuple(found)
+            end_state = (
+                AgentState.COMPLETED if states[-1] is AgentState.INTERACTING else AgentState.TERMINATED
+            )
+            states.append(end_state)
+        return tuple(states)
 
     @property
     def assistant_turn_index(self) -> int:
-        """Which of the conversation's answers is this step's, from 0: what a `StepOutput` names.
+        """The index of this step's answer in the conversation, which a `StepOutput` names.
 
-        Counted from the end of the opening: assistant messages of a few-shot opening are nobody's answers.
+        It counts from the end of the opening, whose assistant messages are examples and no answers.
         """
         return self.turn - 1
 
 
-# Published fields that the wire has a body for, which more than that may be given for.
+# Published fields whose values may be of other types than the wire's bodies.
 _BODIES: dict[str, type[Body]] = {
     "observation_data": ObservationData,
     "step_info": StepInfo,
 }
-# What is remembered in this process beside the fields.
+# Names of values in this process that are no fields.
 _PROMPT, _HISTORY, _BEFORE = "_prompt", "_history", "_before"
 
 
 def transcript(steps: Iterable[StepData]) -> list[Message]:
-    """Prompt, answer and tool results of every decision in order; the system message stands once.
+    """Prompt, answer and tool results of every decision in order; the system message only once.
 
-    A whole conversation is its own transcript, with what no step holds: what came after the last answer, and
-    ids (`Trajectory.full_history`).
+    A conversation's own `Trajectory.full_history` also has ids, and the messages after the last answer.
     """
     messages: list[Message] = []
     for step in steps:
-        prompt, reused = step.observation_data.messages, step.observation_data.messages_reused
-        if reused:  # a conversation, whose prompt brings the answer before and all that followed it
-            del messages[reused:]
+        prompt, is_continued = step.observation_data.messages, step.observation_data.messages_reused
+        if is_continued:  # the prompt of a conversation repeats the previous answer and what followed it
+            del messages[is_continued:]
         messages.extend(message for message in prompt if not messages or message.role != "system")
         messages.append(_answer(step))
         messages.extend(
@@ -377,20 +382,19 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
 
 
 def _answer(step: StepData) -> Message:
-    # The raw output of a call holds the call itself, which stands in tool_calls already.
-    written = step.action_taken.get("content", step.raw_policy_output) or ""
-    return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)
+    # The raw output of a call holds the call, which is in tool_calls already.
+    text = step.action_taken.get("content", step.raw_policy_output) or ""
+    return Message(role="assistant", content=text, tool_calls=step.tool_calls or None)
 
 
 def exact_tokens(step: StepData) -> PolicyLogprobs | None:
-    """The tokens of its model call, which training needs; None of a policy that does not know them."""
+    """The exact tokens of the step's model call, which training needs; None if they are unknown."""
     tokens = step.policy_logprobs
     return tokens if isinstance(tokens, PolicyLogprobs) else None
 
 
 class UserReward(Body):
-    """What a user's reward function said of an episode, and the environment's own outcome, which its score
-    stands in for."""
+    """The result of a user's reward function, and the environment's own outcome, which its score replaces."""
 
     reward_function: str
     result: EvaluateResult
@@ -399,32 +403,30 @@ class UserReward(Body):
 
 
 def prompts(steps: Iterable[StepData]) -> Iterator[tuple[Message, ...]]:
-    """The whole prompt of each decision, in order, from the parts that the steps carry.
+    """The whole prompt of each decision, in order, from the parts in the steps.
 
     prompt_t = prompt_{t-1}[:messages_reused], with `changed` in their places, then messages
     """
-    shown: list[Message] = []
+    prompt: list[Message] = []
     for step in steps:
-        seen = step.observation_data
-        shown = shown[: seen.messages_reused]
-        for msg_id, message in seen.changed.items():
-            shown[msg_id] = message
-        shown.extend(seen.messages)
-        yield tuple(shown)
+        observation = step.observation_data
+        prompt = prompt[: observation.messages_reused]
+        for msg_id, message in observation.changed.items():
+            prompt[msg_id] = message
+        prompt.extend(observation.messages)
+        yield tuple(prompt)
 
 
 class Trajectory(Body):
-    """A finished episode. `outcome_definition` says in words what `outcome_reward` measures."""
+    """A finished episode; `outcome_definition` says what `outcome_reward` measures."""
 
     env_name: str
     policy_name: str
     model: str = ""
-    seed: int = Field(description="of the world, also where the episode began at a snapshot")
-    parent_rollout_id: str | None = Field(default=None, description="whose snapshot the episode began at")
-    parent_turn: int | None = Field(default=None, description="and after which of its decisions")
-    tools: tuple[ToolSpec, ...] = Field(
-        default=(), description="what the policy could call, as it was offered"
-    )
+    seed: int = Field(description="of the world, even if the episode began at a snapshot")
+    parent_rollout_id: str | None = Field(default=None, description="the rollout of that snapshot")
+    parent_turn: int | None = Field(default=None, description="the decision before that snapshot")
+    tools: tuple[ToolSpec, ...] = Field(default=(), description="the tools that the policy could call")
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str
@@ -436,26 +438,26 @@ class Trajectory(Body):
     wall_s: float = Field(ge=0.0)
     full_history: tuple[Message, ...] = Field(
         default=(),
-        description="of a conversation: every message as it was said, deleted or not",
+        description="for a conversation, every message as it was said, deleted or not",
     )
     deleted_msg_ids: tuple[int, ...] = ()
     had_delete_operation: bool = False
-    user_reward: UserReward | None = Field(default=None, description="where a reward function was asked for")
+    user_reward: UserReward | None = Field(default=None, description="if a reward function was requested")
     warnings: tuple[str, ...] = Field(
-        default=(), description="what somebody should look at, though the episode counts; a sentence each"
+        default=(), description="things to check in an episode that counts; one sentence each"
     )
     final_view: PolicyLogprobs | None = Field(
         default=None,
-        description="the prompt of the decision that a limit kept from being made, with one token that "
-        "nobody carried out: where the request asked for it, and the server tells tokens",
+        description="the prompt of the decision that a limit prevented, with one token that is not carried "
+        "out; if it was requested and the server returns tokens",
     )
 
     @property
     def cut_short(self) -> bool:
-        """Whether a limit outside of the task ended it while its policy could have gone on."""
+        """Whether a limit outside of the task ended the episode while its policy could have gone on."""
         return is_cut_short(self.stop_reason, truncated=self.truncated)
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """What the loop of the episode went through, decision by decision (sources 3 and 5)."""
+        """The states of the episode loop, decision by decision (sources 3 and 5)."""
         return tuple(state for step in self.steps for state in step.states)

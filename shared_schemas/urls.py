@@ -1,20 +1,20 @@
-"""Hosts and addresses as people and browsers write them. Pure."""
+"""Pure: hosts and addresses as people and browsers write them."""
 
 import ipaddress
 import re
 from urllib.parse import SplitResult
 
 PORTS = {"http": 80, "https": 443}
-# A name, or an IPv4 address, or an IPv6 one in brackets; with or without a port. All of it: what only begins
-# like one ([::1]evil.example) would match another host than it seems to name.
-_NAME, _BRACKETED, _PORT = r"[\w.-]+", r"\[[0-9A-Fa-f:.]+\]", r":[0-9]{1,5}"
-HOST = rf"({_BRACKETED}|{_NAME})({_PORT})?"
-# Where a person writes it, an IPv6 address may also stand without brackets.
+# A name, an IPv4 address, or an IPv6 address in brackets, with or without a port. It must match the whole
+# text: [::1]evil.example only begins like an address, and means another host.
+_NAME, _IPV6, _PORT = r"[\w.-]+", r"\[[0-9A-Fa-f:.]+\]", r":[0-9]{1,5}"
+HOST = rf"({_IPV6}|{_NAME})({_PORT})?"
+# In text that a person writes, an IPv6 address may have no brackets.
 HOST_OR_IPV6 = rf"^({HOST}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
 
 
 def host_name(host: str) -> str | None:
-    """The name or address in a Host header, without the port; None: it holds something else."""
+    """The name or address in a Host header without the port; None if the header is invalid."""
     match = re.fullmatch(HOST, host)
     return None if match is None else match[1]
 
@@ -30,12 +30,12 @@ def is_loopback(host: str) -> bool:
 def is_http(parts: SplitResult) -> bool:
     """Whether these are the parts of an http or https URL whose host every parser reads alike.
 
-    Of `[::1]evil.example`, urlsplit says that the host is ::1.
+    For `[::1]evil.example`, urlsplit returns the host ::1.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is invalid.
     """
     host = parts.netloc.rpartition("@")[2].lower()
-    spelled = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    plain = host in (spelled, f"{spelled}:", f"{spelled}:{parts.port}")
+    written = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    plain = host in (written, f"{written}:", f"{written}:{parts.port}")
     return parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0 and plain

@@ -125,7 +125,7 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
         max_body_s=settings.max_body_s,
         too_many=CapacityReached,
     )
-    return Server(app, bounds, max_message_bytes=settings.max_body_bytes, ready=ready, stopping=drain)
+    return Server(app, bounds, max_message_bytes=settings.max_body_bytes, ready=ready, before_stop=drain)
 
 
 if __name__ == "__main__":

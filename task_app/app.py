@@ -14,8 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import Deadline, Gate, KeyDoor
 from service_kit.keys import TASK_APP_KEY, Keys
-from service_kit.observed import Observed
-from service_kit.problems import describe, install_problem_handlers, problem_responses, unforeseen
+from service_kit.observed import RequestObserver
+from service_kit.problems import (
+    describe,
+    install_problem_handlers,
+    internal_error_response,
+    problem_responses,
+)
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
 from task_app.dialects.one_call import routes as one_call
 from task_app.errors import CriticalError, InvalidRequest, boundary
@@ -120,8 +125,8 @@ def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
         unreadable=InvalidRequest,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = Observed(app, requests=services.metrics.requests, keys=keys)
-    return ServerErrorMiddleware(app, handler=unforeseen)
+    app = RequestObserver(app, requests=services.metrics.requests, keys=keys)
+    return ServerErrorMiddleware(app, handler=internal_error_response)
 
 
 @asynccontextmanager

@@ -240,7 +240,7 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
 
 def _so_far(metrics: Metrics) -> Iterator[Metric]:
     """Counters since the start."""
-    yield metrics.requests.answered_family("turnwise_http_requests")
+    yield metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
     )

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service_kit.errors import ServiceError
-from service_kit.gate import given, whole_body
+from service_kit.gate import receive_with_body, whole_body
 from service_kit.problems import problem_response
 from task_app.errors import AnswerLost, CapacityReached, IdempotencyConflict, InvalidRequest, JournalFailed
 from task_app.sessions.journal import WORK, Answer, Database, RawHeaders, Work
@@ -54,7 +54,7 @@ class Once:
         if earlier is not None:
             await _send(earlier, send, extra=(REPLAY_HEADER,))
         else:
-            await self._carry_out(work, scope, given(body, receive), send)
+            await self._carry_out(work, scope, receive_with_body(body, receive), send)
 
     async def _earlier(self, key: str, digest: str) -> Answer | None:
         """The stored answer of this request; waits if the first one is still being carried out."""

@@ -17,7 +17,7 @@ from service_kit.gate import (
     whole_body,
 )
 from service_kit.keys import Keys, presented_keys
-from service_kit.problems import BodyRefused
+from service_kit.problems import BodyError
 
 
 class Open:
@@ -73,7 +73,7 @@ async def test_another_body_is_bounded_while_the_app_reads_it(messages, status):
     errors = []
 
     async def reads(scope, receive, send):
-        with pytest.raises(BodyRefused) as refused:  # the kind that FastAPI lets through
+        with pytest.raises(BodyError) as refused:  # the kind that FastAPI lets through
             await receive(), await receive()
         errors.append(refused.value)
 

@@ -1,7 +1,7 @@
 """What is counted of a request, and what its answer is given; apart from any service."""
 
 from service_kit.keys import Keys
-from service_kit.observed import LATENCY_EDGES_S, Histogram, Observed, Requests
+from service_kit.observed import LATENCY_EDGES_S, Histogram, RequestObserver, Requests
 
 KEYS = Keys((), variable="KEY")
 
@@ -20,7 +20,7 @@ def test_a_made_up_method_is_no_label_of_its_own():
     requests = Requests()
     for number in range(100):
         requests.count(f"METHOD{number}", "/", 405)
-    assert dict(requests.answered) == {("other", "/", 405): 100}
+    assert dict(requests.replies) == {("other", "/", 405): 100}
 
 
 class Route:
@@ -33,19 +33,19 @@ async def test_an_answer_has_an_id_and_is_counted_as_it_begins_and_a_stream_has_
     async def answers(scope, receive, send):
         scope["route"] = Route
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-        counted.append(requests.answered["GET", Route.path, 200])  # a stream may go on for hours
+        counted.append(requests.replies["GET", Route.path, 200])  # a stream may go on for hours
 
     async def send(message):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"x-request-id", b"mine-1")]}
-    observed = Observed(answers, requests=requests, keys=KEYS, streams=[Route.path])
+    observed = RequestObserver(answers, requests=requests, keys=KEYS, streams=[Route.path])
     await observed(scope, None, send)
     assert sent[0]["headers"] == [
         (b"a", b"b"), (b"x-request-id", b"mine-1"), (b"x-content-type-options", b"nosniff"),
     ]  # fmt: skip
     assert requests.latency == {}
-    await Observed(answers, requests=requests, keys=KEYS)(scope, None, send)
+    await RequestObserver(answers, requests=requests, keys=KEYS)(scope, None, send)
     assert (requests.latency.keys(), counted) == ({Route.path}, [1, 2])
 
 
@@ -56,5 +56,5 @@ async def test_a_client_that_leaves_before_the_answer_is_no_fault_of_the_service
         return
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await Observed(says_nothing, requests=requests, keys=KEYS)(scope, None, None)
-    assert dict(requests.answered) == {("GET", "none", 499): 1}
+    await RequestObserver(says_nothing, requests=requests, keys=KEYS)(scope, None, None)
+    assert dict(requests.replies) == {("GET", "none", 499): 1}

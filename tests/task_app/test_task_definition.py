@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared_schemas.rollouts import RolloutLimits, RolloutRequest
-from shared_schemas.task_definition import MEANT_ELSEWHERE, TaskDefinitionModel
+from shared_schemas.task_definition import OTHER_PLACES, TaskDefinitionModel
 from tests.task_app.counting import rollout
 
 LIMITS = {
@@ -36,7 +36,7 @@ def test_the_defaults_are_those_of_a_request():
     assert TaskDefinitionModel(resource_type="counting").limits == RolloutLimits()
 
 
-@pytest.mark.parametrize("word", MEANT_ELSEWHERE)
+@pytest.mark.parametrize("word", OTHER_PLACES)
 def test_a_published_word_without_a_meaning_here_is_refused_with_the_place_of_its_fact(word):
     with pytest.raises(ValidationError, match=f"{word!r} of a published task definition is not read here; "):
         TaskDefinitionModel(resource_type="counting", **{word: "x"})

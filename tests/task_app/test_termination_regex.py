@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared_schemas.patterns import MAX_UNFOLDED, SEARCHED_BYTES, LinearPattern
+from shared_schemas.patterns import MAX_EXPANSION, SEARCH_BYTES, LinearPattern
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
 from task_app.episode.termination import termination_signal
@@ -93,7 +93,7 @@ def test_no_text_makes_a_pattern_backtrack(pattern):
 @pytest.mark.parametrize("letter", ["x", "é", "𐐀"])  # of 1, 2 and 4 bytes in UTF-8
 def test_of_a_longer_text_the_last_bytes_are_searched(letter):
     pattern = LinearPattern("done")
-    fit = (SEARCHED_BYTES - len("done")) // len(letter.encode())
+    fit = (SEARCH_BYTES - len("done")) // len(letter.encode())
     assert pattern.matches(letter * 100_000 + "done")
     assert pattern.matches("done" + letter * fit)
     assert not pattern.matches("done" + letter * (fit + 1))
@@ -101,7 +101,7 @@ def test_of_a_longer_text_the_last_bytes_are_searched(letter):
 
 def test_a_letter_that_the_bound_cuts_is_left_out():
     # two bytes each from the end: the cut goes through the first of them that is not whole
-    text = "é" * SEARCHED_BYTES + "x"
+    text = "é" * SEARCH_BYTES + "x"
     assert LinearPattern(r"^é+x$").matches(text)
 
 
@@ -162,9 +162,9 @@ def test_nested_counts_never_unfold_past_the_bound(inner, outer):
     try:
         LinearPattern(pattern)
     except ValueError:
-        assert unfolded > MAX_UNFOLDED
+        assert unfolded > MAX_EXPANSION
     else:
-        assert unfolded <= MAX_UNFOLDED
+        assert unfolded <= MAX_EXPANSION
 
 
 def asking(url, **limits):

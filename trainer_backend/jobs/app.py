@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import Gate, SessionDoor
-from service_kit.observed import Observed
+from service_kit.observed import RequestObserver
 from service_kit.problems import (
     describe,
     install_problem_handlers,
+    internal_error_response,
     problem_response,
     problem_responses,
-    unforeseen,
 )
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
@@ -96,8 +96,8 @@ def _with_guards(app: ASGIApp, service: Service) -> ASGIApp:
         max_body_s=settings.max_body_s,
         unreadable=ApiError,
     )
-    app = ServerErrorMiddleware(app, handler=unforeseen)
-    return Observed(app, requests=service.requests, keys=keys, streams=[_STREAM])
+    app = ServerErrorMiddleware(app, handler=internal_error_response)
+    return RequestObserver(app, requests=service.requests, keys=keys, streams=[_STREAM])
 
 
 async def _problem(request: Request, error: Exception) -> Response:

@@ -106,7 +106,7 @@ def _so_far(service: Service) -> Iterator[Metric]:
         }
     for name, (text, value) in figures.items():
         yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
-    yield service.requests.answered_family(f"{_PREFIX}_http_requests")
+    yield service.requests.reply_family(f"{_PREFIX}_http_requests")
     seconds = CounterMetricFamily(
         f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
     )

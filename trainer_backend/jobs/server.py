@@ -122,4 +122,4 @@ def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
         max_header_s=settings.max_header_s,
         max_body_s=settings.max_body_s,
     )
-    return Server(app, bounds, ready=ready, stopping=end_streams, insisted=kill_jobs)
+    return Server(app, bounds, ready=ready, before_stop=end_streams, on_second_signal=kill_jobs)
