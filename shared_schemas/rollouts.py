@@ -191,8 +191,8 @@ class RolloutRequest(Body):
     )
     final_view: bool = Field(
         default=False,
-        description="decisions before which the step gets a snapshot of the environment (for branches)",
-        "values the last state",
+        description="if a limit cuts the episode, also get the prompt of the next decision, by which a "
+        "critic values the last state",
     )
     ground_truth: GroundTruth = Field(
         default=None,
