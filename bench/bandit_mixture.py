@@ -25,7 +25,7 @@ from trainer_backend.core.policies import ACTOR
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A job in small.
+    """A small job: a lock that opens at one number.
 
     Attributes:
         dials: T; 0 is right on each.
@@ -49,13 +49,13 @@ class Lock:
 
 
 def leaning(numbers: int, towards: int, *, share: float = 0.9) -> list[float]:
-    """[K] a policy that turns to one number in that share of the cases, and to all alike in the rest."""
+    """[K] a policy that picks one number with this probability, and the others with equal ones."""
     rest = (1.0 - share) / numbers
     return [share + rest if number == towards else rest for number in range(numbers)]
 
 
 def learned(lock: Lock, schedule: DrawnSchedule, iterations: int) -> list[float]:
-    """[iterations] how likely the actor opens the lock after each: exactly, not by its samples.
+    """[iterations] the exact probability that the actor opens the lock after each iteration.
 
     Args:
         schedule: who draws each sample; its seed is that of the draws too.
@@ -85,7 +85,7 @@ def _iterate(
     advantages_G = opened_G - opened_G.mean()
 
     def said(logprobs: Tensor) -> Tensor:
-        """[N] log-probs of what was turned, one sample after the other."""
+        """[N] log-probs of the picked numbers, sample by sample."""
         return logprobs.expand_as(sampler_GTK).gather(2, turned_GT1).flatten()
 
     for _ in range(lock.steps):
@@ -102,7 +102,7 @@ def _iterate(
 
 
 def _loss(kind: ObjectiveKind, lock: Lock, columns: Sequence[Tensor], chosen_N: Tensor) -> Tensor:
-    """Of one policy's samples; all tokens of the step weigh the same."""
+    """The loss of one policy's samples; all tokens of the step have equal weight."""
     logprobs, proximal, behaviour, advantages = columns
     units = torch.arange(len(advantages)) // (1 if lock.weighting.level == "token" else lock.dials)
     objective = Objective(kind, clipped_policy_loss, LossConfig(), "token", lock.weighting)

@@ -30,12 +30,12 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def whole_numbers() -> MaxNLocator:
-    """Ticks for an axis that counts something."""
+    """Ticks for an axis of counts."""
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
 
 
 def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
-    """What `draw` makes of an empty figure."""
+    """The PNG that `draw` makes of an empty figure."""
     file = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(5.6, height_in), dpi=150, layout="constrained")

@@ -42,7 +42,7 @@ OPENING = (
 
 
 class TimedRenderer(ChatRenderer):
-    """Adds up the time spent in it."""
+    """A renderer that adds up the time of its calls."""
 
     def __init__(self, *args: Any) -> None:
         self.spent_s, self.templates, self.encoded = 0.0, 0, 0
@@ -65,7 +65,7 @@ class TimedRenderer(ChatRenderer):
 
 @dataclass
 class Episode:
-    """One conversation as it is played, and what it cost."""
+    """A played conversation with its costs."""
 
     renderer: TimedRenderer
     memory: Conversations = field(default_factory=lambda: Conversations(most=1))
@@ -95,7 +95,7 @@ class Episode:
             self.view_s += time.thread_time() - started
 
     def _ask(self, messages: list[dict[str, Any]], call: ToolCall) -> None:
-        """A prompt, and an answer."""
+        """Send a prompt and return the answer."""
         raw = raw_answer(call)
         sampled = self.renderer.encode(raw + "<|end|>")
         inside, started = self.renderer.spent_s, time.thread_time()
@@ -141,12 +141,12 @@ def call_of(turn: int) -> ToolCall:
 
 
 def raw_answer(call: ToolCall) -> str:
-    """As no template writes it: odd spaces."""
+    """An answer with odd spaces, which no template writes."""
     return f'<tool_call>{{"name":"readChunk",  "arguments":{call.function.arguments}}}</tool_call>'
 
 
 def measured(turns: int, within: TimedRenderer) -> dict[str, Any]:
-    """One episode, in milliseconds."""
+    """Milliseconds of one episode."""
     within.spent_s, within.templates, within.encoded = 0.0, 0, 0
     episode = Episode(within)
     episode.play(turns)
@@ -170,7 +170,7 @@ def measured(turns: int, within: TimedRenderer) -> dict[str, Any]:
 
 
 def remembered_bytes(turns: int, within: TimedRenderer) -> int:
-    """What a conversation of so many turns holds in the gateway."""
+    """Bytes that the gateway holds for a conversation of this many turns."""
     tracemalloc.start()
     try:
         episode = Episode(within)

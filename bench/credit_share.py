@@ -41,7 +41,7 @@ def with_estimator(job: JobConfig, name: str) -> JobConfig:
 
 
 def memory_growth(job: JobConfig, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """Peak bytes a decision of the whole batch, and that as a multiple of a quarter's."""
+    """Peak bytes per decision of the whole batch, also as a multiple of a quarter's."""
     groups = sorted({rollout.group_id for rollout in rollouts})
     some = set(groups[: max(1, len(groups) // 4)])
     quarter = [rollout for rollout in rollouts if rollout.group_id in some]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(found: Played, limit: float) -> int:
-    """Print what credit costs of that iteration; the exit code."""
+    """Print the cost of credit in that iteration, and return the exit code."""
     rollouts = [item for item in found.rollouts if item.trajectory is not None]
     own, gigpo = found.job, with_estimator(found.job, "gigpo")
     took = {
@@ -81,7 +81,7 @@ def report(found: Played, limit: float) -> int:
     print(f"peak memory {per_decision:.0f} bytes a decision, x{growth:.2f} of that of a quarter of them")
     share = next(iter(took.values())) / found.cpu_s
     figure = f"all of credit is {share:.3%} of an iteration (at most {limit:.2%})"
-    return kit.judged(figure, share <= limit and growth <= GROWTH_LIMIT)
+    return kit.report(figure, share <= limit and growth <= GROWTH_LIMIT)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 
 def drawn_metrics(run: RunDirectory, iterations: int) -> None:
-    """Beside the rows of run_page.py: a second run of the panels' own metrics, in place of those."""
+    """Replace rows of run_page.py by those of a second run with the panels' own metrics."""
     names = [name for panel in PANELS for line in panel.lines for name in metrics_of(line)]
     plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
     run.metrics_file.unlink()
@@ -52,7 +52,7 @@ def drawn_metrics(run: RunDirectory, iterations: int) -> None:
 
 
 def long_episode(run: RunDirectory) -> None:
-    """The first episode of iteration 500 as a conversation: T decisions that go on from one another."""
+    """The first episode of iteration 500 as a conversation of T decisions."""
     path = run.rollouts_file("iteration_500")
     first, *others = read_rollouts(path)
     assert first.trajectory is not None
@@ -96,7 +96,7 @@ def addresses(job_id: str, other: str) -> dict[str, str]:
 
 
 def synced(store: Store, run: RunDirectory, name: str) -> str:
-    """The id of its job, which goes on."""
+    """Sync the run, and return the id of its job."""
     config = (run.path / "job.toml").read_text(encoding="utf-8")
     new = jobs.NewJob(name, config=config, home="bench", state="running", run_dir=run.path)
     job, _ = jobs.create(store, new)

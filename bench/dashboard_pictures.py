@@ -31,7 +31,7 @@ READ_S = 120.0  # for the service to read the runs
 
 @contextmanager
 def service(data_dir: Path) -> Iterator[str]:
-    """Its address."""
+    """Start the service, and yield its address."""
     command = [sys.executable, "-m", "trainer_backend", "trainer", "--data-dir", str(data_dir), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -42,7 +42,7 @@ def service(data_dir: Path) -> Iterator[str]:
 
 
 class Camera:
-    """A browser that goes from page to page and keeps what it sees."""
+    """A browser that visits pages and saves pictures of them."""
 
     def __init__(self, browser: Any, url: str, folder: Path) -> None:
         self._browser, self._url, self._folder = browser, url, folder
@@ -61,7 +61,7 @@ class Camera:
         context.close()
 
     def take(self, name: str, page: Any) -> None:
-        """What the window shows, once all that it asked for is there."""
+        """Save a picture of the window once everything is loaded."""
         page.wait_for_selector("[aria-busy=true]", state="detached")
         page.locator(".frames img").evaluate_all("all => Promise.all(all.map(one => one.decode()))")
         seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -115,7 +115,7 @@ def deleted(camera: Camera, run: str) -> None:
 
 
 def ids_of(url: str, names: Sequence[str]) -> list[str]:
-    """Of runs by their folders' names, once the service has read them: metrics come after rollouts."""
+    """Ids of runs by their folders' names, once the service has read them with their metrics."""
     until = time.monotonic() + READ_S
     while time.monotonic() < until:
         jobs = httpx.get(f"{url}/jobs", params={"limit": 200}).raise_for_status().json()["jobs"]

@@ -47,7 +47,7 @@ WHO = ("task app", "gateway", "engine", "other threads")
 
 
 class CpuReporter:
-    """Reads the CPU clocks when an iteration's rollouts are collected, and when it is done."""
+    """Reads the CPU clocks when an iteration's rollouts are collected, and at its end."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[dict[str, Any], dict[str, float]]] = []

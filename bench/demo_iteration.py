@@ -23,7 +23,7 @@ SETTINGS = ("training.iterations=1", "evaluation.instances=8", "warmup.episodes=
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An iteration as the run left it.
+    """An iteration of a finished run.
 
     row: its line of metrics.jsonl.
     cpu_s: CPU seconds of the trainer's process and its threads, from the evaluation before it to that line; a
@@ -41,7 +41,7 @@ QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes
 
 
 class Watching:
-    """A reporter that says nothing, and looks at the process' CPU clock at each row."""
+    """A silent reporter that reads the process's CPU clock at each row."""
 
     def __init__(self) -> None:
         self.took_s = self._looked_at = 0.0
@@ -59,13 +59,13 @@ class Watching:
 
 
 def played(settings: Sequence[str] = ()) -> Played:
-    """Collected, credited and updated with by its own job, in a folder that is gone afterwards."""
+    """Play, credit and train one iteration by its own job, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         return played_in(Path(folder) / "run", settings)
 
 
 def played_in(folder: Path, settings: Sequence[str] = ()) -> Played:
-    """The same in a folder that stays."""
+    """Do the same in a folder that stays."""
     job = load_job(JOB, (*SETTINGS, *settings)).config
     directory, watching = create_run(job, folder), Watching()
     asyncio.run(run_job(job, directory, watching, resume=False))

@@ -44,7 +44,7 @@ def play(step: Callable[[int], object], inventory: Callable[[], dict[str, int]],
 
 
 def step_ratio(repetitions: int, steps: int, engine_turns: int = 4) -> dict[str, float]:
-    """Microseconds a step; the engine plays `engine_turns` times as many."""
+    """Microseconds per step of both; the engine plays `engine_turns` times as many steps."""
     rng = np.random.default_rng(0)
     stock, engine = crafter.Env(seed=1, length=10**9), CrafterEngine(1, length=10**9)
     stock.reset()
@@ -65,7 +65,7 @@ def step_ratio(repetitions: int, steps: int, engine_turns: int = 4) -> dict[str,
 
 
 def world_ratio(repetitions: int, engine_turns: int = 20) -> dict[str, float]:
-    """Microseconds a new world; the geometry, found once a process, is reported beside it."""
+    """Microseconds per new world; the geometry, computed once in a process, is reported separately."""
     CrafterEngine(0).reset()
     stock_us, engine_us = [], []
     for turn in range(repetitions):

@@ -25,7 +25,7 @@ _ANSWER_S = 5.0
 
 
 class Posted(NamedTuple):
-    """How a job was posted: `times`, until the service answered with `code`, and the id that it gave."""
+    """A posted job: `times` of the attempts until the service answered with `code`, and its id."""
 
     job_id: str
     times: int
@@ -33,7 +33,7 @@ class Posted(NamedTuple):
 
 
 class Installation:
-    """An operator's, on this machine, which answers from its beginning; `with` ends it.
+    """An operator's installation on this machine; `with` ends it.
 
     Attributes:
         runs: the service's data directory.
@@ -79,7 +79,7 @@ class Installation:
         self._http.close()
 
     def post(self, toml: str, key: str) -> Posted:
-        """Post a job until the service says that it has it, always with the same key."""
+        """Post a job, with one key, until the service confirms it."""
         until_s, times = time.monotonic() + PATIENCE_S, 0
         headers = {"Content-Type": "application/toml", "Idempotency-Key": key}
         while time.monotonic() < until_s:
@@ -94,7 +94,7 @@ class Installation:
         raise SystemExit(f"{self._folder}: no service took the job: {told}")
 
     def ask(self, path: str, **query: str) -> Any:
-        """What the service answers; None where nobody does, or its store is away."""
+        """The service's answer; None if it or its store is away."""
         answer = self._answer("GET", path, params=query)
         return None if answer is None else answer.json()
 
@@ -111,7 +111,7 @@ class Installation:
         return self._service.child(JOB_PROCESS)
 
     def kill(self, kind: Kind) -> None:
-        """With SIGKILL; the process of the job ends with its service."""
+        """Kill the process with SIGKILL; a job's process ends with its service."""
         job = self.job_process()
         if kind != "job":
             self._killable[kind].kill()
@@ -125,12 +125,12 @@ class Installation:
         return [process.pid for process in psutil.wait_procs(self._ending, timeout=_ORPHANED_S)[1]]
 
     def start(self, kind: Kind) -> None:
-        """What was killed; the process of a job is started by its supervisor."""
+        """Start the killed process again; the supervisor itself restarts a job's process."""
         if kind != "job":
             self._killable[kind].start()
 
     def keep_up(self) -> list[Kind]:
-        """Start what has ended by itself, as `restart: unless-stopped` does: a service without its store."""
+        """Restart processes that ended by themselves, like `restart: unless-stopped`."""
         servers: dict[Kind, Server] = {"service": self._service, "task_app": self._app}
         ended = [kind for kind, server in servers.items() if server.ended]
         for kind in ended:

@@ -54,7 +54,7 @@ def judge(
 
 
 def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
-    """What the run directory says: every iteration once, every planned rollout once."""
+    """Check the run directory: every iteration once, every planned rollout once."""
     every, state = list(range(1, iterations + 1)), read_status(run.path).state
     rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
     seen.counts["starts"] = state.starts if state is not None else 0
@@ -77,7 +77,7 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
 
 
 def judge_stage(run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen) -> list[str]:
-    """Every planned rollout once, with its seeds, finished or failed; planned ids of the finished ones."""
+    """Check that every planned rollout is there once, and return the planned ids of the finished ones."""
     stored = read_rollouts(run.rollouts_file(stage))
     names = sorted(plan_id(item.rollout_id) for item in planned)
     seen.hold(f"{stage}: planned", holds=sorted(plan_id(item.rollout_id) for item in stored) == names)
@@ -97,7 +97,7 @@ def judge_stage(run: RunDirectory, stage: str, planned: Sequence[RolloutRequest]
 
 
 def judge_episode(stage: str, played: Trajectory, asked: RolloutRequest | None, seen: Seen) -> None:
-    """In the world and with the seeds that were planned."""
+    """Check that the episode has the planned world and seeds."""
     if asked is None:
         return  # not planned at all: said already
     sampling = played.steps[0].sampling
@@ -110,7 +110,7 @@ def judge_episode(stage: str, played: Trajectory, asked: RolloutRequest | None, 
 
 
 def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: Seen) -> None:
-    """GET /jobs/{id}/metrics gives the numbers of metrics.jsonl, and each iteration once."""
+    """Check that GET /jobs/{id}/metrics equals metrics.jsonl, each iteration once."""
     rows = run.metrics()
     for kind in ("iteration", "evaluation"):
         written: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -131,7 +131,7 @@ def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: See
 
 
 def judge_store(run: RunDirectory, store: Store, job_id: str, seen: Seen) -> None:
-    """The store has the rollouts of the run directory, each once, and knows which were learned from."""
+    """Check that the store has each rollout of the run directory once, and knows the learned ones."""
     written = Counter(
         (file.name, item.rollout_id, item.status)
         for file in rollout_files(run.path)

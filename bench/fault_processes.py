@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A process of its own. It ends with this one: its standard input is our pipe."""
+    """A child process that ends with this one, because its standard input is our pipe."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self._command, self._environ, self._log = command, {**os.environ, **environ}, log
@@ -41,7 +41,7 @@ class Server:
         return self._process.poll() is not None
 
     def child(self, word: str) -> psutil.Process | None:
-        """The one whose command says `word`; None: there is none, or it is just ending."""
+        """The child process whose command holds `word`; None if there is none."""
         try:
             for child in psutil.Process(self._process.pid).children():
                 if word in child.cmdline():
@@ -52,7 +52,7 @@ class Server:
 
 
 class Database:
-    """A real PostgreSQL, UTF-8, with what it had on disk after each start."""
+    """A real PostgreSQL, whose data survive its restarts."""
 
     def __init__(self) -> None:
         # Short and open to all: its socket lies in it, and it does not run as root.
@@ -65,11 +65,11 @@ class Database:
         self.url: str = self._server.get_uri(database="postgres")
 
     def start(self) -> None:
-        """It answers when this returns."""
+        """Start it, and return when it answers."""
         self._server.ensure_postgres_running()
 
     def kill(self) -> None:
-        """All its processes, as the end of its container does."""
+        """Kill all its processes, like the end of its container."""
         postmaster = self._server.get_postmaster_info().process
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
@@ -78,7 +78,7 @@ class Database:
         psutil.wait_procs(processes, timeout=10.0)
 
     def close(self, log: Path) -> None:
-        """Keep its log, and nothing else."""
+        """Delete everything but its log."""
         self._server.stop()
         shutil.copy(self._server.log, log)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -21,7 +21,7 @@ _STARTING_S, _POSTING_S = 6.0, 0.04
 
 
 class Fault(NamedTuple):
-    """Due so long after an iteration has ended; -1: after the post has begun, 0: the run itself."""
+    """A fault at this time after an iteration's end; -1: during the post, 0: during the run itself."""
 
     iteration: int
     delay_s: float
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Seen:
-    """What happened to one job, and what does not hold of it.
+    """The events of one job, and its violated promises.
 
     Attributes:
         kills: by kind and stage, `job in collect`.
@@ -56,7 +56,7 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill that is not recovered from: so many lines of rollouts there were, by spool."""
+    """A kill before recovery, with the number of rollouts in each spool."""
 
     kind: Kind
     at_s: float
@@ -66,7 +66,7 @@ class Wound:
 def drawn_faults(
     draws: random.Random, kinds: Sequence[Kind], *, iterations: int, iteration_s: float
 ) -> list[Fault]:
-    """One of each kind, anywhere in a job, in order; an iteration takes about so long."""
+    """One fault of each kind at random times of a job, in order."""
     chosen = list(kinds)
     draws.shuffle(chosen)
     moments = []
@@ -78,7 +78,7 @@ def drawn_faults(
 
 
 class Watch:
-    """Of one job, whose post begins now."""
+    """Watches one job from its post on."""
 
     def __init__(self, place: Installation, faults: Sequence[Fault], seen: Seen) -> None:
         self._place, self._faults, self._seen = place, list(faults), seen
@@ -88,7 +88,7 @@ class Watch:
         self._asked_s = 0.0
 
     def until_it_ended(self) -> dict[str, Any] | None:
-        """The job as the service then tells of it; None: it has not ended in time."""
+        """The service's view of the ended job; None if it did not end in time."""
         until_s = self._reached_s[-1] + PATIENCE_S
         while time.monotonic() < until_s:
             self._seen.counts.update(f"{kind}_ended_by_itself" for kind in self._place.keep_up())
@@ -104,7 +104,7 @@ class Watch:
         return None
 
     def _run(self) -> Path | None:
-        """The run directory, as soon as there is one."""
+        """The run directory, once it exists."""
         return next((path.parent for path in self._place.runs.glob("*/run.json")), None)
 
     def _state(self) -> RunState | None:
@@ -122,7 +122,7 @@ class Watch:
             self._wound = None
 
     def _asked(self) -> dict[str, Any] | None:
-        """The one job there is, as the service tells of it now."""
+        """The service's current view of the only job."""
         self._asked_s = time.monotonic()
         answer = self._place.ask("/jobs")
         if answer is None:
@@ -155,7 +155,7 @@ class Watch:
             self._silent, self._asked_s = (kind, at_s), 0.0
 
     def _stage(self) -> str:
-        """What the job is at, in a word."""
+        """The job's current stage in a word."""
         process, state = self._place.job_process(), self._state()
         if process is None:
             return "queue" if state is None else "restart"
@@ -164,7 +164,7 @@ class Watch:
         return (state.stage or state.state).partition(" ")[0]
 
     def _spools(self) -> dict[str, list[bytes]]:
-        """The rollouts in each, as they stand there."""
+        """The current rollouts of each spool."""
         run = self._run()
         paths = [] if run is None else run.glob("rollouts/*.spool.jsonl")
         return {path.name: read_texts(path)[1:] for path in paths}

@@ -35,7 +35,7 @@ TURNS, SIBLINGS, GROUPS = 10, 8, 4
 
 
 def by_engine(model: PreTrainedModel, prompts: Prompts, new_tokens: int, callers: int) -> None:
-    """So many callers, each sending its next prompt when the last is answered."""
+    """Serve this many callers, each of which sends its next prompt after the last answer."""
 
     async def all_callers(engine: LocalEngine) -> None:
         async def caller(first: int) -> None:
@@ -59,7 +59,7 @@ def with_engine(
 
 
 def by_generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int, batch: int) -> None:
-    """Static batches, padded on the left."""
+    """Generate in static batches with padding on the left."""
     for start in range(0, len(prompts), batch):
         rows = prompts[start : start + batch]
         longest = max(map(len, rows))
@@ -72,7 +72,7 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int, batch
 
 
 def by_generate_batch(model: PreTrainedModel, prompts: Prompts, new_tokens: int, **settings: int) -> None:
-    """Continuous batching of `transformers`; without settings it takes what memory it finds."""
+    """Generate with the continuous batching of `transformers`, by default with all free memory."""
     config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
     )
@@ -82,7 +82,7 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, new_tokens: int,
 
 
 def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The least CPU seconds of each, taken in turn so that a busy moment is nobody's."""
+    """The least CPU seconds of each, measured in turns so that a busy moment affects all."""
     least: dict[str, float] = {}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -138,7 +138,7 @@ async def converse(engine: LocalEngine, prompt: list[int], added: Prompts) -> No
 
 
 async def ask_siblings(engine: LocalEngine, prompts: Prompts) -> None:
-    """One group after the other, its siblings together."""
+    """Ask group after group, the siblings of each together."""
     for group, prompt in enumerate(prompts):
         calls = (
             engine.generate(prompt, Sampling(max_tokens=16, seed=i), request_id=f"{group}.{i}")

@@ -83,7 +83,7 @@ def computed(
 
 
 def apart(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-    """Root mean square difference, relative to the other's."""
+    """Root mean square difference, relative to the second argument."""
     return [float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True)]
 
 
@@ -98,7 +98,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def update_holds(learner: LocalLearner, shape: ModelShape, plan: Plan, peak: Peak, least: float) -> bool:
-    """Whether the update is as fast as it should be."""
+    """Whether the update is fast enough."""
     segments = segments_of(plan.tokens, shape.vocabulary, longest=min(2048, plan.tokens // 4))
     episodes = [
         CreditedEpisode(segment.rollout_id, [segment], [(-1.0) ** number])
@@ -142,7 +142,7 @@ def decode_figures(engine: LocalEngine, shape: ModelShape, plan: Plan, peak: Pea
 
 
 def memory_holds(memory: MemoryPlan) -> bool:
-    """Whether what tensors took at most is within the plan; on a CPU nobody counts it."""
+    """Whether the peak memory of tensors is within the plan; always true on a CPU."""
     if memory.placement.device.type != "cuda":
         print("  memory      is counted on CUDA alone")
         return True
@@ -157,7 +157,7 @@ def memory_holds(memory: MemoryPlan) -> bool:
 
 
 def measured(name: str, plan: Plan, device: str, peak: Peak, least_mfu: float) -> bool:
-    """All figures of a shape; whether all bounds hold."""
+    """Measure a shape, and return whether all bounds hold."""
     config, placement = config_of(name), place(device)
     print(f"Qwen3 {name}")
     holds = attention_holds(config_of(name, layers=4), placement, tokens=min(2048, plan.tokens))
@@ -187,7 +187,7 @@ def measured(name: str, plan: Plan, device: str, peak: Peak, least_mfu: float) -
 
 
 def forget_memory(placement: Placement) -> None:
-    """What was measured before counts no more."""
+    """Reset the memory statistics."""
     if placement.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

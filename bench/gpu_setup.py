@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: tokens of an update, rows and new tokens of the engine, timed rounds."""
+    """The amount of measurement: tokens of an update, rows and new tokens of the engine, timed rounds."""
 
     tokens: int
     rows: tuple[int, ...]
@@ -70,7 +70,7 @@ def model_of(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
 
 
 def segments_of(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
-    """So many tokens in segments of up to `longest`, the last quarter of each sampled."""
+    """This many tokens in segments of up to `longest`, the last quarter of each sampled."""
     draw, left, made = random.Random(0), tokens, []
     while left:
         length = min(left, draw.randint(longest // 4, longest))
@@ -103,7 +103,7 @@ def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
 
 
 def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfig, MemoryPlan]:
-    """The first way that fits the device, or else the last one, with what our plan says of it."""
+    """The first layout that fits the device, or else the last one, with its memory plan."""
     for name, way in WAYS.items():
         job = job_of(plan, way, device)
         found = name, job, memory_of(config, job)

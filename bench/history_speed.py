@@ -34,7 +34,7 @@ def said(turn: int, tool: str, arguments: str) -> Message:
 
 
 def episode(turns: int) -> tuple[History, int]:
-    """The history at its end, and how many messages all its prompts showed."""
+    """The history at its end, and the number of messages in all its prompts."""
     history, shown = History.start(OPENING, shows_ids=True), 0
     for turn in range(turns):
         shown += len(history.view())

@@ -35,13 +35,13 @@ ACTIONS = ("move_left", "do", "move_up", "noop", "move_right", "do", "move_down"
 
 
 def step(env_id: str, index: int, actions: int = 1) -> dict[str, object]:
-    """A decision of so many actions, from the one with this index on."""
+    """A decision of this many actions, beginning at this index."""
     named = [ACTIONS[number % len(ACTIONS)] for number in range(index, index + actions)]
     return {"env_id": env_id, "tool_calls": [{"tool": "interact_many", "args": {"actions": named}}]}
 
 
 async def requests(server: Server, path: str, body: object) -> Rate:
-    """REQUESTS of the same, from CLIENTS connections at once."""
+    """Send REQUESTS equal requests from CLIENTS connections at once."""
     async with AsyncExitStack() as stack:
 
         def one(connection: HttpConnection) -> Play:
@@ -128,7 +128,7 @@ async def _with_sessions(
 
 
 async def openenv(server: Server, clients: int) -> Rate:
-    """STEPS steps over each of so many WebSockets."""
+    """Take STEPS steps over each of this many WebSockets."""
 
     def one(connection: WebSocketConnection) -> Play:
         async def play() -> int:
@@ -156,7 +156,7 @@ async def openenv(server: Server, clients: int) -> Rate:
 
 
 async def own_clients(python: str, server: Server, clients: int) -> float:
-    """Steps per second of OpenEnv's own client library, in a process of its own."""
+    """Steps per second of OpenEnv's own client library, in its own process."""
     process = await asyncio.create_subprocess_exec(
         python, str(HERE / "peers/openenv_clients.py"), str(server.port), str(clients), str(STEPS),
         ",".join(ACTIONS), stdout=subprocess.PIPE,
@@ -224,7 +224,7 @@ async def measure(options: Namespace) -> int:
 
 
 def why_no_peer(python: str) -> str:
-    """Why that Python cannot run the peer; empty when it can."""
+    """Why that Python cannot run the peer; empty if it can."""
     try:
         done = subprocess.run(
             [python, "-c", "import openenv.core.env_server.http_server, crafter, structlog"],

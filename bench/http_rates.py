@@ -24,7 +24,7 @@ class Server:
     key: str = ""
 
     def cpu_s(self) -> float:
-        """Of all its threads; in nanoseconds there, where /proc/PID/stat counts hundredths of a second."""
+        """CPU seconds of all its threads, in nanosecond resolution where the system has it."""
         spent_ns = 0
         for task in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
             # A thread that made a world may end at any moment.
@@ -35,7 +35,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Rate:
-    """What was done in one window of time."""
+    """The work done in one window of time."""
 
     count: int
     wall_s: float
@@ -51,7 +51,7 @@ class Rate:
 
 
 async def timed(server: Server, plays: Sequence[Play]) -> Rate:
-    """Play all at once; each says how much it did."""
+    """Run all at once, and add up their counts."""
     cpu_s, wall_s = server.cpu_s(), time.perf_counter()
     counts = await asyncio.gather(*(play() for play in plays))
     return Rate(sum(counts), time.perf_counter() - wall_s, server.cpu_s() - cpu_s)
@@ -59,7 +59,7 @@ async def timed(server: Server, plays: Sequence[Play]) -> Rate:
 
 @asynccontextmanager
 async def running(*command: str, key: str = "", errors: int | None = None) -> AsyncIterator[Server]:
-    """A server process on a free port, which stands last in its command."""
+    """Run a server process on a free port, which is the last argument of its command."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         port: int = sock.getsockname()[1]

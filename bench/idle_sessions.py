@@ -30,7 +30,7 @@ CREATE_AT_ONCE = 8
 
 
 async def created(http: aiohttp.ClientSession, seed: int) -> str:
-    """A session that has taken three decisions."""
+    """A new session after three decisions."""
     body = {"env_name": "crafter", "seed": seed, "config": {"text": "compact"}}
     made = await post(http, "/env/create", body)
     for _ in range(3):
@@ -52,7 +52,7 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> 
 
 
 async def filled(http: aiohttp.ClientSession, count: int) -> list[str]:
-    """So many sessions, each in a world of its own."""
+    """Open this many sessions, each in its own world."""
     seeds, made = iter(range(count)), []
 
     async def maker() -> None:
@@ -64,7 +64,7 @@ async def filled(http: aiohttp.ClientSession, count: int) -> list[str]:
 
 
 async def loaded(http: aiohttp.ClientSession, clients: int, seconds: float) -> list[float]:
-    """Milliseconds of every step of so many clients at once, in order of size."""
+    """Sorted milliseconds of every step of this many concurrent clients."""
     until_s, took = time.monotonic() + seconds, []
 
     async def one(seed: int) -> None:

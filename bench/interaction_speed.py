@@ -51,7 +51,7 @@ def resident_mb() -> float:
 
 
 async def played(kinds: Sequence[type[BaseInteraction]]) -> tuple[float, float]:
-    """Seconds and megabytes of so many episodes at once."""
+    """Seconds and megabytes of this many concurrent episodes."""
     settings = Settings(interaction_deadline_s=600.0)
     entries = {kind.__name__: InteractionEntry(kind.__name__, kind, {}) for kind in set(kinds)}
     context = PolicyContext(settings=settings, session=None)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ async def played(kinds: Sequence[type[BaseInteraction]]) -> tuple[float, float]:
 
 
 async def longest_pause(done: asyncio.Event) -> float:
-    """Of the service's loop, in seconds."""
+    """The longest pause of the service's event loop, in seconds."""
     longest, last = 0.0, time.perf_counter()
     while not done.is_set():
         await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What the scripts share: arguments, the least time of some repeats, the verdict and the exit code."""
+"""Shared parts of the scripts: options, the least time over repeats, the verdict and the exit code."""
 
 import argparse
 import time
@@ -35,8 +35,8 @@ def verdict(met: bool, missed: str = "MISSED") -> str:
     return "ok" if met else missed
 
 
-def judged(figure: str, met: bool, missed: str = "MISSED") -> int:
-    """Print the figure with its verdict; the script's exit code."""
+def report(figure: str, met: bool, missed: str = "MISSED") -> int:
+    """Print the figure with its verdict; return the exit code."""
     print(f"{figure}: {verdict(met, missed)}")
     return int(not met)
 
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 def least(work: Callable[[], object], repeats: int = 7) -> Cost:
-    """The least of each over some repeats."""
+    """The least CPU and wall time over some repeats."""
 
     def once() -> Cost:
         cpu, wall = time.process_time(), time.perf_counter()

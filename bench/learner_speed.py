@@ -37,7 +37,7 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt, its answer, and how good it was."""
+    """A prompt, its answer, and the answer's reward."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -128,14 +128,14 @@ def theirs(
     shape: Shape,
     folder: str,
 ) -> Iterator[tuple[float, float]]:
-    """CPU and wall seconds of each iteration, one after the other, without end."""
+    """CPU and wall seconds of each iteration of trl, without end."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     micros = shape.samples // shape.micro
 
     class Given(GRPOTrainer):  # type: ignore[misc]
-        """Takes the answers where it would generate them, and goes on as the original does."""
+        """Uses given answers instead of generated ones, and otherwise works like the original."""
 
         def _generate_and_score_completions(self, inputs):  # type: ignore[no-untyped-def]
             started.append((time.process_time(), time.perf_counter()))
@@ -231,7 +231,7 @@ def main() -> int:
         return 0
     warnings.filterwarnings("ignore")
     ratios = [compared(name, shape, options.rounds, options.threads) for name, shape in SHAPES.items()]
-    return kit.judged(f"at least x{options.limit:g} wanted", min(ratios) >= options.limit, "TOO SLOW")
+    return kit.report(f"at least x{options.limit:g} wanted", min(ratios) >= options.limit, "TOO SLOW")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ LONG = 1_000  # iterations
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Iterations of a job.
+    """The iterations of a job.
 
     cpu_s: of the trainer's process, of each.
     decisions: of each.
@@ -73,12 +73,12 @@ class Played:
 
     @property
     def milliseconds(self) -> float:
-        """CPU time a decision."""
+        """CPU milliseconds per decision."""
         return 1e3 * sum(self.cpu_s) / sum(self.decisions)
 
 
 class EachIteration(Watching):
-    """Keeps the CPU time of every iteration."""
+    """Records the CPU time of every iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def with_twin(job: JobConfig, folder: Path, schedule: AllocationTable) -> JobCon
 
 
 def added(found: Played) -> dict[str, float]:
-    """CPU seconds that the mixture adds to the last iteration, by what they are spent on."""
+    """CPU seconds that the mixture adds to the last iteration, by their cause."""
     job, rollouts = found.job, found.rollouts
     alone = job.model_copy(update={"rollout_only": (), "rollout_allocation_schedule": None})
     asked = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)

@@ -51,7 +51,7 @@ PEAKS = {
 
 
 def peak_of(device_name: str) -> Peak | None:
-    """The peak of a device; None where the table has none."""
+    """The peak of a device; None if it is not in the table."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)
 
 

@@ -60,7 +60,7 @@ def dialogues() -> tuple[list[Segment], Sizes]:
 
 
 def _dialogue(name: str, length: int, sampled_share: float) -> Segment:
-    """A prompt, then an answer of the share given."""
+    """A prompt, then an answer with the given share of the tokens."""
     answer = max(1, round(length * sampled_share))
     rest = ((0.0,) * length, (0,) * length, (1.0,) * length)
     return Segment(name, (1,) * length, (*([CONTEXT] * (length - answer)), *([0] * answer)), *rest)
@@ -105,7 +105,7 @@ def main() -> int:
             f"{lengths[len(lengths) // 2]}; {sizes.step} a step, rows of {sizes.row_tokens}"
         )
         print("          " + "   ".join(f"{kind} {share:.2%}" for kind, share in found.items()))
-    return kit.judged(f"padding below {options.limit:.1%} wanted", worst < options.limit, "TOO MUCH")
+    return kit.report(f"padding below {options.limit:.1%} wanted", worst < options.limit, "TOO MUCH")
 
 
 if __name__ == "__main__":

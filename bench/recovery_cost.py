@@ -33,7 +33,7 @@ LIMIT = 0.01
 
 
 def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
-    """By what it is, of one iteration."""
+    """The costs of recovery in one iteration, by kind."""
     learner, _ = LocalLearner.resumed(LearnerConfig.of(found.job), run.checkpoints / "iteration_1")
     requests = Planner.of(found.job, "run.1", Inference("http://here", "demo/actor", None)).training(1)
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(found: Played, run: RunDirectory, limit: float) -> int:
-    """Print what recovery costs of that iteration, with which the run ends; the exit code."""
+    """Print the cost of recovery in the run's last iteration, and return the exit code."""
     took = costs(found, run)
     wall_s = sum(found.row[f"time/{stage}_s"] for stage in ("collect", "credit", "update", "publish"))
     print(f"an iteration took {found.cpu_s:.2f} s of CPU time, {wall_s:.2f} s on the wall")
@@ -88,7 +88,7 @@ def report(found: Played, run: RunDirectory, limit: float) -> int:
         sum(cost.wall_s for cost in took.values()) / wall_s,
     )
     figure = f"recovery costs {share:.3%} of an iteration (at most {limit:.2%})"
-    return kit.judged(figure, share <= limit)
+    return kit.report(figure, share <= limit)
 
 
 if __name__ == "__main__":

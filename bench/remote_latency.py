@@ -46,7 +46,7 @@ WORDS = "wood stone coal iron tree grass sand water cow zombie hp food drink res
 
 @dataclass
 class Server:
-    """Somebody else's.
+    """A foreign inference server.
 
     Attributes:
         latency_s: of an answer, on average.
@@ -77,7 +77,7 @@ class Server:
 
 
 def job_at(url: str, options: Namespace) -> JobConfig:
-    """The mixture's job, all of whose rollouts a model at that server plays."""
+    """The mixture's job, with all rollouts played by a model at that server."""
     tables = tomllib.loads(JOB.read_text(encoding="utf-8"))
     del tables["warmup"]
     tables["model"] = {"path": "."}
@@ -88,7 +88,7 @@ def job_at(url: str, options: Namespace) -> JobConfig:
 
 
 async def played(options: Namespace) -> tuple[Server, list[Trajectory], float]:
-    """The server, what was played, and how long all of it took."""
+    """The server, the played rollouts, and the total time."""
     tokenizer = train_tokenizer([WORDS] * 20, 400, whole_words=["do", "noop"])
     call = tokenizer.encode(CALL, add_special_tokens=False)
     server, app = Server(options.latency_ms / 1e3, call), web.Application()
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"the server has a request for {1e3 * own:.1f} ms, the task app waits {1e3 * seen:.1f} ms")
     print(f"all took {took_s:.2f} s, where an episode had {had_s:.2f} s of the server")
     figure = f"added to its latency: {added:.1%} (at most {options.limit:.0%})"
-    return kit.judged(figure, added <= options.limit)
+    return kit.report(figure, added <= options.limit)
 
 
 if __name__ == "__main__":

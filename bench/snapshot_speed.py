@@ -45,7 +45,7 @@ HEAD = SPEC.model_dump()
 
 
 def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
-    """CPU milliseconds of this process for one of so many calls; threads count too."""
+    """CPU milliseconds of this process per call, over this many calls and all threads."""
     start = time.process_time()
     for _ in range(calls):
         work()
@@ -53,7 +53,7 @@ def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def best_ms(work: Callable[[], object], repetitions: int) -> float:
-    """Of so many turns: another job, sharing a core's caches, only ever adds to what a call costs."""
+    """The best of this many turns, because another job on the core only adds time."""
     return min(cpu_ms(work) for _ in range(repetitions))
 
 
@@ -101,7 +101,7 @@ def against_pickle(seeds: range, repetitions: int) -> dict[str, float]:
 
 
 def restored(data: bytes) -> None:
-    """From the bytes to an environment that has shown its observation."""
+    """Restore an environment from the bytes, up to its observation."""
     CrafterEnvironment().restore(open_envelope("environment", data, at_most_bytes=MOST).state)
 
 
@@ -115,7 +115,7 @@ async def session_of(seed: int) -> EnvironmentSession:
 
 
 def of_sessions(repetitions: int) -> dict[str, float]:
-    """A branch, a snapshot by value and a restore of whole sessions."""
+    """Measure a branch, a snapshot by value and a restore of whole sessions."""
     boards, session = default_plug_boards(), asyncio.run(session_of(1))
 
     def taken() -> EnvironmentSnapshot:
@@ -140,7 +140,7 @@ def of_sessions(repetitions: int) -> dict[str, float]:
 
 
 async def group_start(seed: int) -> None:
-    """Eight siblings in a world that nobody has made yet."""
+    """Start eight siblings in a new world."""
     start = Worlds().start(SPEC, seed)
     await asyncio.gather(*(start.begin(CrafterEnvironment()) for _ in range(GROUP)))
 

@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Tally:
-    """What happened, and how long steps took."""
+    """Counts of events, and the times of steps."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Tally:
 
 
 class Caller:
-    """POSTs with an Idempotency-Key until there is an answer; sometimes it hangs up first, or asks twice."""
+    """POSTs with an Idempotency-Key until there is an answer, with occasional hang-ups and repeats."""
 
     def __init__(self, session: aiohttp.ClientSession, chance: random.Random, tally: Tally) -> None:
         self._session = session
@@ -94,11 +94,11 @@ class Caller:
 
 
 class Expired(Exception):
-    """The session was not used for as long as it may idle: a busy machine does that to the living too."""
+    """The session was idle for too long, which a busy machine may cause."""
 
 
 class Player:
-    """An environment over HTTP, and the same one in this process: they must never differ.
+    """Plays an environment over HTTP and an equal one in this process, which must never differ.
 
     Args:
         call: how to ask.
@@ -146,7 +146,7 @@ class Player:
             self._tally.counts["terminated"] += 1
 
     async def _act(self) -> bool:
-        """A step, or now and then something else; whether the episode goes on."""
+        """Take a step, or sometimes another action; return whether the episode goes on."""
         chosen = self._chance.random()
         if chosen < 0.04:
             await self._restored()
@@ -179,7 +179,7 @@ class Player:
         return not answer["done"]
 
     async def _restored(self) -> None:
-        """Go on in a copy; the old session ends."""
+        """Continue in a copy, and end the old session."""
         _, taken = await self._ask("/env/snapshot", {"env_id": self._env_id})
         status, copy = await self._ask("/env/restore", {"snapshot": taken["snapshot"]})
         self._tally.check(status == 200, f"restore: {copy}")

@@ -49,7 +49,7 @@ def played(decisions: int) -> list[list[Observation]]:
 
 
 def keys_of(name: str, episodes: Episodes) -> list[str]:
-    """As the worker makes them."""
+    """Make the keys like the worker."""
     chosen = {name: {**STATE_KEYS, **CRAFTER_STATE_KEYS}[name]}
     keys: list[str] = []
     for episode in episodes:
@@ -59,7 +59,7 @@ def keys_of(name: str, episodes: Episodes) -> list[str]:
 
 
 def naive_history(episodes: Episodes) -> list[str]:
-    """A digest of all texts so far, at every decision."""
+    """Digest all texts so far at every decision."""
     return [
         hashlib.blake2b(json.dumps([seen.text for seen in episode[: t + 1]]).encode()).hexdigest()
         for episode in episodes
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"  history anew at each decision: x{naive / history:.1f}; as one long episode: x{long / history:.2f}"
     )
     figure = f"at most {worst:.3f} s (limit {options.limit:g})"
-    return kit.judged(figure, worst <= options.limit, "TOO SLOW")
+    return kit.report(figure, worst <= options.limit, "TOO SLOW")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ VAIN = 5  # syncs of an iteration that find nothing new
 
 
 def finish(run: RunDirectory, found: Played, iteration: int, credits: list[Credit]) -> None:
-    """Leave behind what an iteration does, under ids of its own."""
+    """Write the files of an iteration under new ids."""
     named = [
         item.model_copy(update={"rollout_id": f"{item.rollout_id}.{iteration}", "iteration": iteration})
         for item in found.rollouts
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(found: Played, limit: float, url: str | None = None) -> int:
-    """Print what the store costs of that iteration; the exit code."""
+    """Print the cost of the store in that iteration, and return the exit code."""
     clock = time.perf_counter if url else time.process_time
     with tempfile.TemporaryDirectory() as folder:
         run = create_run(found.job, Path(folder) / "run")
@@ -89,7 +89,7 @@ def report(found: Played, limit: float, url: str | None = None) -> int:
     print(f"its sync took {1e3 * news_s:.1f} ms, one that finds nothing new {1e3 * vain_s:.1f} ms")
     share = (news_s + VAIN * vain_s) / found.cpu_s
     figure = f"with {VAIN} of those the store is {share:.2%} of it (at most {limit:.2%})"
-    return kit.judged(figure, share <= limit)
+    return kit.report(figure, share <= limit)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ QUICK = tuple(
 
 
 def run_job(folder: Path, size: Size, seed: int) -> dict[str, Any]:
-    """One job to its end, through all that is done to it; its figures."""
+    """Run one job to its end with all its faults, and return its figures."""
     folder.mkdir(parents=True)
     begun_s, seen = time.monotonic(), Seen()
     with Installation(folder) as place, ThreadPoolExecutor(1) as posting:
@@ -90,7 +90,7 @@ def run_job(folder: Path, size: Size, seed: int) -> dict[str, Any]:
 
 
 def job_text(size: Size, seed: int, task_url: str) -> str:
-    """The TOML that is posted."""
+    """The TOML of the posted job."""
     own = (
         f"training.iterations={size.iterations}", f"rollout.episodes_per_batch={size.episodes}",
         f"job.seed={seed}", f'services.task_url="{task_url}"',
@@ -99,7 +99,7 @@ def job_text(size: Size, seed: int, task_url: str) -> str:
 
 
 def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Size]) -> dict[str, Any]:
-    """Run what is missing; the results, which are also written after every job."""
+    """Run missing jobs, and write the results after each."""
     jobs = json.loads(results.read_text())["jobs"] if results.exists() else {}
     outcome = summary(jobs)
     for seed in seeds:
@@ -142,7 +142,7 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def times(found: Iterable[Sequence[float]]) -> dict[str, float] | None:
-    """Of all jobs; None: there are none."""
+    """Count, median and longest over all jobs; None without any."""
     seconds = [one for of_job in found for one in of_job]
     if not seconds:
         return None

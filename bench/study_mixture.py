@@ -53,7 +53,7 @@ def models(study: Study, folder: Path, settings: Sequence[str]) -> Mapping[str, 
 
 
 def locks() -> Mapping[str, Any]:
-    """By arm, the iteration after which the lock is opened in every second try, for each of three seeds."""
+    """By arm, the iteration after which the lock opens in every second try, for each of three seeds."""
     good = Lock(dials=6, numbers=4, fixed=leaning(4, 0))
     bad = Lock(dials=2, numbers=4, fixed=leaning(4, 1))
     arms = {"alone_hard": (good, 1.0), "good": (good, 0.5), "alone_easy": (bad, 1.0), "bad": (bad, 0.5)}

@@ -37,7 +37,7 @@ QUICK = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One of the ways that a study compares.
+    """One of the variants that a study compares.
 
     label: in pictures and tables.
     switches: `table.key=value`, over the job and the settings of the study.
@@ -79,7 +79,7 @@ class Study:
 
 
 def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Everything that the finished and the running arms have on disk, of whichever call."""
+    """All results of finished and running arms on disk, of any call."""
     runs = {
         arm: {
             path.parent.name.removeprefix("seed_"): curve(path, study.measure)
@@ -273,7 +273,7 @@ def _figure(value: float | None) -> str:
 
 
 def _interval(values: Sequence[float]) -> dict[str, Any]:
-    """Of finished seeds; null where there is none yet, or only one."""
+    """The interval over finished seeds; null for fewer than two."""
     if not values:
         return {"mean": None, "low": None, "high": None, "seeds": 0}
     found = mean_interval(values)

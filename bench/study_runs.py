@@ -36,7 +36,7 @@ def run_study(
     arms: Sequence[str],
     settings: Sequence[str],
 ) -> dict[str, Any]:
-    """Run what is missing; the results, which are also written after every arm."""
+    """Run missing arms, and write the results after each."""
     outcome: dict[str, Any] = {}
     beside = dict(study.beside()) if study.beside else {}
     made = study.models(study, folder, settings) if study.models else {}
@@ -82,7 +82,7 @@ def isfinished(directory: RunDirectory, iterations: int) -> bool:
 
 
 def finished(path: Path, job: JobConfig) -> RunDirectory:
-    """The run in `path`, started, resumed or left as it is."""
+    """Start or resume the run in `path`, unless it is finished."""
     resume = (path / "run.json").exists()
     directory = open_run(path) if resume else create_run(job, path)
     if resume and dump_job(directory.job()) != dump_job(job):
@@ -108,7 +108,7 @@ def _in_background(script: str, arguments: Sequence[str], log: Path) -> None:
 
 
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
-    """The command line of a study's script; its exit code."""
+    """Run the command line of a study's script, and return the exit code."""
     options = _parser(study).parse_args(arguments)
     name = f"{study.name}_quick" if options.quick else study.name
     folder = (options.out or ROOT / "runs" / name).resolve()

@@ -42,7 +42,7 @@ FLAT = 1.1
 
 @dataclass(frozen=True)
 class Size:
-    """How long, and how much fits."""
+    """The duration and bounds of a study."""
 
     seconds: float
     idle_s: float
@@ -63,7 +63,7 @@ QUICK = Size(seconds=15.0, idle_s=3.0, max_sessions=60)
 
 @dataclass
 class Found:
-    """What the study has seen so far."""
+    """The study's observations so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Found:
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def took(self, process: subprocess.Popen[str]) -> None:
-        """The last words of a client that ended by itself."""
+        """The last output of a client that ended by itself."""
         printed, _ = process.communicate()
         if process.returncode not in (0, 1):
             self.wrong.append(f"a client ended with {process.returncode}")
@@ -107,7 +107,7 @@ class App:
         return int(text) * os.sysconf("SC_PAGE_SIZE")
 
     def restart(self) -> None:
-        """SIGKILL, and a new one on what the old one left."""
+        """Kill the app with SIGKILL, and start a new one with its state."""
         self.process.kill()
         self.process.communicate()
         self.process = self._started()
@@ -127,7 +127,7 @@ class App:
 
 
 def study(size: Size, *, seed: int) -> dict[str, Any]:
-    """Run it; the results."""
+    """Run the study, and return the results."""
     chance, found = random.Random(seed), Found()
     with tempfile.TemporaryDirectory() as folder:
         app = App(Path(folder) / "state", size.settings())
@@ -142,7 +142,7 @@ def study(size: Size, *, seed: int) -> dict[str, Any]:
 
 
 def load(app: App, found: Found, chance: random.Random, *, seconds: float, restarts: bool) -> None:
-    """Clients at work for so long; one is killed every second or two, and with `restarts` the app as well."""
+    """Run clients for this long; kill one every second or two, and with `restarts` the app as well."""
     until_s = time.monotonic() + seconds
     clients = [client(app, chance, until_s) for _ in range(CLIENTS)]
     while time.monotonic() < until_s:
@@ -171,7 +171,7 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
 
 
 def abandoned(app: App, folder: Path, size: Size) -> dict[str, Any]:
-    """What is left of sessions when nobody has used them for longer than they may idle."""
+    """The sessions that are left after the idle time."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     body = {"env_name": "crafter", "config": {"text": "compact"}}
     with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:
@@ -185,14 +185,14 @@ def abandoned(app: App, folder: Path, size: Size) -> dict[str, Any]:
 
 
 def open_sessions(http: httpx.Client) -> int:
-    """Environments that live, as the task app counts them."""
+    """The number of live environments by the task app's count."""
     line = re.search(r'^turnwise_sessions\{kind="env"\} (\S+)$', http.get("/metrics").text, re.M)
     assert line is not None, "/metrics tells the open sessions"
     return int(float(line[1]))
 
 
 def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
-    """The figures, and whether what has to hold holds."""
+    """The figures, and whether all required bounds hold."""
     machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
     begun_s = found.memory[0][0]
     third = (found.memory[-1][0] - begun_s) / 3

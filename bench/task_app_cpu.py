@@ -72,7 +72,7 @@ def cpu_s(pid: int) -> float:
 async def run_once(
     session: aiohttp.ClientSession, run_id: str, gateway: str, options: argparse.Namespace
 ) -> int:
-    """Submit, poll until all have ended, acknowledge; how many decisions were taken."""
+    """Submit rollouts, poll until all have ended, acknowledge them; return the number of decisions."""
     batch = {"rollouts": requests(run_id, gateway, options)}
     async with session.post("/rollouts", json=batch) as reply:
         assert reply.status == 202, await reply.text()

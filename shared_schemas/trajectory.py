@@ -369,9 +369,9 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
     """
     messages: list[Message] = []
     for step in steps:
-        prompt, is_continued = step.observation_data.messages, step.observation_data.messages_reused
-        if is_continued:  # the prompt of a conversation repeats the previous answer and what followed it
-            del messages[is_continued:]
+        prompt, reused = step.observation_data.messages, step.observation_data.messages_reused
+        if reused:  # the prompt of a conversation repeats the previous answer and what followed it
+            del messages[reused:]
         messages.extend(message for message in prompt if not messages or message.role != "system")
         messages.append(_answer(step))
         messages.extend(

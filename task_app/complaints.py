@@ -38,7 +38,7 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
-    """A part of a body as its model."""
+    """Validate a part of a body, and return it as the model."""
     try:
         return model.model_validate(value)
     except ValidationError as exc:

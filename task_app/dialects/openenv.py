@@ -94,6 +94,6 @@ async def openapi(request: Request, env_name: Name) -> Response:
 
 @router.get("/health")
 async def health(request: Request, env_name: Name) -> dict[str, str]:
-    """Healthy, if there is such an environment."""
+    """Healthy, if the environment exists."""
     services_of(request).boards.environment(env_name, {}, where="")
     return {"status": "healthy"}

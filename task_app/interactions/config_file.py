@@ -51,7 +51,7 @@ class _File(Body):
 
 
 def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEntry]:
-    """The entries of the file by name; one object of each class is built as a check."""
+    """Read the entries of the file by name, and check that each class can be built."""
     rows = _rows(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:

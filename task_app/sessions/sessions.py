@@ -219,11 +219,11 @@ class EnvironmentSession:
 
 @dataclass(slots=True, eq=False)
 class PolicySession:
-    """One policy. Bound, it reads the environment session's observation; else the caller brings one.
+    """A policy, either bound to an environment session or given observations by the caller.
 
-    `environment` was never reset: it only words prompts and names tools for an unbound policy; `env` is what
-    it was built from. `spec` is what the policy was built from, its key too, which no snapshot holds: after a
-    restart it is lost. `switches` are those that it brings to the environment that it is bound to.
+    An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
+    spec. `spec` is what the policy was built from, with its key, which no snapshot holds and which a restart
+    loses. `switches` are its training switches, which also apply to the bound environment.
     """
 
     policy: AgentPolicy

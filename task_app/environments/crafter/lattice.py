@@ -56,7 +56,7 @@ ACROSS: dict[int, Offset] = {6: (-1, 1, 1), 5: (1, -1, 1), 3: (1, 1, -1)}
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """Everything about N points that no seed changes; slot k of a point with fewer weighs 0.
+    """Everything about N points that no seed changes; unused slots have weight 0.
 
     Attributes:
         corners_KN3: [K, N, 3] lattice points, in the order of the sum.

@@ -44,7 +44,7 @@ GRADIENTS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's sum: lattice point, offset and weight of each slot; unused slots weigh 0."""
+    """One layer's sum: lattice point, offset and weight of each slot; unused slots have weight 0."""
 
     point_KN: Ints
     dx_KN: Floats
@@ -55,7 +55,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All layers, and the distinct lattice points they refer to ([P] each, modulo 256)."""
+    """All layers, and their distinct lattice points ([P] each, modulo 256)."""
 
     x_P: Ints
     y_P: Ints

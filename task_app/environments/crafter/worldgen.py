@@ -32,7 +32,7 @@ BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class Terrain:
-    """Cells before any draw: material [N], bits of what draws may make of it [N], tunnel cells [N]."""
+    """Cells before any draw: material [N], bits of possible draws [N], tunnel cells [N]."""
 
     material_N: Materials
     chances_N: Materials
