@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import finished, run_of
 from trainer_backend.collect.work import Collection
 from trainer_backend.core.kl_reward import ScoredTokens
-from trainer_backend.credit.credit import CreditAssignment, Measured
+from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.recredit import recredited, stored_iterations, stored_measured
 from trainer_backend.errors import RewardError, TaskAppError
 from trainer_backend.protocols import Progress
@@ -122,7 +123,8 @@ async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_pat
     run = await trained(tmp_path)
     stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
     table = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-    job = run.job.model_copy(update={"training": run.job.training.model_copy(update=table)})
+    rewards = replace(run.credit.rewards, table=run.planner.table.model_copy(update=table))
+    credit = replace(run.credit, rewards=rewards)
 
     def without_counters(branch: Rollout) -> Rollout:
         steps = tuple(
@@ -133,7 +135,7 @@ async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_pat
     (name, by_turn), *_ = (beside[0].branches or {}).items()
     broken = {turn: [without_counters(item) for item in found] for turn, found in by_turn.items()}
     first = Measured(branches={**(beside[0].branches or {}), name: broken})
-    found = recredited(CreditAssignment.of(job), stored, ["stepwise", "branch"], [first, beside[1]])
+    found = recredited(credit, stored, ["stepwise", "branch"], [first, beside[1]])
     assert found.refused.keys() == {"branch"} and "no decision_rewards" in found.refused["branch"]
     assert len(found.credits["stepwise"]) == 16
 

@@ -114,8 +114,9 @@ def test_the_teacher_gets_no_key_and_the_model_gets_it():
 
 def test_a_key_never_goes_to_another_url():
     plan = planner()
-    rollout = plan.job.rollout.model_copy(update={"policy_config": {"inference_url": "http://other:1"}})
-    plan = replace(plan, job=plan.job.model_copy(update={"rollout": rollout}))  # a job file is refused
+    config = {"inference_url": "http://other:1"}  # a job file with it is refused
+    rollout = plan.players.rollout.model_copy(update={"policy_config": config})
+    plan = replace(plan, players=replace(plan.players, rollout=rollout))
     assert all(request.policy.inference_key is None for request in plan.training(1))
 
 
