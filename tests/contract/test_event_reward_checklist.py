@@ -127,6 +127,7 @@ def test_the_logs_show_a_non_zero_sum_of_r(trained):
 
 
 def test_mode_and_flags_are_echoed():
-    line = echo_of_switches(tiny_job(training__event_rewards_kind="absolute"))
+    job = tiny_job(training__event_rewards_kind="absolute")
+    line = echo_of_switches(job.training, job.algorithm)
     assert line.startswith("step_rewards_enabled=true step_rewards_mode=decision_stepwise ")
     assert "event_rewards_kind=absolute" in line
