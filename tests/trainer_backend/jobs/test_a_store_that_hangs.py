@@ -16,7 +16,7 @@ import pytest
 
 from tests.trainer_backend.jobs.served import LONG_S, document
 from tests.trainer_backend.store.postgres import Postgres
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 
 ROOT = Path(__file__).parents[3]
 
@@ -99,7 +99,7 @@ def test_a_second_signal_kills_jobs_that_still_save(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(LONG_S) == 0
     assert told(folder) == "training", "it was killed, and wrote nothing any more"
-    with locked(folder):  # nobody trains there any more
+    with run_lock(folder):  # nobody trains there any more
         pass
 
 
