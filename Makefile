@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without it OpenMP's spinning makes torch 10 to 100 times slower beside a busy process.
 export OMP_WAIT_POLICY := PASSIVE
+# Without compiled files each test process, and each process that a test starts, compiles all packages anew.
+unexport PYTHONDONTWRITEBYTECODE
 # More than CI's two cores: a third of the time tests wait, for processes that start and answers that come.
 TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.

@@ -43,7 +43,7 @@ def episode(turns: int) -> tuple[History, int]:
             ids = [len(history) - 1 - 2 * back for back in range(EVERY - 1)]
             message = said(turn, "deleteContext", f'{{"message_ids": {ids}}}')
             applied = apply(history.with_message(message), ToolRequest("deleteContext", {"message_ids": ids}))
-            assert applied.edited, applied.text
+            assert applied.changes_view, applied.text
             history, text = applied.history, applied.text
         else:
             # A chunk of its own, as a tool makes it.
