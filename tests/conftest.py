@@ -118,7 +118,11 @@ def task_app_thread(
     boards = default_plug_boards()
     if interactions is not None:
         boards = replace(boards, interactions=load_interactions(interactions, settings))
-    return ServerThread(create_app(settings, boards=boards), Listener(host, port))
+    app = create_app(settings, boards=boards)
+    # FastAPI makes the models of a route when it first looks at it, and pydantic fails on two threads at once.
+    for route in app.routes:
+        route.matches({"type": "http", "method": "GET", "path": "/none", "root_path": "", "headers": []})
+    return ServerThread(app, Listener(host, port))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -35,7 +35,7 @@ class LoadedJob:
 
     config: JobConfig
     warnings: tuple[str, ...]
-    places: Places
+    places: Places = field(compare=False)
 
 
 def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:

@@ -88,7 +88,7 @@ async def test_a_place_that_no_page_has_told_is_refused(served):
     for cursor in NO_CURSORS:
         answer = await served.client.get("/jobs", params={"cursor": cursor})
         assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid"), cursor
-        assert "give back the one of the page before" in answer.json()["detail"]
+        assert "send the cursor of the previous page unchanged" in answer.json()["detail"]
 
 
 async def test_a_file_that_curl_has_joined_to_one_line_is_told(served):

@@ -162,7 +162,7 @@ async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data,
     watcher.figures.store_up = False  # as after a database that was away
     with ExitStack() as held:
         watcher.look(everything=True)
-        lock = watcher._syncing[only(store).id]
+        lock = watcher._sync_locks[only(store).id]
         held.enter_context(lock)  # the sync of a large run, which takes long
         run.append_metrics(ROW)
         looking = asyncio.ensure_future(watcher.run())

@@ -244,7 +244,7 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
             seed=1,
             tell=tell,
         )
-    epochs = learner.job.warmup.epochs  # of one step each
+    epochs = learner.config.warmup.epochs  # of one step each
     assert told == [(0, epochs), (1, epochs)]
 
 
