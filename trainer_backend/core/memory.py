@@ -88,6 +88,7 @@ class MemoryUse(EngineUse):
     checkpointing: whether each layer keeps its input alone (training.gradient_checkpointing).
     offload: whether AdamW's moments are in main memory (training.optimizer_offload).
     values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
+    serves: whether an engine of this machine samples; else other servers do.
     """
 
     masked: bool
@@ -98,6 +99,7 @@ class MemoryUse(EngineUse):
     checkpointing: bool = False
     offload: bool = False
     values_by_token: bool = False
+    serves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,9 @@ def memory_needs(
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
-        "engine": shape.frozen_bytes(use.held) + shape.adapters * use.held,
+        "engine": shape.frozen_bytes(use.held) + shape.adapters * use.held if use.serves else 0,
         "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
-        "cache": cache(shape, use),
+        "cache": cache(shape, use) if use.serves else 0,
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,

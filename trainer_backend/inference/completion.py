@@ -110,10 +110,13 @@ class Completion:
 
     def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request
-        if not (request.stop or request.top_logprobs or request.processed_logprobs or on_token):
+        wanted = request.stop or request.top_logprobs or request.processed_logprobs or on_token
+        if not (wanted or self.rollout_id):
             return NO_EXTRAS
         stop = StopStrings(self.policy.renderer.decode, request.stop) if request.stop else None
-        return Extras(request.top_logprobs, stop, request.processed_logprobs, on_token)
+        return Extras(
+            request.top_logprobs, stop, request.processed_logprobs, on_token, session=self.rollout_id
+        )
 
 
 async def all_generations(completion: Completion) -> list[Generation]:

@@ -36,6 +36,9 @@ class StopRule(Protocol):
     def take(self, token_id: int) -> str | None:
         """Return the stop string that this token completes, or None to continue. It must not raise."""
 
+    def fresh(self) -> "StopRule":
+        """The same rule before its first token, for a request that begins anew elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extras:
@@ -47,12 +50,14 @@ class Extras:
         processed: report log-probs after top_p and top_k (see `Generation`).
         on_token: called in the caller's event loop with each token except the one that ends the generation,
             which only the return of `generate` reveals.
+        session: the rollout of the request, whose prompts begin alike; "" for none.
     """
 
     likeliest: int = 0
     stop: StopRule | None = None
     processed: bool = False
     on_token: Callable[[SampledToken], None] | None = None
+    session: str = ""
 
 
 NO_EXTRAS = Extras()

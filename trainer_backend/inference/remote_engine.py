@@ -169,20 +169,25 @@ class RemoteEngine:
             )
         raise RemoteRefused(f"the server of the fixed policy refused: {sentence}")
 
-    async def _post(self, data: bytes) -> tuple[int, bytes]:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Callers limit their concurrency; a limit here would only hide a queue.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
             )
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        return self._session
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return {"Content-Type": "application/json", **key}
+
+    async def _post(self, data: bytes, url: str | None = None) -> tuple[int, bytes]:
         try:
             # No redirects: the key is for this host only.
-            async with self._session.post(
-                self._url, data=data, headers=headers, allow_redirects=False
+            async with self._open_session().post(
+                url or self._url, data=data, headers=self._headers, allow_redirects=False
             ) as response:
                 reply = bytearray()
                 async for part in response.content.iter_any():

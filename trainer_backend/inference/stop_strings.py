@@ -42,10 +42,14 @@ class StopStrings:
     """
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
+        self._decode = decode
         self._text = GrowingText(decode)
         self._strings = strings
         self._tail = ""  # text that may be the beginning of a stop string
         self._longest = max(map(len, strings))
+
+    def fresh(self) -> "StopStrings":
+        return StopStrings(self._decode, self._strings)
 
     def take(self, token_id: int) -> str | None:
         new = self._text.take(token_id)

@@ -141,6 +141,11 @@ class JobConfig(Table):
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
                 "count; set rollout.allow_truncated_sampling = true to accept that"
             )
+        if self.inference.engine == "vllm" and self.rollout.sampling_of().is_truncated:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 with inference.engine = 'vllm': it returns log-probs "
+                "of the truncated distribution, and training computes those of the whole one"
+            )
         return self
 
     def _refuse_shared_worlds(self) -> None:

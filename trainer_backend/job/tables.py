@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from shared_schemas.base import Body
-from trainer_backend.job.addresses import fault_in
+from trainer_backend.job.addresses import fault_in, http_parts
 
 # What every table of a job is.
 
@@ -145,6 +145,25 @@ class ServicesTable(Table):
 class InferenceTable(Table):
     """[inference]"""
 
+    engine: Literal["local", "vllm"] = Field(
+        default="local",
+        description="where the actor samples. local: in the trainer's process; vllm: at the servers of "
+        "`urls` (docs/vllm.md)",
+    )
+    urls: tuple[str, ...] = Field(
+        default=(), max_length=256, repr=False, description="vLLM servers, a replica of the actor each"
+    )
+    weight_update: Literal["wait", "keep"] = Field(
+        default="wait",
+        description="at a vLLM server: wait lets running requests end before new weights are loaded; keep "
+        "has them go on with the new weights",
+    )
+    replica_wait_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=86_400,
+        description="how long the run waits when no vLLM server serves; then it saves and ends",
+    )
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
     max_running: int = Field(default=64, ge=1, le=4096, description="requests that are decoded together")
     max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
@@ -160,6 +179,25 @@ class InferenceTable(Table):
         description="decode one request at a time and keep nothing of finished ones: slower, and on a CPU a "
         "killed and resumed run has bit for bit the weights of an uninterrupted one",
     )
+
+    @model_validator(mode="after")
+    def _engine_and_urls_agree(self) -> "InferenceTable":
+        for url in self.urls:
+            try:
+                http_parts(url)
+            except ValueError as error:
+                raise ValueError(f"urls {error}") from error
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice")
+        if self.engine == "vllm" and not self.urls:
+            raise ValueError("engine is 'vllm', and urls names no server; docs/vllm.md says how to start one")
+        if self.engine == "local" and self.urls:
+            raise ValueError(
+                "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
+            )
+        if self.engine == "vllm" and self.deterministic:
+            raise ValueError("deterministic cannot be had of vLLM: equal seeds give other tokens there")
+        return self
 
     @property
     def slots(self) -> int:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from shared_schemas.base import Body, did_you_mean
 from shared_schemas.json_text import NUL, read_json
-from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
+from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call, inference_host
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
 from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
@@ -322,23 +322,24 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"(--allow-model: {allowed})"
         )
     yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
+    replicas = [inference_host(url, where="inference.urls") for url in config.inference.urls]
+    for host in (*replicas, *hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
+        if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
+            yield (
+                "inference.urls, or an inference_url of warmup.policy_config or rollout_only, names a server "
+                "that posted jobs may not ask (--allow-inference-host)"
+            )
 
 
 def _foreign_keys(
     warmup: WarmupTable | None, fixed: Sequence[RolloutOnlyTable], sinks: SinksTable, bounds: Bounds
 ) -> Iterator[str]:
-    """Yield a finding for each of the operator's keys and each foreign host that the job would use."""
+    """Yield a finding for each of the operator's keys that the job would use."""
     variables = [("warmup", warmup.api_key_env)] if warmup is not None else []
     variables += [("rollout_only", table.api_key_env) for table in fixed]
     for home, variable in variables:
         if variable is not None and variable not in bounds.key_variables:
             yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
-    for host in (*hosts_to_call(warmup), *hosts_of_fixed_policies(fixed)):
-        if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
-            yield (
-                "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
-                "may not ask (--allow-inference-host)"
-            )
     wandb = sinks.wandb
     if wandb is not None and wandb.mode != "offline" and _WANDB_KEY not in bounds.key_variables:
         yield (

@@ -136,6 +136,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
         values_by_token=config.update.value_level == "token",
+        serves=inference.engine == "local",
     )
 
 

@@ -14,6 +14,8 @@ Nothing is pickled. A folder with the final name is whole: the rename is the com
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,30 +45,51 @@ def save_checkpoint(
     head: ValueHead | None = None,
 ) -> None:
     """Write all of it to a folder beside, flush it to disk, then rename it to `folder`."""
+    with _whole(folder, "checkpoint") as aside, digests_of(aside) as digests:
+        merged = None if adapter is None else adapter.merged()
+        save_model_folder(aside, model, tokenizer, weights=merged)
+        digests.take()
+        if adapter is not None:
+            adapter.save(aside / FOLDER)
+        own = aside / TRAINING_FOLDER
+        own.mkdir()
+        if head is not None:
+            head.save(own)
+        save_file(_rng_states(), own / "rng.safetensors")
+        save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
+        (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        digests.write()
+
+
+def save_weights(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    weights: dict[str, torch.Tensor] | None,
+) -> None:
+    """Write a model folder as `save_checkpoint` does, for servers to load.
+
+    Args:
+        weights: instead of the model's own, such as those with adapters merged.
+    """
+    with _whole(folder, "model folder") as aside:
+        save_model_folder(aside, model, tokenizer, weights=weights)
+
+
+@contextmanager
+def _whole(folder: Path, kind: str) -> Iterator[Path]:
+    """A folder beside, to be filled; it is renamed to `folder` at the end, or removed after an error."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        merged = None if adapter is None else adapter.merged()
-        with digests_of(aside) as digests:
-            save_model_folder(aside, model, tokenizer, weights=merged)
-            digests.take()
-            if adapter is not None:
-                adapter.save(aside / FOLDER)
-            own = aside / TRAINING_FOLDER
-            own.mkdir()
-            if head is not None:
-                head.save(own)
-            save_file(_rng_states(), own / "rng.safetensors")
-            save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
-            (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-            digests.write()
+        yield aside
         _put_in_place(aside, folder)
     except Exception as error:
         # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"{folder}: the checkpoint could not be written: {error}",
+            f"{folder}: the {kind} could not be written: {error}",
             hint="Earlier checkpoints are untouched; free some space, then resume the run",
         ) from error
 

@@ -14,13 +14,13 @@ from trainer_backend.core.critic import OfEpisode, values_of_episode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.capacity import less_memory
-from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
+from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in, load_checkpoint, load_named
@@ -228,6 +228,25 @@ class LocalLearner:
             adapter=self._adapter,
             head=self._head,
         )
+
+    def publish(self, folder: Path) -> None:
+        """Write the policy as a whole model folder, or a CheckpointError and nothing; adapters are merged."""
+        merged = None if self._adapter is None else self._adapter.merged()
+        save_weights(folder, self.model, self.tokenizer, merged)
+
+    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+        """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
+        length = len(ids)
+        segment = Segment(
+            rollout_id="",
+            token_ids=tuple(ids),
+            decision=(CONTEXT,) + (0,) * (length - 1),
+            logprobs=(0.0,) * length,
+            versions=(CONTEXT,) + (0,) * (length - 1),
+            temperatures=(1.0,) * length,
+        )
+        (logprobs,) = self._logprobs({"": [segment]}, lambda piece: self.scorer.logprobs(piece)[0]).values()
+        return logprobs[0]
 
     def weights(self) -> dict[str, Tensor]:
         """The current tensors, for the engine to copy; where there are adapters, theirs alone."""

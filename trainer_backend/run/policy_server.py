@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import SecretStr
 
@@ -23,6 +23,7 @@ from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.mixture_table import AllocationTable
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
@@ -31,6 +32,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.run.replicas import ReplicaPublisher
 
 Result = TypeVar("Result")
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
@@ -47,32 +49,59 @@ def gateway_listener(table: ServicesTable) -> Listener:
     return Listener(host, table.gateway_port)
 
 
-class LocalServer:
+class Source(Protocol):
+    """Where the actor samples, and how new weights get there."""
+
+    @property
+    def engine(self) -> FrozenEngine: ...
+
+    async def publish(self, policy_version: int) -> None:
+        """As `protocols.InferenceServer` has it."""
+
+    def totals(self) -> Mapping[str, float]:
+        """The engine's counts since the start."""
+
+    async def look_after(self) -> None:
+        """Run while the actor is served, and be cancelled at its end."""
+
+
+class LocalActor:
+    """An engine of this process, with a copy of the learner's weights."""
+
+    def __init__(self, learner: LocalLearner, limits: EngineLimits) -> None:
+        self._learner = learner
+        stop_ids = stop_token_ids(learner.model, learner.tokenizer)
+        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=stop_ids, limits=limits)
+
+    async def publish(self, policy_version: int) -> None:
+        """Copy the learner's weights to the engine between two requests."""
+        await self.engine.load_weights(policy_version, self._learner.weights())
+
+    def totals(self) -> dict[str, float]:
+        return asdict(self.engine.counters)
+
+    async def look_after(self) -> None:
+        """An engine of this process looks after itself."""
+
+
+class ActorServer:
     """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
 
     def __init__(
-        self,
-        inference: Inference,
-        engine: LocalEngine,
-        policy: ServedPolicy,
-        learner: LocalLearner,
-        *,
-        broken: asyncio.Future[str],
+        self, inference: Inference, source: Source, policy: ServedPolicy, *, broken: asyncio.Future[str]
     ) -> None:
-        self._engine, self._policy = engine, policy
-        self._learner, self.inference = learner, inference
+        self.inference, self._source, self._policy = inference, source, policy
         self._broken = broken
 
     async def publish(self, policy_version: int) -> None:
-        """Copy the learner's weights to the actor's engine between two requests."""
-        await self._engine.load_weights(policy_version, self._learner.weights())
+        await self._source.publish(policy_version)
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
 
     def totals(self) -> dict[str, float]:
         """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
-        return asdict(self._engine.counters) | self._policy.figures.totals()
+        return {**self._source.totals(), **self._policy.figures.totals()}
 
 
 class PolicyServer:
@@ -122,21 +151,27 @@ class PolicyServer:
 
     @asynccontextmanager
     async def serving(
-        self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy] = NOBODY
-    ) -> AsyncIterator["LocalServer"]:
-        """Serve the learner's policy, and fixed policies by name, until the context is left."""
-        engine = LocalEngine(
-            learner.copy_to_serve(),
-            stop_ids=stop_token_ids(learner.model, learner.tokenizer),
-            limits=self.limits(engines=1 + len(fixed)),
-        )
-        policy = ServedPolicy(engine, learner.tokenizer)
+        self,
+        learner: LocalLearner,
+        fixed: Mapping[str, ServedPolicy] = NOBODY,
+        *,
+        replicas: ReplicaPublisher | None = None,
+    ) -> AsyncIterator["ActorServer"]:
+        """Serve the learner's policy, and fixed policies by name, until the context is left.
+
+        Args:
+            replicas: servers that sample for the actor; None: an engine of this process does.
+        """
+        source: Source = replicas or LocalActor(learner, self.limits(engines=1 + len(fixed)))
+        policy = ServedPolicy(source.engine, learner.tokenizer)
         with self.gateway(policy, fixed):
             broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
+            watch = asyncio.ensure_future(source.look_after())
             try:
-                yield LocalServer(self.inference, engine, policy, learner, broken=broken)
+                yield ActorServer(self.inference, source, policy, broken=broken)
             finally:
                 broken.cancel()
+                watch.cancel()
 
 
 class FolderPolicy:

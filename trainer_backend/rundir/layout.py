@@ -52,6 +52,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def weights(self) -> Path:
+        """Versions of the policy as model folders, for servers that load them; the newest two."""
+        return self.path / "weights"
+
+    @property
     def task_app_log(self) -> Path:
         """The log of a task app that this run starts itself."""
         return self.path / "task_app.log"

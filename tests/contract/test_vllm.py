@@ -1,0 +1,56 @@
+"""A job whose actor samples at vLLM servers (fakes, real weights): exact tokens, versions, a lost replica."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.conftest import rows_of, train_job
+from tests.contract.test_a_named_model import short_job
+from tests.trainer_backend.inference.fake_vllm import fake_vllm
+from trainer_backend.errors import JobError
+from trainer_backend.rundir.rollout_files import read_rollouts
+
+
+def vllm_job(folder: Path, *urls: str, **keys):
+    """Two iterations of 4 episodes of 3 decisions."""
+    job = short_job(folder, None)
+    inference = job.inference.model_copy(update={"engine": "vllm", "urls": urls, **keys})
+    training = job.training.model_copy(update={"iterations": 2, "learning_rate": 1e-3})
+    return job.model_copy(update={"inference": inference, "training": training})
+
+
+def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_folders, tmp_path):
+    folder = model_folders["qwen3"]
+    with (
+        fake_vllm(folder, max_model_len=640) as (_, first_url),
+        fake_vllm(folder, max_model_len=640) as (second, second_url),
+    ):
+        second.down_after = 3
+        directory, reporter, progress = train_job(vllm_job(folder, first_url, second_url), tmp_path / "run")
+    assert (progress.iteration, progress.policy_version) == (2, 2)
+    rows = rows_of(directory, "iteration")
+    for row in rows:
+        assert row["mismatch/logprob_max"] < 1e-4
+        assert (row["rollout/finished"], row["inference/requests"]) == (4, 12)
+    for number in (1, 2):
+        for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
+            for step in rollout.trajectory.steps:
+                assert step.policy_logprobs.versions == ((0, number - 1),)
+    assert any("is lost" in line for line in reporter.lines)
+    # The last two versions, and the newest is what the last checkpoint holds.
+    assert sorted(path.name for path in directory.weights.iterdir()) == ["version_1", "version_2"]
+    saved = load_file(directory.checkpoints / "iteration_2" / "model.safetensors")
+    served = load_file(directory.weights / "version_2" / "model.safetensors")
+    assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
+
+
+def test_an_address_that_is_no_vllm_is_refused_before_anything_is_played(model_folders, tmp_path):
+    folder = model_folders["qwen3"]
+    with pytest.raises(JobError, match=r"no vLLM server answered within 0\.1 s"):
+        train_job(vllm_job(folder, "http://127.0.0.1:9", replica_wait_s=0.1), tmp_path / "run")
+    with (
+        fake_vllm(folder, max_model_len=64) as (_, url),
+        pytest.raises(JobError, match=r"inference\.max_model_len is 640"),
+    ):
+        train_job(vllm_job(folder, url), tmp_path / "other")

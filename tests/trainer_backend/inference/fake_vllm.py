@@ -1,0 +1,174 @@
+"""The routes of vLLM that we use, on a local engine: real weights from folders, and faults to order."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from service_kit.server import Listener, ServerThread
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.models import load_model_folder
+
+SERVED_NAME = "actor"
+
+
+class FakeVllm:
+    """The server's state, and its faults.
+
+    Attributes:
+        down: it answers 500 to every sample; `/health` stays 200.
+        down_after: so does it after that many samples.
+        silent: it never answers a sample.
+        forgets_head: it answers 200 to a load and keeps the output head of before.
+        raw: its log-probs are those before the temperature.
+        loads, served: versions that it was told, and (prompt ids, version) of every sample.
+    """
+
+    def __init__(self, folder: Path, *, max_model_len: int = 256, release: str = "0.32.0") -> None:
+        model, tokenizer = load_model_folder(folder)
+        self.model = model.eval()
+        self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
+        self.version, self.release, self.max_model_len = "default", release, max_model_len
+        self.down = self.silent = self.forgets_head = self.raw = False
+        self.down_after = 1 << 60
+        self.paused: list[str] = []
+        self.loads: list[str] = []
+        self.served: list[tuple[list[int], str]] = []
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def app(self) -> Starlette:
+        routes = {
+            "/version": ("GET", self._version),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._ok),
+            "/weight_info": ("GET", self._ok),
+            "/inference/v1/generate": ("POST", self._generate),
+            "/pause": ("POST", self._pause),
+            "/resume": ("POST", self._resume),
+            "/collective_rpc": ("POST", self._collective_rpc),
+            "/reset_prefix_cache": ("POST", self._ok),
+            "/update_weight_version": ("POST", self._update_weight_version),
+        }
+        return Starlette(routes=[Route(path, call, methods=[verb]) for path, (verb, call) in routes.items()])
+
+    async def _ok(self, request: Request) -> Response:
+        return Response()
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": self.release})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"data": [{"id": SERVED_NAME, "max_model_len": self.max_model_len}]})
+
+    async def _pause(self, request: Request) -> Response:
+        self.paused.append(request.query_params["mode"])
+        self._running.clear()
+        if request.query_params["mode"] == "keep":
+            await self.engine.pause()
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        await self.engine.resume()
+        self._running.set()
+        return JSONResponse({"status": "resumed"})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        body = await request.json()
+        assert body["method"] == "turnwise_load"
+        folder, _files = body["args"]
+        head = self.model.get_output_embeddings().weight.detach().clone()
+        number = len(self.loads) + 1
+        await self.engine.load_weights(number, folder)
+        if self.forgets_head:
+            self.model.config.tie_word_embeddings = False
+            self.model.lm_head.weight = torch.nn.Parameter(head)
+        self.loads.append(folder)
+        return JSONResponse({"results": [{"seconds": 0.0}]})
+
+    async def _update_weight_version(self, request: Request) -> Response:
+        self.version = (await request.json())["new_version"]
+        return JSONResponse({"success": True})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        params, ids = body["sampling_params"], body["token_ids"]
+        if "prompt_logprobs" in params:
+            return JSONResponse({"choices": [], "prompt_logprobs": self._scored(ids)})
+        if self.down or len(self.served) >= self.down_after:
+            return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
+        if self.silent:
+            await asyncio.Event().wait()
+        await self._running.wait()
+        began = self.version
+        if body["cache_salt"] != "probe":
+            self.served.append((ids, began))
+        sampling = Sampling(temperature=params["temperature"], max_tokens=params["max_tokens"])
+        likeliest = params["logprobs"]
+        generation = await self.engine.generate(
+            ids, sampling, request_id=str(len(self.served)), extras=Extras(likeliest=likeliest)
+        )
+        spans = [
+            {"start": start, "version": began if place == 0 else self.version}
+            for place, (start, _) in enumerate(generation.versions)
+        ]
+        if not body["stream"]:
+            return JSONResponse({"choices": [self._choice(generation, 0, None, spans)]})
+        return StreamingResponse(self._events(generation, spans), media_type="text/event-stream")
+
+    async def _events(self, generation: Generation, spans: list[dict[str, Any]]) -> AsyncIterator[str]:
+        for place in range(len(generation.token_ids)):
+            last = place == len(generation.token_ids) - 1
+            choice = self._choice(generation, place, place + 1, spans if last else None)
+            choice["finish_reason"] = choice["finish_reason"] if last else None
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _choice(
+        self, generation: Generation, start: int, end: int | None, spans: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        tops = generation.likeliest or ((),) * len(generation.token_ids)
+        content = [
+            {
+                "token_id": token_id,
+                "logprob": logprob,
+                "top_logprobs": [
+                    {"token_id": name, "logprob": -1.0 if self.raw else value} for name, value in top
+                ],
+            }
+            for token_id, logprob, top in zip(generation.token_ids, generation.logprobs, tops, strict=True)
+        ]
+        return {
+            "token_ids": list(generation.token_ids[start:end]),
+            "logprobs": {"content": content[start:end]},
+            "finish_reason": generation.finish_reason,
+            "weight_versions": spans,
+        }
+
+    def _scored(self, ids: Sequence[int]) -> list[dict[str, Any] | None]:
+        with torch.inference_mode():
+            logprobs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return [
+            None,
+            *({str(id_): {"logprob": logprobs[place, id_].item()}} for place, id_ in enumerate(ids[1:])),
+        ]
+
+
+@contextmanager
+def fake_vllm(folder: Path, **settings: Any) -> Iterator[tuple[FakeVllm, str]]:
+    """A fake that serves a model folder, and its base URL."""
+    fake = FakeVllm(folder, **settings)
+    fake.engine.start()
+    with ServerThread(fake.app(), Listener("127.0.0.1", 0)) as url:
+        yield fake, url
+    fake.engine.stop()

@@ -1,0 +1,243 @@
+"""A vLLM server as an engine, and replicas behind one: exact tokens, versions, faults, over real HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
+from trainer_backend.errors import (
+    BadChatRequest,
+    EngineStopped,
+    RemoteRefused,
+    RemoteUnavailable,
+    WeightsRefused,
+)
+from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.protocol import Extras, SampledToken
+from trainer_backend.inference.stop_strings import StopStrings
+from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.models import build_preset, save_model_folder
+
+PROMPT = [10, 11, 12, 13]
+CANARY = tuple(range(20, 36))
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Model folders of versions 0 and 1."""
+    root = tmp_path_factory.mktemp("weights")
+    for version in range(2):
+        model = build_preset("tiny-0.3m", tokenizer, seed=version + 1)
+        (root / str(version)).mkdir()
+        save_model_folder(root / str(version), model, tokenizer)
+    return [root / "0", root / "1"]
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedModel]:
+    return [build_preset("tiny-0.3m", tokenizer, seed=version + 1).eval() for version in range(2)]
+
+
+def logprobs_under(model: PreTrainedModel, ids: tuple[int, ...]) -> list[float]:
+    """Of ids[1:], by a forward pass of transformers."""
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
+
+
+def publication(version: int, folders: list[Path], models: list[PreTrainedModel]) -> Publication:
+    canary = Canary(CANARY, tuple(logprobs_under(models[version], CANARY)), 1e-4)
+    return Publication(version, folders[version], canary)
+
+
+@asynccontextmanager
+async def engine_at(url: str, **settings: Any) -> AsyncIterator[VllmEngine]:
+    limits = {"stop_ids": [1], "vocabulary": 512, "max_model_len": 128, **settings}
+    engine = VllmEngine(url, **limits)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_log_probs_and_versions_are_of_the_weights_that_sampled(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as engine:
+            for version in (0, 1):
+                await engine.load_weights(version, folders[version])
+                generation = await engine.generate(PROMPT, Sampling(max_tokens=12), request_id="a")
+                own = logprobs_under(models[version], (*PROMPT, *generation.token_ids))[len(PROMPT) - 1 :]
+                assert generation.logprobs == pytest.approx(own, abs=1e-5)
+                assert generation.versions == ((0, version),)
+    assert fake.paused == ["wait", "wait"]
+
+
+async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(folders, tokenizer):
+    with fake_vllm(folders[0]) as (_, url):
+        async with engine_at(url, stop_ids=[]) as engine:
+            await engine.load_weights(0, folders[0])
+            whole = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="a")
+            string = tokenizer.decode(whole.token_ids)[3:6]
+            cut = await engine.generate(
+                PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="b",
+                extras=Extras(stop=StopStrings(tokenizer.decode, [string])),
+            )  # fmt: skip
+    assert (cut.stop_string, cut.finish_reason) == (string, "stop")
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert string in tokenizer.decode(cut.token_ids) and string not in tokenizer.decode(cut.token_ids[:-1])
+
+
+async def test_tokens_are_told_as_they_come_but_the_last(folders):
+    with fake_vllm(folders[0]) as (_, url):
+        async with engine_at(url, stop_ids=[]) as engine:
+            await engine.load_weights(0, folders[0])
+            tokens: list[SampledToken] = []
+            generation = await engine.generate(
+                PROMPT,
+                Sampling(max_tokens=6),
+                request_id="a",
+                extras=Extras(likeliest=2, on_token=tokens.append),
+            )
+    assert tokens == generation.sampled()[:-1]
+    for tops in generation.likeliest:
+        assert len(tops) == 2 and tops[0][1] >= tops[1][1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "words"),
+    [
+        ({"release": "0.20.1"}, {}, "runs vLLM 0.20.1"),
+        ({"release": "gateway"}, {}, "is no vLLM server"),
+        ({"max_model_len": 64}, {}, "has a context of 64 tokens, and inference.max_model_len is 128"),
+        ({"raw": True}, {}, "before the temperature"),
+    ],
+)
+async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
+    folders, fault, settings, words
+):
+    raw = fault.pop("raw", False)
+    with fake_vllm(folders[0], **fault) as (fake, url):
+        fake.raw = raw
+        async with engine_at(url, **settings) as engine:
+            with pytest.raises(RemoteRefused, match=words):
+                await engine.refuse_unfit()
+
+
+async def test_a_truncated_sample_is_refused(folders):
+    async with engine_at("http://127.0.0.1:9") as engine:
+        with pytest.raises(BadChatRequest, match="log-probs of the truncated distribution"):
+            await engine.generate(PROMPT, Sampling(max_tokens=2, top_p=0.5), request_id="a")
+
+
+async def test_generation_goes_on_after_a_load_that_failed(folders, tmp_path):
+    """The pause is taken back whatever happens: a server that stays paused would hang every rollout."""
+    with fake_vllm(folders[0]) as (_, url):
+        async with engine_at(url) as engine:
+            await engine.load_weights(0, folders[0])
+            half = tmp_path / "half"
+            half.mkdir()
+            (half / "model.safetensors").write_bytes((folders[1] / "model.safetensors").read_bytes()[:-100])
+            with pytest.raises(WeightsRefused):
+                await engine.load_weights(1, half)
+            generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
+    assert generation.versions == ((0, 0),)
+
+
+@asynccontextmanager
+async def pool_of(fakes: list[str], lines: list[str], **settings: Any) -> AsyncIterator[ReplicaPool]:
+    engines = [VllmEngine(url, stop_ids=[1], vocabulary=512, max_model_len=128) for url in fakes]
+    pool = ReplicaPool(engines, tell=lines.append, **{"wait_s": 30.0, **settings})
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@contextmanager
+def two_fakes(folder: Path) -> Iterator[tuple[list[FakeVllm], list[str]]]:
+    with fake_vllm(folder) as (first, first_url), fake_vllm(folder) as (second, second_url):
+        yield [first, second], [first_url, second_url]
+
+
+async def sample(pool: ReplicaPool, session: str, turn: int = 0) -> Any:
+    return await pool.generate(
+        [*PROMPT, turn],
+        Sampling(max_tokens=2),
+        request_id=f"{session}.{turn}",
+        extras=Extras(session=session),
+    )
+
+
+async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls, []) as pool:
+            await pool.publish(publication(0, folders, models))
+            for turn in range(3):
+                await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
+            sessions = [replica.sessions for replica in pool.replicas]
+    assert sessions == [3, 3]
+    assert [len(fake.served) for fake in fakes] == [9, 9]
+
+
+async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_with_the_weights_of_then(
+    folders, models
+):
+    lines: list[str] = []
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls, lines) as pool:
+            await pool.publish(publication(0, folders, models))
+            await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
+            fakes[1].down = True
+            generations = await asyncio.gather(*(sample(pool, f"r{name}", 1) for name in range(4)))
+            assert [generation.versions for generation in generations] == [((0, 0),)] * 4
+            assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
+            await pool.publish(publication(1, folders, models))
+            # The load and the canary of the second one pass: only samples fail on it. They say so again.
+            fakes[1].down = False
+            watch = asyncio.ensure_future(pool.look_after())
+            while pool.replicas[1].state != "serving":
+                await asyncio.sleep(0.01)
+            watch.cancel()
+            fakes[0].down = True
+            generation = await sample(pool, "r9")
+    assert generation.versions == ((0, 1),)
+    assert "is lost" in lines[0]
+
+
+async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], []) as pool:
+            await pool.publish(publication(0, folders, models))
+            fake.forgets_head = True
+            with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
+                await pool.publish(publication(1, folders, models))
+
+
+async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], [], wait_s=0.2) as pool:
+            await pool.publish(publication(0, folders, models))
+            fake.down = True
+            with pytest.raises(
+                EngineStopped, match=r"no replica has served for 0.2 s .*answered 500: .*EngineCore died"
+            ):
+                await sample(pool, "r")
+
+
+async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls, []) as pool:
+            await pool.publish(publication(0, folders, models))
+            for fake in fakes:
+                fake.down = True
+            with pytest.raises(RemoteUnavailable):
+                await pool.generate(
+                    PROMPT, Sampling(max_tokens=2), request_id="s", extras=Extras(on_token=lambda token: None)
+                )

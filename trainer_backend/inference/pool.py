@@ -1,0 +1,318 @@
+"""Several replicas of one policy as one engine: sticky by session, and none serves weights of before.
+
+    starting -> stale -> serving -> lost
+                  ^                   |
+                  +-------------------+     only by a load of the current version that passes its canary
+
+Failures of real requests say that a replica is lost, not `/health`, which stays 200 on a wedged server.
+What a lost replica was sampling is sampled anew elsewhere, from the same ids.
+"""
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+
+State = Literal["starting", "stale", "serving", "lost"]
+# Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
+_MOST_SESSIONS = 20_000
+# A session leaves its replica where another has this many fewer running requests.
+_IMBALANCE = 16
+_LOOK_S = 1.0
+
+
+class ReplicaEngine(Protocol):
+    """What the pool needs of a replica; `VllmEngine` is one."""
+
+    url: str
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation: ...
+
+    async def load_weights(self, version: int, source: Path) -> None: ...
+
+    async def refuse_unfit(self) -> str: ...
+
+    async def score(self, ids: Sequence[int]) -> list[float]: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A fixed prompt, scored by the learner with the weights that are published.
+
+    Without it a wrong reload is silent: vLLM answers 200 to loads that leave parts of the model as they were.
+
+    Attributes:
+        ids: the prompt.
+        logprobs: of ids[1:], by the learner.
+        limit: largest difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version of the policy, as replicas load it."""
+
+    version: int
+    folder: Path
+    canary: Canary
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server, and what the pool knows of it.
+
+    Attributes:
+        running: requests that it samples now.
+        sessions: rollouts whose decisions go to it.
+        last_error: its last failure; "" before any.
+    """
+
+    engine: ReplicaEngine
+    state: State = "starting"
+    running: int = 0
+    sessions: int = 0
+    moved: int = 0
+    outages: int = 0
+    canary: float = 0.0
+    checked: bool = False
+    last_error: str = ""
+
+
+class ReplicaPool:
+    """An `InferenceEngine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
+
+    Args:
+        wait_s: how long a request waits for a replica that serves; then the run ends.
+        tell: is given a line for each replica that is lost or serves again.
+    """
+
+    def __init__(
+        self, engines: Sequence[ReplicaEngine], *, wait_s: float, tell: Callable[[str], None]
+    ) -> None:
+        self.replicas = tuple(map(Replica, engines))
+        self._wait_s, self._tell = wait_s, tell
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._published: Publication | None = None
+        self._breakdown: Future[str] = Future()
+        self._lock = threading.Lock()
+        self._totals = dict.fromkeys(
+            ("requests", "prompt_tokens", "prompt_tokens_reused", "sampled_tokens"), 0
+        )
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    @property
+    def version(self) -> int:
+        return 0 if self._published is None else self._published.version
+
+    @property
+    def max_model_len(self) -> int:
+        return min(replica.engine.max_model_len for replica in self.replicas)
+
+    @property
+    def breakdown(self) -> Future[str]:
+        return self._breakdown
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        """As `FrozenEngine` has it; a request whose replica is lost is sampled anew by another.
+
+        Raises:
+            EngineStopped: no replica has served for `wait_s`.
+        """
+        failed: set[Replica] = set()
+        while True:
+            replica = await self._serving(extras.session or request_id, failed)
+            own = extras if extras.stop is None else replace(extras, stop=extras.stop.fresh())
+            replica.running += 1
+            try:
+                generation = await replica.engine.generate(ids, sampling, request_id=request_id, extras=own)
+                self._count(ids, generation)
+                return generation
+            except RemoteUnavailable as error:
+                self._lose(replica, error)
+                failed.add(replica)
+                if extras.on_token is not None:
+                    raise  # a caller has some of the tokens, and another replica would sample others
+            finally:
+                replica.running -= 1
+
+    async def publish(self, publication: Publication) -> None:
+        """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
+
+        Raises:
+            WeightsRefused: no replica serves it.
+        """
+        self._published = publication
+        await asyncio.gather(*(self._bring(replica) for replica in self.replicas))
+        if not any(replica.state == "serving" for replica in self.replicas):
+            raise WeightsRefused(f"no replica serves version {publication.version}: {self.answers()}")
+
+    async def look_after(self) -> None:
+        """Bring lost replicas back, for ever; end the run where none serves for too long."""
+        none_since: float | None = None
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._published is None:
+                continue
+            lost = [replica for replica in self.replicas if replica.state == "lost"]
+            await asyncio.gather(*(self._bring(replica) for replica in lost))
+            if any(replica.state == "serving" for replica in self.replicas):
+                none_since = None
+            else:
+                none_since = none_since or time.monotonic()
+                if time.monotonic() - none_since > self._wait_s and not self._breakdown.done():
+                    self._breakdown.set_result(self._nobody())
+
+    def answers(self) -> str:
+        """The last failure of each replica, for an error."""
+        return "; ".join(
+            f"{replica.engine.url}: {replica.last_error or replica.state}" for replica in self.replicas
+        )
+
+    def totals(self) -> dict[str, float]:
+        """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
+        return {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
+
+    def figures(self) -> Mapping[str, float]:
+        """Metrics by replica: `replica/{number}/{serving,version,sessions,running,moved,lost}`."""
+        return {
+            f"replica/{number}/{name}": float(value)
+            for number, replica in enumerate(self.replicas)
+            for name, value in {
+                "serving": replica.state == "serving",
+                "version": replica.engine.version,
+                "sessions": replica.sessions,
+                "running": replica.running,
+                "moved": replica.moved,
+                "lost": replica.outages,
+            }.items()
+        }
+
+    def start(self) -> None:
+        """Nothing runs here: the servers were started by others."""
+
+    def stop(self) -> None:
+        """Likewise."""
+
+    async def close(self) -> None:
+        for replica in self.replicas:
+            await replica.engine.close()
+
+    async def _bring(self, replica: Replica) -> None:
+        """Load the current version into a replica, test it, and have it serve."""
+        publication = self._published
+        assert publication is not None, "asked once there are weights"
+        lost = replica.state == "lost"
+        replica.state = "stale"
+        try:
+            if lost or not replica.checked:
+                await replica.engine.refuse_unfit()
+                replica.checked = True
+            await replica.engine.load_weights(publication.version, publication.folder)
+            replica.canary = await self._test(replica, publication.canary)
+        except TrainerError as error:
+            replica.state, replica.last_error = "lost", error.detail
+            if not lost:
+                replica.outages += 1
+                self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
+            return
+        replica.state = "serving"
+        self._wake()
+        if lost:
+            self._tell(f"replica {replica.engine.url} serves version {publication.version} again")
+
+    async def _test(self, replica: Replica, canary: Canary) -> float:
+        logprobs = await replica.engine.score(canary.ids)
+        difference = max(abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True))
+        if not difference <= canary.limit:
+            raise WeightsRefused(
+                f"it loaded weights that are not the learner's: log-probs of the canary differ by "
+                f"{difference:.2g} nats, and {canary.limit:g} is the limit",
+                where=replica.engine.url,
+            )
+        return difference
+
+    async def _serving(self, session: str, failed: set[Replica]) -> Replica:
+        """The replica of a session, or another where it cannot serve; waits where none can."""
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            with self._lock:
+                replica = self._choose(session, failed)
+                if replica is not None:
+                    return replica
+                woken = asyncio.Event()
+                self._waiting.append((asyncio.get_running_loop(), woken))
+            failed.clear()  # a replica that comes back is a new one
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await woken.wait()
+            except TimeoutError as error:
+                raise EngineStopped(self._nobody()) from error
+
+    def _choose(self, session: str, failed: set[Replica]) -> Replica | None:
+        able = [replica for replica in self.replicas if replica.state == "serving" and replica not in failed]
+        if not able:
+            return None
+        idlest = min(able, key=lambda replica: (replica.running, replica.sessions))
+        home = self._homes.pop(session, None)
+        if home in able and home.running - idlest.running < _IMBALANCE:
+            self._homes[session] = home
+            return home
+        if home is not None:
+            home.sessions -= 1
+            home.moved += 1
+        fewest = (
+            min(able, key=lambda replica: (replica.sessions, replica.running)) if home is None else idlest
+        )
+        fewest.sessions += 1
+        self._homes[session] = fewest
+        if len(self._homes) > _MOST_SESSIONS:
+            self._homes.popitem(last=False)[1].sessions -= 1
+        return fewest
+
+    def _count(self, ids: Sequence[int], generation: Generation) -> None:
+        totals = self._totals
+        totals["requests"] += 1
+        totals["prompt_tokens"] += len(ids)
+        totals["prompt_tokens_reused"] += generation.prompt_tokens_reused
+        totals["sampled_tokens"] += len(generation.token_ids)
+
+    def _lose(self, replica: Replica, error: TrainerError) -> None:
+        replica.last_error = error.detail
+        if replica.state == "serving":
+            replica.state = "lost"
+            replica.outages += 1
+            self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for loop, woken in waiting:
+            loop.call_soon_threadsafe(woken.set)
+
+    def _nobody(self) -> str:
+        return f"no replica has served for {self._wait_s:g} s (inference.replica_wait_s): {self.answers()}"
