@@ -119,7 +119,7 @@ def task_app_thread(
     if interactions is not None:
         boards = replace(boards, interactions=load_interactions(interactions, settings))
     app = create_app(settings, boards=boards)
-    # FastAPI makes the models of a route when it first looks at it, and pydantic fails on two threads at once.
+    # FastAPI makes the models of a route at its first look, and pydantic cannot do so on two threads at once.
     for route in app.routes:
         route.matches({"type": "http", "method": "GET", "path": "/none", "root_path": "", "headers": []})
     return ServerThread(app, Listener(host, port))

@@ -21,7 +21,7 @@ from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.policy_server import PolicyServer, gateway_listener
 from trainer_backend.run.preflight import checked_folders
-from trainer_backend.run.replicas import ReplicaPublisher, check_servers
+from trainer_backend.run.replicas import check_servers, replicas_of
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
@@ -80,8 +80,6 @@ async def _run(
         schedule = job.rollout_allocation_schedule
         server = PolicyServer(job.job.name, listener, job.inference, schedule=schedule)
         planner = Planner.of(job, run_id, server.inference, data)
-        for line in await check_servers(job.inference):
-            reporter.say(line)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             collector = Collector(
                 apps,
@@ -92,6 +90,7 @@ async def _run(
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
             lines = [describe(apps), echo_of_switches(job.training, job.algorithm)]
+            lines += await until(stop, check_servers(job.inference)) or []
             for line in (*lines, *(data.notes if data is not None else ())):
                 reporter.say(line)
             preset = job.model.preset is not None
@@ -108,9 +107,7 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            replicas = None
-            if job.inference.engine == "vllm":
-                replicas = ReplicaPublisher(job.inference, learner, directory.weights, reporter.say)
+            replicas = replicas_of(job.inference, learner, directory.weights, reporter.say)
             async with server.serving(learner, fixed.policies, replicas=replicas) as actor:
                 reporter.say(f"gateway: {actor.inference.url} serves {actor.inference.model}")
                 run = Run(

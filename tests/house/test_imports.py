@@ -18,6 +18,7 @@ DOORS = {
         "task_app",
         "trainer_backend/collect",
         "trainer_backend/inference/remote_engine.py",
+        "trainer_backend/inference/vllm_engine.py",
         "trainer_backend/pages",
     ],
     "gymnasium": ["task_app/dialects"],
@@ -50,6 +51,7 @@ DOORS = {
     "tokenizers": ["trainer_backend/models", "trainer_backend/pages/token_view.py"],
     "huggingface_hub": ["trainer_backend/models"],
     "safetensors": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
+    "vllm": ["trainer_backend/inference/vllm_worker"],  # which runs in vLLM's environment
     "tensorboard": ["trainer_backend/sinks.py"],
     "wandb": ["trainer_backend/sinks.py"],
     "peft": ["trainer_backend/learner"],

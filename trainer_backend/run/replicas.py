@@ -95,6 +95,13 @@ class ReplicaPublisher:
         return Canary(tuple(ids), tuple(self._learner.logprobs_of(ids)), limit)
 
 
+def replicas_of(
+    table: InferenceTable, learner: LocalLearner, weights: Path, tell: Callable[[str], None]
+) -> ReplicaPublisher | None:
+    """The servers that sample for the actor; None where an engine of this process does."""
+    return ReplicaPublisher(table, learner, weights, tell) if table.engine == "vllm" else None
+
+
 def _canary_ids(vocabulary: int) -> list[int]:
     """Spread over the vocabulary, so that no part of the embedding or the head goes untested."""
     return [(7 + place * (vocabulary // _CANARY_TOKENS + 1)) % vocabulary for place in range(_CANARY_TOKENS)]
