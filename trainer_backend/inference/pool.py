@@ -12,9 +12,9 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -85,6 +85,8 @@ class Replica:
     """One server, and what the pool knows of it.
 
     Attributes:
+        checked: whether it was found fit to be trained with.
+        loading: held while it loads weights.
         running: requests that it samples now.
         sessions: rollouts whose decisions go to it.
         last_error: its last failure; "" before any.
@@ -94,10 +96,8 @@ class Replica:
     state: State = "starting"
     running: int = 0
     sessions: int = 0
-    moved: int = 0
-    outages: int = 0
-    canary: float = 0.0
     checked: bool = False
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_error: str = ""
 
 
@@ -164,12 +164,16 @@ class ReplicaPool:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
         Raises:
-            WeightsRefused: no replica serves it.
+            WeightsRefused: no replica serves it, for `wait_s`.
         """
         self._published = publication
-        await asyncio.gather(*(self._bring(replica) for replica in self.replicas))
-        if not any(replica.state == "serving" for replica in self.replicas):
-            raise WeightsRefused(f"no replica serves version {publication.version}: {self.answers()}")
+        deadline = time.monotonic() + self._wait_s
+        await self._bring_all()
+        while not self._any_serves:
+            if time.monotonic() > deadline:
+                raise WeightsRefused(f"no replica serves version {publication.version}: {self.answers()}")
+            await asyncio.sleep(_LOOK_S)
+            await self._bring_all()
 
     async def look_after(self) -> None:
         """Bring lost replicas back, for ever; end the run where none serves for too long."""
@@ -178,9 +182,8 @@ class ReplicaPool:
             await asyncio.sleep(_LOOK_S)
             if self._published is None:
                 continue
-            lost = [replica for replica in self.replicas if replica.state == "lost"]
-            await asyncio.gather(*(self._bring(replica) for replica in lost))
-            if any(replica.state == "serving" for replica in self.replicas):
+            await self._bring_all()
+            if self._any_serves:
                 none_since = None
             else:
                 none_since = none_since or time.monotonic()
@@ -197,21 +200,6 @@ class ReplicaPool:
         """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
         return {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
 
-    def figures(self) -> Mapping[str, float]:
-        """Metrics by replica: `replica/{number}/{serving,version,sessions,running,moved,lost}`."""
-        return {
-            f"replica/{number}/{name}": float(value)
-            for number, replica in enumerate(self.replicas)
-            for name, value in {
-                "serving": replica.state == "serving",
-                "version": replica.engine.version,
-                "sessions": replica.sessions,
-                "running": replica.running,
-                "moved": replica.moved,
-                "lost": replica.outages,
-            }.items()
-        }
-
     def start(self) -> None:
         """Nothing runs here: the servers were started by others."""
 
@@ -222,10 +210,24 @@ class ReplicaPool:
         for replica in self.replicas:
             await replica.engine.close()
 
+    @property
+    def _any_serves(self) -> bool:
+        return any(replica.state == "serving" for replica in self.replicas)
+
+    async def _bring_all(self) -> None:
+        """Have every replica serve the current version."""
+        await asyncio.gather(*(self._bring(replica) for replica in self.replicas))
+
     async def _bring(self, replica: Replica) -> None:
-        """Load the current version into a replica, test it, and have it serve."""
-        publication = self._published
-        assert publication is not None, "asked once there are weights"
+        # A publish may come while a replica that was lost loads the version before.
+        async with replica.loading:
+            publication = self._published
+            assert publication is not None, "asked once there are weights"
+            if replica.state != "serving" or replica.engine.version != publication.version:
+                await self._load(replica, publication)
+
+    async def _load(self, replica: Replica, publication: Publication) -> None:
+        """Load a version into a replica, test it, and have it serve."""
         lost = replica.state == "lost"
         replica.state = "stale"
         try:
@@ -233,19 +235,20 @@ class ReplicaPool:
                 await replica.engine.refuse_unfit()
                 replica.checked = True
             await replica.engine.load_weights(publication.version, publication.folder)
-            replica.canary = await self._test(replica, publication.canary)
+            await self._test(replica, publication.canary)
         except TrainerError as error:
             replica.state, replica.last_error = "lost", error.detail
             if not lost:
-                replica.outages += 1
                 self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
             return
+        if publication is not self._published:
+            return  # stale again: who published the next version waits to load it
         replica.state = "serving"
         self._wake()
         if lost:
             self._tell(f"replica {replica.engine.url} serves version {publication.version} again")
 
-    async def _test(self, replica: Replica, canary: Canary) -> float:
+    async def _test(self, replica: Replica, canary: Canary) -> None:
         logprobs = await replica.engine.score(canary.ids)
         difference = max(abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True))
         if not difference <= canary.limit:
@@ -254,7 +257,6 @@ class ReplicaPool:
                 f"{difference:.2g} nats, and {canary.limit:g} is the limit",
                 where=replica.engine.url,
             )
-        return difference
 
     async def _serving(self, session: str, failed: set[Replica]) -> Replica:
         """The replica of a session, or another where it cannot serve; waits where none can."""
@@ -264,9 +266,11 @@ class ReplicaPool:
                 replica = self._choose(session, failed)
                 if replica is not None:
                     return replica
+                if failed:  # those were lost then; one that serves by now was brought back
+                    failed.clear()
+                    continue
                 woken = asyncio.Event()
                 self._waiting.append((asyncio.get_running_loop(), woken))
-            failed.clear()  # a replica that comes back is a new one
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await woken.wait()
@@ -284,7 +288,6 @@ class ReplicaPool:
             return home
         if home is not None:
             home.sessions -= 1
-            home.moved += 1
         fewest = (
             min(able, key=lambda replica: (replica.sessions, replica.running)) if home is None else idlest
         )
@@ -305,7 +308,6 @@ class ReplicaPool:
         replica.last_error = error.detail
         if replica.state == "serving":
             replica.state = "lost"
-            replica.outages += 1
             self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
 
     def _wake(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ class FakeVllm:
     Attributes:
         down: it answers 500 to every sample; `/health` stays 200.
         down_after: so does it after that many samples.
-        silent: it never answers a sample.
+        may_load: a load waits for it.
         forgets_head: it answers 200 to a load and keeps the output head of before.
         raw: its log-probs are those before the temperature.
         loads, served: versions that it was told, and (prompt ids, version) of every sample.
@@ -39,8 +40,10 @@ class FakeVllm:
         self.model = model.eval()
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
         self.version, self.release, self.max_model_len = "default", release, max_model_len
-        self.down = self.silent = self.forgets_head = self.raw = False
+        self.down = self.forgets_head = self.raw = False
         self.down_after = 1 << 60
+        self.may_load = threading.Event()
+        self.may_load.set()
         self.paused: list[str] = []
         self.loads: list[str] = []
         self.served: list[tuple[list[int], str]] = []
@@ -87,6 +90,7 @@ class FakeVllm:
         body = await request.json()
         assert body["method"] == "turnwise_load"
         folder, _files = body["args"]
+        await asyncio.to_thread(self.may_load.wait)
         head = self.model.get_output_embeddings().weight.detach().clone()
         number = len(self.loads) + 1
         await self.engine.load_weights(number, folder)
@@ -107,8 +111,6 @@ class FakeVllm:
             return JSONResponse({"choices": [], "prompt_logprobs": self._scored(ids)})
         if self.down or len(self.served) >= self.down_after:
             return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
-        if self.silent:
-            await asyncio.Event().wait()
         await self._running.wait()
         began = self.version
         if body["cache_salt"] != "probe":

@@ -199,7 +199,7 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
             assert [generation.versions for generation in generations] == [((0, 0),)] * 4
             assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
             await pool.publish(publication(1, folders, models))
-            # The load and the canary of the second one pass: only samples fail on it. They say so again.
+            assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
             fakes[1].down = False
             watch = asyncio.ensure_future(pool.look_after())
             while pool.replicas[1].state != "serving":
@@ -211,9 +211,29 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     assert "is lost" in lines[0]
 
 
-async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
+async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], []) as pool:
+            await pool.publish(publication(0, folders, models))
+            (replica,) = pool.replicas
+            replica.state = "lost"
+            fake.may_load.clear()
+            watch = asyncio.ensure_future(pool.look_after())
+            while not replica.loading.locked():
+                await asyncio.sleep(0.01)
+            publishing = asyncio.ensure_future(pool.publish(publication(1, folders, models)))
+            answer = asyncio.ensure_future(sample(pool, "r"))
+            await asyncio.sleep(0)
+            fake.may_load.set()
+            await publishing
+            watch.cancel()
+            assert (await answer).versions == ((0, 1),)
+    assert fake.loads[-2:] == [str(folders[0]), str(folders[1])]
+
+
+async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], [], wait_s=0.1) as pool:
             await pool.publish(publication(0, folders, models))
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
