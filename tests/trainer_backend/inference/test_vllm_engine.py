@@ -233,7 +233,7 @@ async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_ve
 
 async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], wait_s=0.1) as pool:
+        async with pool_of([url], [], wait_s=0.0) as pool:
             await pool.publish(publication(0, folders, models))
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
