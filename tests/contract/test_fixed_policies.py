@@ -30,7 +30,7 @@ from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.policy_server import LocalServer
+from trainer_backend.run.policy_server import ActorServer
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -82,7 +82,7 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
 
 
 async def _twice(
-    collector: Collector, server: LocalServer, learner: LocalLearner, job: JobConfig
+    collector: Collector, server: ActorServer, learner: LocalLearner, job: JobConfig
 ) -> list[Rollout]:
     found: list[Rollout] = []
     start = uuid4().hex  # others play at the same task app
