@@ -253,7 +253,7 @@ async def _update(run: Run, result: IterationResult, iteration: int) -> dict[str
 
 
 async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
-    """Play the held-out worlds; this checkpoint, saved before, becomes the best if none was better."""
+    """Play the held-out worlds, and mark the checkpoint as the best if no earlier one scored higher."""
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
     name = f"evaluation_{progress.iteration}"

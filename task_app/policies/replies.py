@@ -43,7 +43,7 @@ class Reply:
 
     @property
     def reusable_tokens(self) -> int | None:
-        """Tokens of prompt and answer that the next prompt of a growing conversation has; None if unknown."""
+        """How many tokens of this prompt and answer the next prompt repeats; None if unknown."""
         if self.prompt_tokens is None or self.completion_tokens is None:
             return None
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)

@@ -1,8 +1,8 @@
 """The process that a reward function runs in: `python -m task_app.reward_functions.child FILE NAME`.
 
 It imports FILE, writes {"mode": ...}, then answers each line of stdin with one line: {"results": [...]} or
-{"error": sentence}. Whatever the function prints goes to stderr. The process ends when stdin closes, that is
-when the service ends, and at the deadline of a call; then it writes to stderr where the function was.
+{"error": sentence}. Whatever the function prints goes to stderr. The process ends when stdin closes
+(the service has ended), or a call passes its deadline; it then first writes to stderr where the function was.
 """
 
 import asyncio

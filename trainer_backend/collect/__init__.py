@@ -1,1 +1,1 @@
-"""Rollouts over HTTP: what to ask for (plan), how to ask (client), until all is there (collector)."""
+"""Rollouts over HTTP: `plan` decides what to ask for, `client` asks, `collector` waits for all of them."""

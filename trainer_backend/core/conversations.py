@@ -111,7 +111,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """interaction/timeouts, and interaction/failures, which holds those too; retried rollouts included.
+    """Count interaction/timeouts, and interaction/failures, which includes them; retried rollouts count too.
 
     Args:
         failures: how often each failure code was met.

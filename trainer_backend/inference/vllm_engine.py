@@ -320,6 +320,13 @@ class VllmEngine(RemoteEngine):
                 hint=f"Start it with --max-model-len {self._max_model_len}.",
             )
         await self._control("GET", "/weight_info", timeout_s=_PROBE_TIMEOUT_S)
+        try:
+            await self._control("POST", "/collective_rpc", body={"method": "turnwise_ready"})
+        except RemoteUnavailable as error:  # an unknown method is an error of its worker
+            raise RemoteRefused(
+                f"{self.url} cannot load weights: {error.detail}",
+                hint="Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md).",
+            ) from error
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
 

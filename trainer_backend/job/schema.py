@@ -141,6 +141,8 @@ class JobConfig(Table):
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
                 "count; set rollout.allow_truncated_sampling = true to accept that"
             )
+        if self.inference.engine == "vllm" and max(self.rollout.temperature, self.evaluation_temperature) > 2:
+            raise ValueError("a temperature above 2 with inference.engine = 'vllm', which allows 2 at most")
         if self.inference.engine == "vllm" and self.rollout.sampling_of().is_truncated:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 with inference.engine = 'vllm': it returns log-probs "

@@ -246,14 +246,14 @@ _ENOUGH = 20
 def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collection: Collection) -> None:
     """Refuse a round of rollouts in which a fixed policy did not play its part.
 
-    Nothing is played in place of a fixed policy: without it the job would be another one.
+    Nothing replaces a fixed policy, since that would change the job.
 
     Args:
         collection: the rollouts of the requests.
 
     Raises:
         NothingToLearnFrom: a fixed policy finished none of its rollouts, because it did not answer as it
-            must; or nearly no decision of a remote one was a call that could be carried out.
+            must; or almost every decision of a remote one was invalid.
         SegmentError: a rollout names another policy than its request.
     """
     if policies.fixed:

@@ -53,7 +53,7 @@ class _Strategy(Body):
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """The switches that every route has, and those that only this route has."""
+    """Step-reward settings: the switches of all routes, and those that only this route has."""
 
     switches: StepRewards = field(default_factory=StepRewards)
     strategy: str = CONSISTENT

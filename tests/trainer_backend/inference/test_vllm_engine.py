@@ -117,14 +117,15 @@ async def test_tokens_are_told_as_they_come_but_the_last(folders):
         ({"release": "gateway"}, {}, "is no vLLM server"),
         ({"max_model_len": 64}, {}, "has a context of 64 tokens, and inference.max_model_len is 128"),
         ({"raw": True}, {}, "before the temperature"),
+        ({"has_worker": False}, {}, "cannot load weights"),
     ],
 )
 async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
     folders, fault, settings, words
 ):
-    raw = fault.pop("raw", False)
+    flags = {name: fault.pop(name) for name in ("raw", "has_worker") if name in fault}
     with fake_vllm(folders[0], **fault) as (fake, url):
-        fake.raw = raw
+        vars(fake).update(flags)
         async with engine_at(url, **settings) as engine:
             with pytest.raises(RemoteRefused, match=words):
                 await engine.refuse_unfit()

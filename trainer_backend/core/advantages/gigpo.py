@@ -182,7 +182,7 @@ def _anchor_sizes(anchors: Sequence[Sequence[int]]) -> dict[str, float]:
 
 
 def _agreement(of_episodes_D: Sequence[float], of_steps_D: Sequence[float]) -> dict[str, float]:
-    """How large the two advantages are, and how often they point the same way where both say something."""
+    """Metrics: mean sizes of the two advantages, and how often their signs agree where neither is 0."""
     products = [of_episode * of_step for of_episode, of_step in zip(of_episodes_D, of_steps_D, strict=True)]
     agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
     decisions = max(len(products), 1)
@@ -308,7 +308,7 @@ def _observation(step: Any, rollout: str, t: int) -> Any:
 def _populated(
     steps: Sequence[Any], advantages_T: Sequence[float], returns_T: Sequence[float], rollout: str
 ) -> list[Any]:
-    """Copies of the steps of a rollout, with what they lack."""
+    """Copies of a rollout's steps, with advantage and return filled in."""
     return [
         _with(
             step,

@@ -18,6 +18,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 class TurnwiseWorker:
     """Methods that `POST /collective_rpc` calls on each worker of the server."""
 
+    def turnwise_ready(self: Any) -> bool:
+        """Say that this class is there; the trainer asks before a run begins."""
+        return True
+
     def turnwise_load(self: Any, folder: str, files: list[str]) -> dict[str, Any]:
         """Replace all weights by those of a folder, a layer at a time.
 
