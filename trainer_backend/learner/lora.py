@@ -3,7 +3,7 @@
     y = x W^T + (alpha / rank) * x A^T B^T        A [rank, in], B [out, rank]; B is 0 at first
 
 Only A and B are trained, in float32; W stays what the job's model has. Learner and engine compute the sum
-alike, and never as x (W + (alpha / rank) * B A)^T, since adding a small product to W in bfloat16 would round it
+alike, and never as x (W + (alpha / rank) * B A)^T: adding a small product to W in bfloat16 would round it
 away. Only the model folders of checkpoints are merged, in float32.
 
 The policy that RL starts from is the model with the adapters of that moment (after a warm-up they are not 0),

@@ -16,7 +16,7 @@ from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, M
 
 
 def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:
-    """Summarise the runs of jobs, in the order of the jobs: last iteration, and numbers of their last rows."""
+    """Summarise the runs of jobs, in the order of the jobs: last iteration, numbers of their last rows."""
     numbers = [job.number for job in jobs]
     last_iterations = (
         select(Iteration.job, func.max(Iteration.iteration), func.max(Iteration.finished))
