@@ -58,6 +58,9 @@ class RemoteEngine:
         processed: whether the server reports log-probs of its sampling distribution, not of softmax(logits).
     """
 
+    # The server in an error.
+    called = "the server of the fixed policy"
+
     def __init__(
         self,
         url: str,
@@ -162,12 +165,12 @@ class RemoteEngine:
             return _first_choice(text)
         sentence = _refusal(status, text, key=self._key)
         if status in _TRY_AGAIN:
-            raise RemoteUnavailable(f"the server of the fixed policy answers {sentence}")
+            raise RemoteUnavailable(f"{self.called} answers {sentence}")
         if limit := _THEIR_LIMIT.search(sentence):
             raise ContextLengthExceeded(
                 prompt_tokens=prompt_tokens, max_tokens=sampling.max_tokens, max_model_len=int(limit[1])
             )
-        raise RemoteRefused(f"the server of the fixed policy refused: {sentence}")
+        raise RemoteRefused(f"{self.called} refused: {sentence}")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -197,11 +200,11 @@ class RemoteEngine:
                 return response.status, bytes(reply)
         except TimeoutError as error:
             raise RemoteUnavailable(
-                f"the server of the fixed policy gave no answer within {_REQUEST_TIMEOUT_S:g} s"
+                f"{self.called} gave no answer within {_REQUEST_TIMEOUT_S:g} s"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"[:_EXCERPT]
-            raise RemoteUnavailable(f"the server of the fixed policy does not answer: {reason}") from error
+            raise RemoteUnavailable(f"{self.called} does not answer: {reason}") from error
 
     def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
         """Return the sampled tokens with their log-probs, checked so that they can be weighed."""

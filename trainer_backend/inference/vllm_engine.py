@@ -100,6 +100,8 @@ class VllmEngine(RemoteEngine):
             and they go on with the new weights.
     """
 
+    called = "vLLM"
+
     def __init__(
         self,
         url: str,
