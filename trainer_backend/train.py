@@ -223,8 +223,7 @@ async def _learn(run: Run, progress: Progress, result: IterationResult) -> Progr
         policy_version=progress.policy_version + (steps > 0),
         updates=progress.updates + steps,
     )
-    if steps:
-        await run.server.publish(progress.policy_version)  # 12
+    unserved = await _publish(run, progress) if steps else None  # 12
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
@@ -240,7 +239,19 @@ async def _learn(run: Run, progress: Progress, result: IterationResult) -> Progr
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
+    if unserved is not None:  # the update is done, and a resumed run begins with this publish
+        await run.saving.save(progress)
+        raise unserved
     return progress
+
+
+async def _publish(run: Run, progress: Progress) -> TrainerError | None:
+    """Have the new weights served; return the error where nobody serves them."""
+    try:
+        await run.server.publish(progress.policy_version)
+    except TrainerError as error:
+        return error
+    return None
 
 
 async def _update(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:

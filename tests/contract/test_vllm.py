@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, WeightsRefused
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 
@@ -43,6 +44,18 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     saved = load_file(directory.checkpoints / "iteration_2" / "model.safetensors")
     served = load_file(directory.weights / "version_2" / "model.safetensors")
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
+
+
+def test_an_update_that_nobody_can_serve_is_saved_before_the_run_ends(model_folders, tmp_path):
+    folder = model_folders["qwen3"]
+    with fake_vllm(folder, max_model_len=640) as (fake, url):
+        fake.loads_at_most = 2  # the weights of the start, and those of iteration 1
+        job = vllm_job(folder, url, replica_wait_s=0.1)
+        with pytest.raises(WeightsRefused, match=r"no replica serves version 2: .* no space left"):
+            train_job(job, tmp_path / "run")
+    directory = open_run(tmp_path / "run")
+    assert [row["iteration"] for row in rows_of(directory, "iteration")] == [1, 2]
+    assert (directory.checkpoints / "iteration_2").is_dir()
 
 
 def test_an_address_that_is_no_vllm_is_refused_before_anything_is_played(model_folders, tmp_path):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, Protocol
 
 from shared_schemas.trajectory import Sampling
@@ -63,7 +64,7 @@ class Canary:
     Attributes:
         ids: the prompt.
         logprobs: of ids[1:], by the learner.
-        limit: largest difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16.
+        limit: largest mean difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16.
     """
 
     ids: tuple[int, ...]
@@ -144,7 +145,9 @@ class ReplicaPool:
             EngineStopped: no replica has served for `wait_s`.
         """
         failed: set[Replica] = set()
+        attempts = 0
         while True:
+            attempts += 1
             replica = await self._serving(extras.session or request_id, failed)
             own = extras if extras.stop is None else replace(extras, stop=extras.stop.fresh())
             replica.running += 1
@@ -155,8 +158,10 @@ class ReplicaPool:
             except RemoteUnavailable as error:
                 self._lose(replica, error)
                 failed.add(replica)
-                if extras.on_token is not None:
-                    raise  # a caller has some of the tokens, and another replica would sample others
+                # A caller has some of the tokens, and another replica would sample others; or it is the
+                # request that each replica fails on.
+                if extras.on_token is not None or attempts > len(self.replicas):
+                    raise
             finally:
                 replica.running -= 1
 
@@ -187,7 +192,8 @@ class ReplicaPool:
                 none_since = None
             else:
                 none_since = none_since or time.monotonic()
-                if time.monotonic() - none_since > self._wait_s and not self._breakdown.done():
+                waited = time.monotonic() - none_since > self._wait_s
+                if waited and self._waiting and not self._breakdown.done():
                     self._breakdown.set_result(self._nobody())
 
     def answers(self) -> str:
@@ -236,10 +242,11 @@ class ReplicaPool:
                 replica.checked = True
             await replica.engine.load_weights(publication.version, publication.folder)
             await self._test(replica, publication.canary)
-        except TrainerError as error:
-            replica.state, replica.last_error = "lost", error.detail
+        # A reply of another form is a reason to lose the replica, and none to stop looking after the others.
+        except (TrainerError, LookupError, TypeError, ValueError, AttributeError) as error:
+            replica.state, replica.last_error = "lost", str(error)
             if not lost:
-                self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
+                self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if publication is not self._published:
             return  # stale again: who published the next version waits to load it
@@ -250,12 +257,14 @@ class ReplicaPool:
 
     async def _test(self, replica: Replica, canary: Canary) -> None:
         logprobs = await replica.engine.score(canary.ids)
-        difference = max(abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True))
+        differences = [abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True)]
+        difference = fmean(differences)
         if not difference <= canary.limit:
             raise WeightsRefused(
                 f"it loaded weights that are not the learner's: log-probs of the canary differ by "
-                f"{difference:.2g} nats, and {canary.limit:g} is the limit",
+                f"{difference:.2g} nats on average, and {canary.limit:g} is the limit",
                 where=replica.engine.url,
+                hint="Does its --dtype give the learner's precision: float32 on a CPU, bfloat16 on a GPU?",
             )
 
     async def _serving(self, session: str, failed: set[Replica]) -> Replica:

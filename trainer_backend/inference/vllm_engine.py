@@ -40,6 +40,7 @@ _PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "fre
 _GENERATE = "/inference/v1/generate"
 _CONTROL_TIMEOUT_S = 600.0
 _PROBE_TIMEOUT_S = 10.0
+_PROBE_S = 60.0  # of a probe that the engine has to answer
 _PROBED = 5
 _SHOWN = 300
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -59,6 +60,8 @@ class _Answer:
 
     def add(self, reply: Mapping[str, Any], extras: Extras) -> None:
         """Take a reply, or one chunk of it; a stop string ends it with the token that completes it."""
+        if "error" in reply:  # how a stream says that its engine has failed
+            raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply['error']!r:.{_SHOWN}}")
         usage = reply.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
@@ -245,8 +248,8 @@ class VllmEngine(RemoteEngine):
         folder = Path(source).resolve()
         files = [file.name for file in weight_files(folder)]
         try:
-            await self._control("POST", "/pause", params={"mode": self._weight_update})
             try:
+                await self._control("POST", "/pause", params={"mode": self._weight_update})
                 load = {"method": "turnwise_load", "args": [str(folder), files]}
                 await self._control("POST", "/collective_rpc", body=load)
                 await self._control("POST", "/reset_prefix_cache")
@@ -310,6 +313,8 @@ class VllmEngine(RemoteEngine):
                 f"{self.url} runs vLLM {release}; releases from {_dotted(OLDEST)} to before "
                 f"{_dotted(BEYOND)} are supported"
             )
+        # A trainer that was killed amid a publish leaves the server paused, and every request waiting.
+        await self._control("POST", "/resume", timeout_s=_PROBE_TIMEOUT_S)
         listed = (await self._control("GET", "/v1/models", timeout_s=_PROBE_TIMEOUT_S)).get("data") or []
         lengths = {str(entry.get("id")): entry.get("max_model_len") or 0 for entry in listed}
         if len(lengths) != 1:
@@ -323,7 +328,9 @@ class VllmEngine(RemoteEngine):
             )
         await self._control("GET", "/weight_info", timeout_s=_PROBE_TIMEOUT_S)
         try:
-            await self._control("POST", "/collective_rpc", body={"method": "turnwise_ready"})
+            await self._control(
+                "POST", "/collective_rpc", body={"method": "turnwise_ready"}, timeout_s=_PROBE_S
+            )
         except RemoteUnavailable as error:  # an unknown method is an error of its worker
             raise RemoteRefused(
                 f"{self.url} cannot load weights: {error.detail}",
@@ -339,7 +346,8 @@ class VllmEngine(RemoteEngine):
             sampling = Sampling(temperature=temperature, max_tokens=1)
             answer = _Answer()
             body = self._body(range(1, 17), sampling, _PROBED, salt="probe")
-            answer.add(await self._control("POST", _GENERATE, body=body), Extras(likeliest=_PROBED))
+            reply = await self._control("POST", _GENERATE, body=body, timeout_s=_PROBE_S)
+            answer.add(reply, Extras(likeliest=_PROBED))
             tops.append(answer.likeliest)
         if not tops[0] or tops[0] == tops[1]:
             raise RemoteRefused(
@@ -392,7 +400,8 @@ def _versions(spans: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[int, int
     try:
         versions = tuple((int(span["start"]), int(span["version"])) for span in spans or ())
     except (KeyError, TypeError, ValueError) as error:
-        raise RemoteRefused(f"vLLM returned weight versions that are none of ours: {spans!r:.200}") from error
+        # A server that was started anew has the weights and the version name of its start.
+        raise RemoteUnavailable(f"vLLM samples with weights that are none of ours: {spans!r:.200}") from error
     if not versions or versions[0][0] != 0:
         raise RemoteRefused(
             f"vLLM returned the weight versions {spans!r:.200}, which do not begin at the first token"

@@ -141,8 +141,9 @@ class JobConfig(Table):
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
                 "count; set rollout.allow_truncated_sampling = true to accept that"
             )
-        if self.inference.engine == "vllm" and max(self.rollout.temperature, self.evaluation_temperature) > 2:
-            raise ValueError("a temperature above 2 with inference.engine = 'vllm', which allows 2 at most")
+        temperatures = {self.rollout.temperature, self.evaluation_temperature} - {0.0}
+        if self.inference.engine == "vllm" and not all(0.01 <= value <= 2 for value in temperatures):
+            raise ValueError("inference.engine = 'vllm' allows temperatures from 0.01 to 2, and 0")
         if self.inference.engine == "vllm" and self.rollout.sampling_of().is_truncated:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 with inference.engine = 'vllm': it returns log-probs "

@@ -55,7 +55,7 @@ class Flags:
         list[str] | None,
         Option(
             "--allow-inference-host",
-            help="host or host:port that inference.urls and each inference_url of a posted job may name",
+            help="host or host:port that an inference_url of a posted job may name",
         ),
     ] = None
     key_variables: Annotated[

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from shared_schemas.base import Body, did_you_mean
 from shared_schemas.json_text import NUL, read_json
-from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call, inference_host
+from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
 from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
@@ -322,12 +322,13 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"(--allow-model: {allowed})"
         )
     yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
-    replicas = [inference_host(url, where="inference.urls") for url in config.inference.urls]
-    for host in (*replicas, *hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
+    if config.inference.urls:  # who may load weights into a server may stop it for all that it serves
+        yield "inference.urls is for jobs of `turnwise train`; a posted job may control no vLLM server"
+    for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
         if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
             yield (
-                "inference.urls, or an inference_url of warmup.policy_config or rollout_only, names a server "
-                "that posted jobs may not ask (--allow-inference-host)"
+                "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
+                "may not ask (--allow-inference-host)"
             )
 
 

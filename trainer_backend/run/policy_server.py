@@ -172,6 +172,7 @@ class PolicyServer:
             finally:
                 broken.cancel()
                 watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
 
 
 class FolderPolicy:

@@ -87,9 +87,9 @@ class ReplicaPublisher:
     def _write(self, folder: Path) -> Canary:
         self._learner.publish(folder)
         versions = sorted(self._weights.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
-        for old in versions[:-_KEPT_VERSIONS]:
+        for old in (*versions[:-_KEPT_VERSIONS], *self._weights.glob(".version_*")):
             shutil.rmtree(old, ignore_errors=True)
-        ids = _canary_ids(embedding_rows(self._learner.model))
+        ids = _canary_ids(embedding_rows(self._learner.model))[: self.engine.max_model_len - 1]
         low = self._learner.scorer.placement.low is not None
         limit = _CANARY_LIMITS["bfloat16" if low else "float32"]
         return Canary(tuple(ids), tuple(self._learner.logprobs_of(ids)), limit)

@@ -31,6 +31,7 @@ class FakeVllm:
         down_after: so does it after that many samples.
         may_load: a load waits for it.
         forgets_head: it answers 200 to a load and keeps the output head of before.
+        loads_at_most: later loads fail.
         has_worker: it was started with our worker class.
         raw: its log-probs are those before the temperature.
         loads, served: versions that it was told, and (prompt ids, version) of every sample.
@@ -42,6 +43,7 @@ class FakeVllm:
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
         self.version, self.release, self.max_model_len = "default", release, max_model_len
         self.has_worker = True
+        self.loads_at_most = 1 << 60
         self.down = self.forgets_head = self.raw = False
         self.down_after = 1 << 60
         self.may_load = threading.Event()
@@ -94,6 +96,8 @@ class FakeVllm:
             return Response(status_code=200 if self.has_worker else 500)
         folder, _files = body["args"]
         await asyncio.to_thread(self.may_load.wait)
+        if len(self.loads) >= self.loads_at_most:
+            return Response("no space left on device", status_code=500)
         head = self.model.get_output_embeddings().weight.detach().clone()
         number = len(self.loads) + 1
         await self.engine.load_weights(number, folder)

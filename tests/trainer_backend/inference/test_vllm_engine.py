@@ -131,6 +131,13 @@ async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
                 await engine.refuse_unfit()
 
 
+async def test_a_server_that_a_killed_trainer_left_paused_serves_again(folders):
+    with fake_vllm(folders[0]) as (_, url):
+        async with engine_at(url) as engine:
+            await engine.pause()
+            assert "vLLM 0.32.0" in await engine.refuse_unfit()
+
+
 async def test_a_truncated_sample_is_refused(folders):
     async with engine_at("http://127.0.0.1:9") as engine:
         with pytest.raises(BadChatRequest, match="log-probs of the truncated distribution"):
