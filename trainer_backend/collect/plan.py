@@ -44,7 +44,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class Options:
     """Further things that a request asks of the task app, beside the episode."""
 
     step_rewards: StepRewards = field(default_factory=StepRewards)
@@ -53,7 +53,7 @@ class Extras:
     final_view: bool = False
 
 
-NO_EXTRAS = Extras()
+NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,6 @@ class Players:
     fixed: tuple[RolloutOnlyTable, ...]
     servers: Mapping[str, Inference]
     seed: int
-
-    @property
-    def held_out_temperature(self) -> float:
-        """The temperature of evaluations; 0 is greedy."""
-        own = self.held_out.temperature
-        return self.rollout.temperature if own is None else own
 
     @property
     def max_decisions(self) -> int:
@@ -100,7 +94,8 @@ class Players:
         """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
         rollout, server = self.rollout, self._server(ACTOR)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group))
-        sampling = rollout.sampling_of().model_copy(update={"temperature": self.held_out_temperature})
+        temperature = self.held_out.temperature_beside(rollout)
+        sampling = rollout.sampling_of().model_copy(update={"temperature": temperature})
         own = model_config(self.multi_turn, server, sampling, seed=seed)
         return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server)
 
@@ -269,14 +264,14 @@ class Planner:
             policy_name: a policy of the task app; None: the actor plays.
             most: make only so many, the first ones; absent: all.
         """
-        config, extras = policy_config or {}, Extras(self.table.step_rewards)
+        config, options = policy_config or {}, Options(self.table.step_rewards)
         requests = []
         for group, origin in enumerate(self.source.evaluation(most)):
             if policy_name is None:
                 spec = self.players.evaluated(group, config)
             else:
                 spec = self.players.scripted(policy_name, "evaluation", group, config)
-            requests.append(self._request(Slot(f"eval-{label}", 0, group), origin, spec, extras))
+            requests.append(self._request(Slot(f"eval-{label}", 0, group), origin, spec, options))
         return requests
 
     def largest(self) -> RolloutRequest:
@@ -293,18 +288,18 @@ class Planner:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
+        shared = Options(
+            self.table.step_rewards,
+            state_keys=stored_state_keys(self.algorithm, self.players.rollout),
+            final_view=self.algorithm.bootstrap_truncated,
+        )
         requests = []
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(samplers[group]):
                 slot = Slot(stage, iteration, group, sibling)
-                extras = Extras(
-                    self.table.step_rewards,
-                    state_keys=stored_state_keys(self.algorithm, self.players.rollout),
-                    snapshot_turns=self._snapshot_turns(slot),
-                    final_view=self.algorithm.bootstrap_truncated,
-                )
+                options = replace(shared, snapshot_turns=self._snapshot_turns(slot))
                 spec = self.players.sampled_by(policy, *slot)
-                requests.append(self._request(slot, origin, spec, extras))
+                requests.append(self._request(slot, origin, spec, options))
         return requests
 
     def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
@@ -348,7 +343,7 @@ class Planner:
         return self.source.training("train", range(first, first + count), iteration)
 
     def _request(
-        self, slot: Slot, origin: Origin, policy: PolicySpec, extras: Extras = NO_EXTRAS
+        self, slot: Slot, origin: Origin, policy: PolicySpec, options: Options = NO_OPTIONS
     ) -> RolloutRequest:
         players = self.players
         return RolloutRequest(
@@ -360,12 +355,12 @@ class Planner:
             start=Start(seed=origin.seed),
             env=players.env(origin),
             policy=policy,
-            step_rewards=extras.step_rewards,
+            step_rewards=options.step_rewards,
             limits=players.limits(),
             multi_turn=players.multi_turn.for_requests(),
-            state_keys=extras.state_keys,
-            snapshot_turns=extras.snapshot_turns,
-            final_view=extras.final_view,
+            state_keys=options.state_keys,
+            snapshot_turns=options.snapshot_turns,
+            final_view=options.final_view,
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
             # Random play for a tokenizer earns nothing.

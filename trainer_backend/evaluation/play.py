@@ -224,7 +224,7 @@ def _setting(players: Players, player: Player, data: DataTable | None) -> dict[s
     if isinstance(player, TaskAppPolicy):
         return setting
     setting |= {
-        "temperature": players.held_out_temperature,
+        "temperature": players.held_out.temperature_beside(players.rollout),
         "tokens a decision at most": rollout.max_tokens,
     }
     return setting | ({"policy settings": rollout.policy_config} if rollout.policy_config else {})

@@ -64,6 +64,10 @@ class EvaluationTable(Table):
         default=None, ge=0, description="sampling temperature; 0 is greedy; absent: as in [rollout]"
     )
 
+    def temperature_beside(self, rollout: RolloutTable) -> float:
+        """The temperature of evaluations; 0 is greedy."""
+        return rollout.temperature if self.temperature is None else self.temperature
+
     @field_validator("seeds")
     @classmethod
     def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,8 +101,7 @@ class JobConfig(Table):
     @property
     def evaluation_temperature(self) -> float:
         """The temperature of evaluations; 0 is greedy."""
-        own = self.evaluation.temperature
-        return self.rollout.temperature if own is None else own
+        return self.evaluation.temperature_beside(self.rollout)
 
     @property
     def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
