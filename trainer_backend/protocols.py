@@ -73,8 +73,14 @@ class Learner(Protocol):
         Called only for jobs whose rewards contain the KL between the two.
         """
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         """Score the episodes, do one iteration of policy updates, and return its metrics.
+
+        Args:
+            policy_version: of the weights before the update, where older ones have sampled tokens too; None:
+                these weights have sampled all of the actor's.
 
         Raises NonFiniteLoss before anything non-finite reaches the weights.
         """
@@ -97,7 +103,7 @@ class InferenceServer(Protocol):
         Raises EngineStopped if the engine has failed, since further requests would be useless.
         """
 
-    def totals(self) -> Mapping[str, float]:
+    async def totals(self) -> Mapping[str, float]:
         """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
 

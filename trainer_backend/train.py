@@ -19,15 +19,16 @@ from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.credit.credit import NOTHING, Credited, Measured
-from trainer_backend.errors import TrainerError, UpdateStopped
+from trainer_backend.errors import SamplerMismatch, TrainerError, UpdateStopped
 from trainer_backend.protocols import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
-    IterationTimes,
-    inference_metrics,
+    Moment,
+    moment,
     refuse_round,
 )
 from trainer_backend.run.run import Run
+from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 
@@ -43,29 +44,33 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
     so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
     """
-    saving = run.saving
+    saving, ahead = run.saving, Ahead(run, stop)
     await run.server.publish(progress.policy_version)
     saving.mark_best()  # a kill may have come between an evaluation and this
-    while True:
-        if saving.due(progress.iteration):
-            await saving.save(progress)
-        try:
-            if saving.evaluation_due(progress):
-                await _evaluate(run, progress, stop)
-            ends = progress.iteration >= saving.last_iteration or stop.is_set()
-            result = None if ends else await _play(run, progress, stop)
-        except TrainerError:
-            await saving.save(progress)
-            raise
-        if result is None:
-            await saving.save(progress)
-            return progress
-        try:
-            progress = await _learn(run, progress, result)
-        except UpdateStopped as error:
-            if not error.steps_taken:  # else the weights are those of no iteration's end
-                await saving.save(progress)
-            raise
+    try:
+        while True:
+            ahead.begin_early(progress)
+            if saving.due(progress.iteration):
+                await _save(run, progress)
+            try:
+                if saving.evaluation_due(progress):
+                    await _evaluate(run, progress, stop)
+                ends = progress.iteration >= saving.last_iteration or stop.is_set()
+                result = None if ends else await _play(ahead.take(progress))
+            except TrainerError:
+                await _save(run, progress)
+                raise
+            if result is None:
+                await _save(run, progress)
+                return progress
+            try:
+                progress = await _learn(ahead, progress, result)
+            except UpdateStopped as error:
+                if not error.steps_taken:  # else the weights are those of no iteration's end
+                    await _save(run, progress)
+                raise
+    finally:
+        await ahead.end()
 
 
 def work_left(run: Run, progress: Progress) -> bool:
@@ -73,28 +78,74 @@ def work_left(run: Run, progress: Progress) -> bool:
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
+class Ahead:
+    """The iterations whose rollouts are asked for: the next one, and up to `max_staleness` beyond it.
+
+    Iteration k may begin once the weights serve that iteration k - max_staleness learns on: then none of its
+    tokens is older than that when k is learned from, whatever is published meanwhile. Iterations are learned
+    from in their order, each from exactly its plan.
+
+    Attributes:
+        last_row: when the metrics of the last finished iteration were taken.
+
+    Source: SCALE.md, section 5.
+    """
+
+    def __init__(self, run: Run, stop: asyncio.Event) -> None:
+        self.run, self._stop = run, stop
+        self.last_row = Moment(0.0, {})
+        self._begun: dict[int, Iteration] = {}
+
+    def begin_early(self, progress: Progress) -> None:
+        """Begin what may be collected while the learner works; with `max_staleness` 0 there is nothing."""
+        staleness = self.run.planner.table.max_staleness
+        if staleness and not self._stop.is_set():
+            last = min(progress.iteration + 1 + staleness, self.run.saving.last_iteration)
+            for number in range(progress.iteration + 1, last + 1):
+                self._begin(number, progress)
+
+    def take(self, progress: Progress) -> "Iteration":
+        """The next iteration, whose rollouts are waited for now."""
+        self._begin(progress.iteration + 1, progress)
+        return self._begun.pop(progress.iteration + 1)
+
+    async def end(self) -> None:
+        """End the collection of what will not be learned from."""
+        begun, self._begun = self._begun, {}
+        for iteration in begun.values():
+            await iteration.cancel()
+
+    def _begin(self, number: int, progress: Progress) -> None:
+        if number not in self._begun:
+            self._begun[number] = Iteration(self.run, number, progress, self._stop)
+
+
 class Iteration:
     """Stops 2 to 10 of an iteration, a round of rollouts at a time: collected, credited, stored.
 
-    A round is stored before the task apps forget it and before another round is asked for.
+    A round is stored before the task apps forget it and before another round is asked for. The first round is
+    asked for at once; others, and branches, when they are waited for.
 
     Args:
-        progress: where the iteration begins.
-        resumable: whether the weights of now are saved, so that a later start could use these rollouts.
+        progress: of the run when the iteration begins.
     """
 
-    def __init__(self, run: Run, progress: Progress, *, resumable: bool) -> None:
-        self._run, self._started = run, time.monotonic()
-        self.number = progress.iteration + 1
-        self._name = f"iteration_{self.number}"
-        self._totals, self._planner = run.server.totals(), run.current_planner()
-        self._requests = self._planner.training(self.number)  # 2, 3
+    def __init__(self, run: Run, number: int, progress: Progress, stop: asyncio.Event) -> None:
+        self._run, self._stop, self.number = run, stop, number
+        self._name = f"iteration_{number}"
+        self._planner = run.current_planner()
+        self._requests = self._planner.training(number)  # 2, 3
         self._all_requests: list[RolloutRequest] = []
-        self._spool = run.spool(self._name, self._requests, progress.policy_version) if resumable else None
+        self._spool = run.iteration_spool(number, self._requests, progress)
         self._rounds: list[Collection] = []
         self._branches: list[Collection] = []
         self._measured, self._credited = NOTHING, Credited([], [], {}, [])
-        self._refilled, self._collect_s = 0, 0.0
+        self._refilled = 0
+        self._begun = Moment(0.0, {})
+        self._collecting: list[Span] = []
+        self._crediting: list[Span] = []
+        self._is_awaited = False
+        self._first: asyncio.Task[Collection | None] | None = asyncio.ensure_future(self._first_round())
 
     @property
     def is_complete(self) -> bool:
@@ -106,37 +157,35 @@ class Iteration:
     def _missing(self) -> int:
         return len(self._credited.flat) - self._refilled
 
-    async def add_round(self, stop: asyncio.Event) -> bool:
+    async def add_round(self) -> bool:
         """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
-        run, refills = self._run, len(self._rounds)
-        if refills:
-            missing = self._missing
-            self._requests = self._planner.refill(self.number, refills, missing, refilled=self._refilled)
-            self._refilled += missing
-        self._all_requests += self._requests
-        began, stage = time.monotonic(), _stage("collect", self.number, refills)
-        collection = await run.collect(stage, self._requests, spool=self._spool, stop=stop)  # 4 to 6
+        run, self._is_awaited = self._run, True
+        collection = await self._next_round()  # 4 to 6
         if collection is None:
             return False
         new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that needs them
         if new:  # their parents are stored first, lest an error loses them
             self._store(self._name, join_rounds([*self._rounds, collection]))
-        stage = _stage("branches", self.number, refills)
-        branches = await run.collect(stage, new, spool=self._spool, stop=stop)  # 4 to 6
+        branches = await self._collect("branches", new)  # 4 to 6
         if branches is None:
             return False
-        self._collect_s += time.monotonic() - began
-        self._rounds.append(collection)
-        self._branches.append(branches)
-        await self._credit_and_store(collection)  # 7 to 10
+        with run.timeline.working("learn") as span:
+            self._rounds.append(collection)
+            self._branches.append(branches)
+            await self._credit_and_store(collection)  # 7 to 10
+        self._crediting.append(span)
         await run.ack([*collection.all, *branches.all])
         return True
+
+    async def cancel(self) -> None:
+        """End its collection; nobody is left to be told of an error."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
 
     def result(self) -> IterationResult:
         """All rounds together."""
         collection, credits = join_rounds(self._rounds), self._credited.credits
-        inference = inference_metrics(self._totals, self._run.server.totals())
-        times = IterationTimes(self._started, time.monotonic(), self._collect_s)
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)
         metrics = self._run.metrics
@@ -144,11 +193,41 @@ class Iteration:
             collection=collection,
             branches=join_rounds(self._branches),
             credited=self._credited,
-            times=times,
-            inference=inference,
+            begun=self._begun,
+            collecting=self._collecting,
+            crediting=self._crediting,
             mixture=metrics.by_policy(self._all_requests, collection.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
         )
+
+    async def _next_round(self) -> Collection | None:
+        """Wait for the first round, or ask for another one in place of flat groups."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return await first
+        missing = self._missing
+        self._requests = self._planner.refill(
+            self.number, len(self._rounds), missing, refilled=self._refilled
+        )
+        self._refilled += missing
+        return await self._collect("collect", self._requests)
+
+    async def _first_round(self) -> Collection | None:
+        self._begun = await moment(self._run.server)
+        return await self._collect("collect", self._requests)
+
+    async def _collect(self, what: str, requests: Sequence[RolloutRequest]) -> Collection | None:
+        if not requests:
+            return Collection(())
+        if what == "collect":
+            self._all_requests += requests
+        stage = _stage(what, self.number, len(self._rounds))
+        with self._run.timeline.working("collect") as span:
+            collection = await self._run.collect(
+                stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
+            )
+        self._collecting.append(span)
+        return collection
 
     async def _credit_and_store(self, newest: Collection) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
@@ -197,52 +276,72 @@ class Iteration:
         return Measured(values, after, by_parent(branches.rollouts), scored)
 
 
-async def _play(run: Run, progress: Progress, stop: asyncio.Event) -> IterationResult | None:
+async def _play(iteration: Iteration) -> IterationResult | None:
     """Stops 2 to 10; None where a stop came first."""
-    iteration = Iteration(run, progress, resumable=run.saving.is_saved(progress.iteration))
     while not iteration.is_complete:
-        if not await iteration.add_round(stop):
+        if not await iteration.add_round():
             return None
     return iteration.result()
 
 
-async def _learn(run: Run, progress: Progress, result: IterationResult) -> Progress:
+async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
     """Stops 11 to 13: update, serve the new weights, write down the consumed rollouts and the metrics."""
-    iteration = progress.iteration + 1
-    started = time.monotonic()
-    run.reporter.stage(f"update {iteration}", 0, 1)
-    update = await _update(run, result, iteration)  # 8 (log-probs), 11
-    updated = time.monotonic()
-    steps = int(update["optim/steps"])
-    own = run.credit.policies.by_actor(result.collection.rollouts)
-    played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
-    staleness = staleness_metrics(played, progress.policy_version)
-    progress = replace(
-        progress,
-        iteration=iteration,
-        policy_version=progress.policy_version + (steps > 0),
-        updates=progress.updates + steps,
-    )
-    unserved = await _publish(run, progress) if steps else None  # 12
+    run, iteration = ahead.run, progress.iteration + 1
+    staleness = _staleness(run, progress, result)
+    with run.timeline.working("learn") as learning:
+        run.reporter.stage(f"update {iteration}", 0, 1)
+        update = await _update(run, result, progress)  # 8 (log-probs), 11
+        updated, steps = time.monotonic(), int(update["optim/steps"])
+        progress = replace(
+            progress,
+            iteration=iteration,
+            policy_version=progress.policy_version + (steps > 0),
+            updates=progress.updates + steps,
+        )
+        error = await _publish(run, progress) if steps else None  # 12
+        publish_s = time.monotonic() - updated
+    # Of iterations that are collected at the same time, each tells what happened since the row before.
+    since, now = max(ahead.last_row, result.begun), await moment(run.server)
+    ahead.last_row = now
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **run.metrics.row(result, ended=time.monotonic()),
+        **run.metrics.row(result, since=since, now=now),
         **update,
         "policy/version": progress.policy_version,
         **staleness,
-        "time/update_s": updated - started,
-        "time/publish_s": time.monotonic() - updated,
+        "time/update_s": learning.seconds - publish_s,
+        "time/publish_s": publish_s,
         "time/checkpoint_s": run.saving.take_seconds(),
+        **run.timeline.waits(),
+        "timeline/collect_start": result.collecting[0].start,
+        "timeline/collect_end": result.collecting[-1].end,
+        "timeline/learn_start": result.crediting[0].start,
+        "timeline/learn_end": learning.end,
         "recovery/resumes": float(run.resumes),
     }
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
-    if unserved is not None:  # the update is done, and a resumed run begins with this publish
-        await run.saving.save(progress)
-        raise unserved
+    if error is not None:  # the update is done, and a resumed run begins with this publish
+        await _save(run, progress)
+        raise error
     return progress
+
+
+def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
+    """How old the iteration's tokens are; with `max_staleness`, none may be older than that."""
+    own = run.credit.policies.by_actor(result.collection.rollouts)
+    played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+    staleness = staleness_metrics(played, progress.policy_version)
+    bound = run.planner.table.max_staleness
+    if bound and staleness.get("policy/staleness_max", 0.0) > bound:
+        raise SamplerMismatch(
+            f"iteration {progress.iteration + 1} has tokens whose sampler lies "
+            f"{staleness['policy/staleness_max']:.0f} versions behind, and training.max_staleness is {bound}",
+            hint="A server may have been started anew with old weights; look at its log.",
+        )
+    return staleness
 
 
 async def _publish(run: Run, progress: Progress) -> TrainerError | None:
@@ -254,13 +353,23 @@ async def _publish(run: Run, progress: Progress) -> TrainerError | None:
     return None
 
 
-async def _update(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:
+async def _update(run: Run, result: IterationResult, progress: Progress) -> dict[str, float]:
     """Update the policy and return its metrics; if all groups are flat and skipped, there is no update."""
-    episodes = result.credited.episodes
+    episodes, iteration = result.credited.episodes, progress.iteration + 1
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
         return {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
-    return await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)
+    return await asyncio.to_thread(
+        run.learner.update,
+        episodes,
+        iteration=iteration,
+        policy_version=progress.policy_version if run.planner.table.max_staleness else None,
+    )
+
+
+async def _save(run: Run, progress: Progress) -> None:
+    with run.timeline.working("learn"):
+        await run.saving.save(progress)
 
 
 async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
@@ -268,8 +377,9 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
     name = f"evaluation_{progress.iteration}"
-    spool = run.spool(name, requests, progress.policy_version)
-    collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
+    spool = run.spool(name, requests, range(progress.policy_version, progress.policy_version + 1))
+    with run.timeline.working("collect"):
+        collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
     if collection is None:
         return
     write_rollouts(run.directory.rollouts_file(name), collection.all)

@@ -38,7 +38,9 @@ class Watched(Learner):
         self.asked.append(sorted({name.rsplit("/", 1)[0] for name in episodes}))
         return {name: [1.0, 2.0] if "/train/" in name else [0.0, 0.0] for name in episodes}
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         self.critics = [item.critic for item in episodes]
         self.trained += sorted({item.rollout_id.split("/", 1)[1].rsplit("/", 1)[0] for item in episodes})
         return super().update(episodes, iteration=iteration)

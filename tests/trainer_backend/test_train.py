@@ -41,7 +41,9 @@ class Learner:
     def warm_up(self, episodes: object, tell: object) -> dict[str, float]:
         raise AssertionError
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         if iteration == self.fails_at:
             error = NonFiniteLoss("the loss is nan")
             error.steps_taken = self.steps_taken
@@ -67,7 +69,7 @@ class Server:
     async def while_serving(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 
-    def totals(self) -> dict[str, float]:
+    async def totals(self) -> dict[str, float]:
         """Between two looks: 6 requests of 2 prompt tokens, 4 engine steps, 10 sampled tokens."""
         self._looked_at += 1
         each = {"requests": 6, "prompt_tokens": 12, "sampled_tokens": 10, "steps": 4, **UNTRUNCATED}

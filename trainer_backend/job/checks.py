@@ -34,6 +34,7 @@ def mixture_findings(config: JobConfig) -> Iterator[Finding]:
     if schedule is not None:
         yield from _keys_of_the_type(schedule)
         yield from _selection(schedule, active)
+        yield from _looking_back(schedule, config.training)
     all_remote = all(table.is_remote for table in active)
     for table in active:
         yield from _address(table)
@@ -154,6 +155,18 @@ def _unread(table: RolloutOnlyTable, training: TrainingTable, algorithm: Algorit
     if table.baseline == "per_policy" and not plug.compares_siblings:
         reason = f"is not read by algorithm.advantage = {advantage!r}, which compares no siblings"
         yield "rollout_only", f"{where}: baseline = 'per_policy' {reason}"
+
+
+def _looking_back(schedule: AllocationTable, training: TrainingTable) -> Iterator[Finding]:
+    if training.max_staleness:
+        by_reward = schedule.selection == "reward"
+        chosen = "selection = 'reward'" if by_reward else f"type = {schedule.type!r}"
+        if by_reward or allocation(schedule.type).looks_back:
+            yield (
+                "training.max_staleness",
+                f"training.max_staleness = {training.max_staleness} plans iterations before earlier ones are "
+                f"over, and [{_SCHEDULE}] {chosen} looks back on those; set max_staleness = 0",
+            )
 
 
 def _what_cannot_be_mixed(training: TrainingTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
@@ -286,6 +299,10 @@ def biases(config: JobConfig) -> list[str]:
         findings.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
     if config.rollout.sampling_of().is_truncated:
         findings.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
+    if training.max_staleness:
+        findings.append(
+            f"training.max_staleness = {training.max_staleness} (truncated weights of older samples)"
+        )
     if config.fixed_policies:
         findings.append("[rollout_only] (truncated weights; docs/mixture.md)")
     return findings

@@ -139,6 +139,11 @@ class JobConfig(Table):
         self._refuse_interactions_for_others()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
+        if self.training.max_staleness and self.inference.deterministic:
+            raise ValueError(
+                f"training.max_staleness = {self.training.max_staleness} with inference.deterministic: "
+                "which version samples a token would depend on how long other work takes; drop one of them"
+            )
         if self.rollout.sampling_of().is_truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "

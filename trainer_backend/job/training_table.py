@@ -20,6 +20,13 @@ class TrainingTable(Table):
     iterations: int = Field(
         default=20, ge=0, le=1_000_000, description="rounds of collection, credit and update"
     )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="how many versions the weights that sampled a token may lie behind those that learn from "
+        "it; so many iterations are collected ahead while the learner works; 0: the two take turns",
+    )
     group_size: int = Field(default=8, ge=1, le=100_000, description="G: episodes with the same start")
     learning_rate: float = Field(default=5e-4, gt=0, description="highest learning rate of AdamW")
     learning_rate_schedule: str = Field(

@@ -182,23 +182,36 @@ def _refuse_non_finite(segment: Segment, values: Sequence[float], what: str) -> 
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
-def mismatch(scored: Sequence[Scored], *, limit: float) -> dict[str, float]:
+def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: float) -> dict[str, float]:
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
-    Of the actor's samples: those of another policy are far away, and should be. Empty where there are none.
+    Of what the learner's own version sampled: another policy's samples are far away, and an older version's
+    may be.
+
+    Args:
+        policy_version: whose tokens are checked; None: all of the actor's.
+
+    Returns:
+        mismatch/logprob_max and mismatch/logprob_mean (nats); mismatch/checked_share beside them where older
+        versions have sampled too. Empty, or that share alone, where there is nothing to check.
     """
+    of_actor = [item for item in scored if item.policy == ACTOR]
+    sampled = sum(len(item.proximal) for item in of_actor)
+    if not sampled:
+        return {}
     tokens = [
         (abs(own - item.segment.logprobs[position]), own, item.segment, position)
-        for item in scored
-        if item.policy == ACTOR
+        for item in of_actor
         for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
+        if policy_version in (None, item.segment.versions[position])
     ]
+    share = {} if policy_version is None else {"mismatch/checked_share": len(tokens) / sampled}
     if not tokens:
-        return {}
+        return share
     gap, own, segment, position = max(tokens, key=itemgetter(0))
     if gap <= limit:
         mean = sum(token[0] for token in tokens) / len(tokens)
-        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean}
+        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean, **share}
     beyond = sum(token[0] > limit for token in tokens)
     raise SamplerMismatch(
         f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[position]:.6g}, "

@@ -204,12 +204,16 @@ class LocalLearner:
         of_segments = iter(logprobs)
         return {name: [next(of_segments) for _ in parts] for name, parts in episodes.items()}
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.config.training.threads)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        return self.policy_update().run(episodes, iteration=iteration, cache=cache)
+        return self.policy_update().run(
+            episodes, iteration=iteration, policy_version=policy_version, cache=cache
+        )
 
     def policy_update(self) -> PolicyUpdate:
         """The update of the weights as they are now."""

@@ -72,6 +72,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         *,
         iteration: int,
+        policy_version: int | None = None,
         cache: LogprobCache = EMPTY,
     ) -> dict[str, float]:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
@@ -79,8 +80,11 @@ class PolicyUpdate:
         With `target_kl`, the first step that finds the policy further away than that is not taken, nor is
         any step after it.
 
+        Args:
+            policy_version: as in `protocols.Learner.update`.
+
         Raises:
-            SamplerMismatch: a token of the actor's is further from what its sampler said than
+            SamplerMismatch: a token that these weights sampled is further from what its sampler said than
                 `mismatch_limit`; no step is taken.
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; the weights are untouched
                 by the step that met it.
@@ -92,7 +96,7 @@ class PolicyUpdate:
         try:
             with memory_watched("the update ran out of memory", hint=less_memory(self._config)):
                 samples = self.weighed(episodes, cache)
-                gaps = mismatch(samples.scored, limit=self._mismatch_limit())
+                gaps = mismatch(samples.scored, policy_version, limit=self._mismatch_limit())
                 steps = list(self._steps(samples.scored, iteration))
                 for number, (step, in_pass) in enumerate(steps):
                     part = self.gradient(step, by_id, steps=in_pass, is_first=number == 0)

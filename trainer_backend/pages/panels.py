@@ -213,6 +213,11 @@ PANELS: tuple[Panel, ...] = (
         ),
         form="seconds", stacked=True,
     ),
+    Panel(
+        "waits", "Who waited", "Seconds in which only one of the two worked.",
+        (Line("time/wait_collect_s", "the learner"), Line("time/wait_learner_s", "the collectors")),
+        form="seconds",
+    ),
     Panel("speed", "Decisions a second", "While collecting, and over the whole iteration.", (
         Line("perf/collect_decisions_per_s", "collecting"), Line("perf/decisions_per_s", "all in all"),
     )),

@@ -156,7 +156,8 @@ class Beginning:
         return Models(learner, fixed, Progress())
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
-        self._directory.go_back_to(progress.iteration, self._reporter.say)
+        staleness = self._config.training.max_staleness
+        self._directory.go_back_to(progress.iteration, self._reporter.say, max_staleness=staleness)
         self._reporter.say(f"resumed from {checkpoint}")
         for line in (
             self._directory.missing_rows(progress.iteration),
@@ -248,7 +249,7 @@ class Beginning:
 
         spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
-            policy_version=0, gateway_url=None, tell=self._reporter.say,
+            versions=range(1), gateway_url=None, tell=self._reporter.say,
         )  # fmt: skip
         collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
         if collection is None:

@@ -59,9 +59,7 @@ class Saving:
     def write(self, progress: Progress) -> None:
         """As `save`, on this thread."""
         self.learner.save(self.folder(progress.iteration), progress)
-        # These weights have learned from their rollouts: nobody will ask for them again.
-        for spool in self.directory.rollouts.glob("iteration_*.spool.jsonl"):
-            spool.unlink()
+        self.directory.remove_spools(progress.iteration)
         prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
 
     def take_seconds(self) -> float:

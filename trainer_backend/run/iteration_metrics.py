@@ -1,10 +1,11 @@
 """Metrics of an iteration: what was collected, who sampled it, when a fixed policy is refused. Pure."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
@@ -32,20 +33,21 @@ from trainer_backend.core.statistics import (
 from trainer_backend.credit.credit import Credited
 from trainer_backend.credit.rewards import Policies
 from trainer_backend.errors import NothingToLearnFrom, SegmentError, place
+from trainer_backend.protocols import InferenceServer
+from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
 
 
-@dataclass(frozen=True, slots=True)
-class IterationTimes:
-    """Moments on the monotonic clock, and seconds.
+class Moment(NamedTuple):
+    """Seconds of the monotonic clock, and the counts of inference at that time."""
 
-    started, credited: when the iteration began, and when its rollouts had their credit.
-    collect_s: how much of the time between the two went into collecting.
-    """
+    seconds: float
+    totals: Mapping[str, float]
 
-    started: float
-    credited: float
-    collect_s: float
+
+async def moment(server: InferenceServer) -> Moment:
+    """The moment of now."""
+    return Moment(time.monotonic(), await server.totals())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,17 @@ class IterationResult:
         branches: rollouts that were played on from decisions of the collected ones; they are measured with,
             and not trained on.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
-        inference: metrics of the engine (`inference_metrics`).
+        begun: when its rollouts were asked for.
+        collecting, crediting: when its rounds were collected and credited.
         mixture: metrics by policy (`IterationMetrics.by_policy`).
     """
 
     collection: Collection
     branches: Collection
     credited: Credited
-    times: IterationTimes
-    inference: Mapping[str, float]
+    begun: Moment
+    collecting: Sequence[Span]
+    crediting: Sequence[Span]
     mixture: Mapping[str, float]
     refilled: int = 0
 
@@ -75,13 +79,14 @@ class IterationMetrics:
 
     policies: Policies
 
-    def row(self, result: IterationResult, *, ended: float) -> dict[str, Any]:
-        """The metrics of an iteration that ended at `ended`.
+    def row(self, result: IterationResult, *, since: Moment, now: Moment) -> dict[str, Any]:
+        """The metrics of an iteration, with the speed and the inference between two moments.
 
         Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
         of failures are of all.
         """
-        collection, times = result.collection, result.times
+        collection = result.collection
+        collect_s = sum(span.seconds for span in result.collecting)
         own = self.policies.by_actor(collection.rollouts)
         episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
         trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
@@ -98,16 +103,16 @@ class IterationMetrics:
             "recovery/rollouts_reused": float(len(collection.reused) + len(result.branches.reused)),
             **branched,
             **result.mixture,
-            **(result.inference if own else {}),
+            **(inference_metrics(since.totals, now.totals) if own else {}),
             **(_by_turn(episodes) if episodes else {}),
             "group/refilled": float(result.refilled),
-            "time/collect_s": times.collect_s,
-            "time/credit_s": times.credited - times.started - times.collect_s,
+            "time/collect_s": collect_s,
+            "time/credit_s": sum(span.seconds for span in result.crediting),
             "time/environment_s": sum(step.environment_s for step in steps),
             "time/interaction_s": sum(step.interaction_s for step in steps),
             "time/policy_s": sum(step.policy_s for step in steps),
-            "perf/decisions_per_s": decisions / (ended - times.started),
-            "perf/collect_decisions_per_s": decisions / times.collect_s,
+            "perf/decisions_per_s": decisions / (now.seconds - since.seconds),
+            "perf/collect_decisions_per_s": decisions / collect_s if collect_s else 0.0,
         }
 
     def by_policy(

@@ -99,7 +99,7 @@ class ActorServer:
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
 
-    def totals(self) -> dict[str, float]:
+    async def totals(self) -> dict[str, float]:
         """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
         return {**self._source.totals(), **self._policy.figures.totals()}
 

@@ -1,19 +1,21 @@
 """The parts of a running job, put together once at its start, and the collection of a stage's rollouts."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.collector import Collection, Collector, Progress
+from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.collector import Progress as Tell
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import with_earlier
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.protocols import InferenceServer, Learner, Reporter
+from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import IterationMetrics
 from trainer_backend.run.stopping import until
+from trainer_backend.run.timeline import Timeline
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.spool import Spool
 
@@ -34,6 +36,7 @@ class Run:
     saving: Saving
     reporter: Reporter
     resumes: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def learner(self) -> Learner:
@@ -52,22 +55,50 @@ class Run:
         looks_back = self.planner.allocation.looks_back
         return self.planner.after(self.directory.metrics()) if looks_back else self.planner
 
-    def spool(self, stage: str, requests: Sequence[RolloutRequest], policy_version: int) -> Spool:
+    def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
         """The spool of a stage, with the rollouts of these requests that an earlier start has left there."""
         return Spool.open(
             self.directory.spool_file(stage), requests,
-            policy_version=policy_version, gateway_url=self.server.inference.url, tell=self.reporter.say,
+            versions=versions, gateway_url=self.server.inference.url, tell=self.reporter.say,
         )  # fmt: skip
 
+    def iteration_spool(
+        self, number: int, requests: Sequence[RolloutRequest], progress: Progress
+    ) -> Spool | None:
+        """The spool of an iteration that begins now; None where no later start could use its rollouts.
+
+        With `max_staleness` 0 it could not where these weights are in no checkpoint. Otherwise they may get
+        into one while the iteration waits to be learned from.
+        """
+        staleness, newest = self.planner.table.max_staleness, progress.policy_version
+        if not staleness and not self.saving.is_saved(progress.iteration):
+            return None
+        # Each iteration in between adds a version at most.
+        waits = number - 1 - progress.iteration
+        return self.spool(
+            f"iteration_{number}", requests, range(newest - max(staleness - waits, 0), newest + 1)
+        )
+
     async def collect(
-        self, name: str, requests: Sequence[RolloutRequest], *, spool: Spool | None, stop: asyncio.Event
+        self,
+        name: str,
+        requests: Sequence[RolloutRequest],
+        *,
+        spool: Spool | None,
+        stop: asyncio.Event,
+        shown: Callable[[], bool] = lambda: True,
     ) -> Collection | None:
-        """Collect the rollouts of a stage; None where a stop came first."""
+        """Collect the rollouts of a stage; None where a stop came first.
+
+        Args:
+            shown: whether it is what the run waits for, and what is reported as its stage.
+        """
         if not requests:
             return Collection(())
 
         def tell(done: int, total: int) -> None:
-            self.reporter.stage(name, done, total)
+            if shown():
+                self.reporter.stage(name, done, total)
 
         rollouts = collected(requests, self.collector, spool=spool, tell=tell, stop=stop)
         return await self.server.while_serving(rollouts)
@@ -87,7 +118,7 @@ async def collected(
     collector: Collector,
     *,
     spool: Spool | None,
-    tell: Progress,
+    tell: Tell,
     stop: asyncio.Event,
 ) -> Collection | None:
     """Collect a plan's rollouts: reuse those that an earlier start spooled, and ask task apps for the rest.

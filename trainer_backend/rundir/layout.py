@@ -76,6 +76,12 @@ class RunDirectory:
         """List the stored rollouts of training iterations, unordered."""
         return list(self.rollouts.glob("iteration_*.parquet"))
 
+    def remove_spools(self, iteration: int) -> None:
+        """Delete the spools of training up to an iteration, whose weights have learned from them."""
+        for path in self.rollouts.glob("iteration_*.spool.jsonl"):
+            if int(path.name.removesuffix(".spool.jsonl").rpartition("_")[2]) <= iteration:
+                path.unlink()
+
     def spool_file(self, name: str) -> Path:
         """The spool of an unfinished stage; see `rundir.spool`."""
         return self.rollouts / f"{name}.spool.jsonl"
@@ -118,14 +124,15 @@ class RunDirectory:
             f"checkpoints/best stays where it is until an evaluation is better"
         )
 
-    def go_back_to(self, iteration: int, tell: Callable[[str], None]) -> None:
+    def go_back_to(self, iteration: int, tell: Callable[[str], None], *, max_staleness: int = 0) -> None:
         """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
         Args:
             tell: receives a sentence about each file of rollouts that cannot be used.
+            max_staleness: of the job, so many iterations beyond the next one may have rollouts already.
         """
         self.forget_after(iteration)
-        tidy_spools(self.rollouts, iteration, tell)
+        tidy_spools(self.rollouts, iteration, tell, max_staleness=max_staleness)
 
     def forget_after(self, iteration: int) -> None:
         """Drop the rows of later iterations from metrics and ledger."""

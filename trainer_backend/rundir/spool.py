@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import PolicyLogprobs
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import (
     append_line,
@@ -24,6 +25,7 @@ from trainer_backend.rundir.files import (
     read_lines,
     read_texts,
     replace_lines,
+    replace_text,
     write_errors,
 )
 
@@ -40,24 +42,29 @@ class Spool:
     @classmethod
     def open(
         cls, path: Path, requests: Sequence[RolloutRequest], *,
-        policy_version: int, gateway_url: str | None, tell: Callable[[str], None],
+        versions: range, gateway_url: str | None, tell: Callable[[str], None],
     ) -> "Spool":  # fmt: skip
         """Open the spool of a stage, with the rollouts that an earlier start of the same stage left.
 
         Args:
             path: `RunDirectory.spool_file` of the stage.
             requests: the stage's first requests, which identify it.
-            policy_version: the version that will serve them.
+            versions: those that may have sampled its tokens; the last one samples now.
             gateway_url: its address, which differs in every start.
             tell: receives a sentence about rollouts of an earlier start; unusable ones are set aside.
         """
-        header = {"plan": plan_digest(requests, gateway_url), "policy_version": policy_version}
+        header = {"plan": plan_digest(requests, gateway_url), "policy_version": versions[-1]}
         rows = read_lines(path)
-        if rows and rows[0] == header:
-            rollouts = {plan_id(rollout.rollout_id): rollout for rollout in _rollouts_in(path)}
-            if rollouts:
-                tell(f"{len(rollouts)} rollouts of {path.name} were collected before, and are used")
-            return cls(path, header, rollouts)
+        if rows and rows[0].get("plan") == header["plan"] and rows[0].get("policy_version") in versions:
+            rollouts = _rollouts_in(path)
+            usable = [rollout for rollout in rollouts if _newest_version(rollout) < versions.stop]
+            if len(usable) < len(rollouts):  # else other weights would get the number of those that are lost
+                set_aside(path, tell, why="in part by weights that no checkpoint holds")
+                lines = [json.dumps(rows[0], sort_keys=True), *map(_line_of, usable)]
+                replace_text(path, "".join(f"{line}\n" for line in lines), durable=False)
+            if usable:
+                tell(f"{len(usable)} rollouts of {path.name} were collected before, and are used")
+            return cls(path, rows[0], {plan_id(rollout.rollout_id): rollout for rollout in usable})
         if len(rows) > 1:
             set_aside(path, tell, why="for another plan, or of other weights")
         return cls(path, header, {})
@@ -75,7 +82,7 @@ class Spool:
         if not self._is_there:
             replace_lines(self.path, [self._header], durable=False)
             self._is_there = True
-        append_text(self.path, rollout.model_dump_json(exclude_unset=True), durable=False)
+        append_text(self.path, _line_of(rollout), durable=False)
 
     def remove(self) -> None:
         """Delete the spool, once its rollouts are stored as Parquet."""
@@ -91,10 +98,11 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_url: str | None) -> 
     return digest.hexdigest()
 
 
-def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None]) -> None:
+def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None], *, max_staleness: int = 0) -> None:
     """Remove spools that cannot be used when a run continues from the end of an iteration.
 
-    Only that iteration's evaluation and the next iteration match the weights of the checkpoint.
+    Only that iteration's evaluation and the next iteration match the weights of the checkpoint, and with
+    `max_staleness` so many iterations beyond it; `Spool.open` then looks at the versions in them.
 
     Args:
         folder: rollouts/ of the run.
@@ -103,10 +111,13 @@ def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None]) -> No
     for path in sorted(folder.glob(f"*_*{_ENDING}")):
         stage, _, digits = path.name.removesuffix(_ENDING).rpartition("_")
         number = int(digits) if digits.isdecimal() else -1
-        usable = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
-        if usable is None or number == usable:
+        first = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
+        if first is None:
             continue
-        if number > usable or iteration < 0:
+        last = first + (max_staleness if stage == "iteration" else 0)
+        if first <= number <= last and iteration >= 0:
+            continue
+        if number > last or iteration < 0:
             set_aside(path, tell, why="of weights that no checkpoint holds")
         else:  # its Parquet file exists, and the process was killed before it deleted the spool
             with write_errors(path):
@@ -148,6 +159,17 @@ def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
             "trajectory": trajectory,
         }
     )
+
+
+def _line_of(rollout: Rollout) -> str:
+    return rollout.model_dump_json(exclude_unset=True)
+
+
+def _newest_version(rollout: Rollout) -> int:
+    """The newest policy version that sampled one of its tokens; 0 where none is known."""
+    steps = () if rollout.trajectory is None else rollout.trajectory.steps
+    calls = [step.policy_logprobs for step in steps if isinstance(step.policy_logprobs, PolicyLogprobs)]
+    return max((version for call in calls for _, version in call.versions), default=0)
 
 
 def _rollouts_in(path: Path) -> list[Rollout]:

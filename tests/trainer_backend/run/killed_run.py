@@ -56,7 +56,9 @@ class Learner:
 
     score = values
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         for item in episodes:
             assert not isinstance(item.advantages, tuple)
             self.weights = digest(self.weights, path_of(item.rollout_id), list(map(float, item.advantages)))

@@ -92,7 +92,9 @@ async def test_a_job_without_fixed_policies_tells_nothing_of_a_mixture(tmp_path:
 class Telling(Learner):
     """Its updates tell how much the teacher's samples still count: less each time."""
 
-    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def update(
+        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
+    ) -> dict[str, float]:
         policies = {episode.policy for episode in episodes}
         told = {f"mixture/{policy}/counted_share": 1 / iteration for policy in policies}
         return super().update(episodes, iteration=iteration) | told

@@ -43,7 +43,9 @@ def begun(
     version: int = 4,
     gateway: str = "http://a",
 ):
-    return Spool.open(path, requests, policy_version=version, gateway_url=gateway, tell=told.append)
+    return Spool.open(
+        path, requests, versions=range(version, version + 1), gateway_url=gateway, tell=told.append
+    )
 
 
 @pytest.fixture

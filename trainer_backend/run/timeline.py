@@ -1,0 +1,82 @@
+"""When rollouts were collected and when the learner worked: who waited for whom."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["collect", "learn"]
+
+
+@dataclass(slots=True)
+class Span:
+    """Start and end of work in a lane, in seconds of the timeline's clock; the end is 0 until then."""
+
+    start: float
+    end: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Timeline:
+    """The two lanes of a run, in which work lies side by side where rollouts are collected ahead.
+
+    Args:
+        clock: seconds since 1970 that only grow.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
+        offset = time.time() - time.monotonic()
+        self._clock = clock or (lambda: offset + time.monotonic())
+        self._running: dict[Lane, int] = {"collect": 0, "learn": 0}
+        self._last_end: dict[Lane, float] = {"collect": 0.0, "learn": 0.0}
+        self._alone: dict[Lane, float] = {"collect": 0.0, "learn": 0.0}
+        self._both, self._counted_to = 0.0, self._clock()
+
+    @contextmanager
+    def working(self, lane: Lane) -> Iterator[Span]:
+        """The lane works until the context is left.
+
+        What was begun while other work of its lane was under way is told from the end of that on: it had to
+        wait for it, in whole or in part.
+        """
+        span = Span(self._count())
+        self._running[lane] += 1
+        try:
+            yield span
+        finally:
+            span.end = self._count()
+            self._running[lane] -= 1
+            span.start = min(max(span.start, self._last_end[lane]), span.end)
+            self._last_end[lane] = span.end
+
+    def waits(self) -> dict[str, float]:
+        """The waits since the last call.
+
+        time/wait_collect_s     seconds in which the learner waited for rollouts
+        time/wait_learner_s     seconds in which the learner worked and nothing was collected
+        perf/overlap            share of the time in which both worked; 0 where they take turns
+        """
+        self._count()
+        worked = self._both + sum(self._alone.values())
+        waits = {
+            "time/wait_collect_s": self._alone["collect"],
+            "time/wait_learner_s": self._alone["learn"],
+            "perf/overlap": self._both / worked if worked else 0.0,
+        }
+        self._alone, self._both = {"collect": 0.0, "learn": 0.0}, 0.0
+        return waits
+
+    def _count(self) -> float:
+        """Add the time since the last count to the lanes that worked; return the time of now."""
+        now = self._clock()
+        passed, self._counted_to = now - self._counted_to, now
+        working: list[Lane] = [lane for lane, count in self._running.items() if count]
+        if len(working) == 2:
+            self._both += passed
+        elif working:
+            self._alone[working[0]] += passed
+        return now
