@@ -6,21 +6,31 @@ others take its rollouts (work.py), and once it is back it takes work again (lan
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.lane import Lane, first_of, tolerantly
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.work import Collection, Desk, Keep, Progress, Tally, Work, join_rounds
+from trainer_backend.collect.work import (
+    Collection,
+    Desk,
+    Keep,
+    Plan,
+    Progress,
+    Tally,
+    Work,
+    join_rounds,
+    missing,
+)
 from trainer_backend.errors import TaskAppError
 
 __all__ = ["Collection", "Collector", "Progress", "join_rounds"]
 
-# Time to cancel running rollouts when a collection ends. A task app that does not answer drops them itself
-# after
-# its expiry time.
+# Time to cancel running rollouts when the last collection ends. A task app that does not answer drops them
+# itself after its expiry time.
 _LAST_WORD_S = 5.0
 
 
@@ -28,7 +38,7 @@ class Collector:
     """Lets the task apps in `apps` take rollouts from one queue, in whole groups where possible.
 
     Args:
-        timeout_s: deadline of one collection.
+        timeout_s: deadline of one collection, while none of a lower rank is under way.
         max_running: limit of unfinished rollouts at all task apps together; None: no limit.
     """
 
@@ -36,39 +46,43 @@ class Collector:
         if not apps.members:
             raise ValueError("a collector needs at least one task app")
         self._apps, self._timeout_s, self._max_running = apps, timeout_s, max_running
+        self._crew: _Crew | None = None
 
     async def collect(
         self,
         requests: Sequence[RolloutRequest],
         progress: Progress | None = None,
         keep: Keep | None = None,
+        *,
+        rank: int = 0,
     ) -> Collection:
         """Run all requests, which belong to one run, to their end.
 
-        If an error or a cancellation ends it early, running rollouts are cancelled at the task apps.
+        Several collections of a run may be under way at the same time. Each one gets its own rollouts; an
+        error or a cancellation that ends one early cancels its rollouts at the task apps and leaves the
+        others alone. When no task app answers, all of them end.
 
         Args:
             progress: receives the number of ended rollouts.
             keep: receives each finished rollout before a task app may forget it; its error ends the
                 collection.
+            rank: a collection of a lower rank is served first. The deadline begins when none is under way.
         """
         if not requests:
             return Collection(())
-        tally = Tally(len(requests), progress, keep)
-        work = Work(requests, places=self._max_running or len(requests), tally=tally)
-        crew = _Crew(self._apps, work)
+        plan = Plan(requests, Tally(len(requests), progress, keep), rank=rank)
+        if self._crew is None or self._crew.over:
+            work = Work(plan.run_id, places=self._max_running or math.inf)
+            self._crew = _Crew(self._apps, work, timeout_s=self._timeout_s)
+        crew = self._crew
+        crew.begin(plan)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await crew.work_off()
-            await crew.each(Lane.tidy)
-        except BaseException as error:
-            await crew.each(Lane.abandon)
-            if isinstance(error, TimeoutError):
-                raise TaskAppError(
-                    f"{tally.missing} within {self._timeout_s:g} s (services.iteration_timeout_s)"
-                ) from error
-            raise
-        return tally.collection({desk.app.label: desk.figures() for desk in work.desks})
+            await plan.done.wait()
+        finally:
+            await crew.leave(plan)
+        if plan.error is not None:
+            raise plan.error
+        return plan.tally.collection()
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
         """Tell the task apps to forget stored rollouts. Each app ignores unknown ids."""
@@ -98,41 +112,85 @@ class Collector:
 
 
 class _Crew:
-    """A lane for each task app, in one collection."""
+    """A lane for each task app, from the first of the collections under way to the end of the last.
 
-    def __init__(self, apps: TaskApps, work: Work) -> None:
-        self._apps, self._work = apps, work
-        self._change = asyncio.Event()
-        self._lanes: list[Lane] = []
+    Args:
+        timeout_s: deadline of a collection that is first in line.
 
-    async def work_off(self) -> None:
-        """Work until every rollout has ended, or no task app answers for too long."""
+    Attributes:
+        over: whether it has ended, or is about to: the next collection needs another.
+    """
+
+    def __init__(self, apps: TaskApps, work: Work, *, timeout_s: float) -> None:
+        self._apps, self._work, self._timeout_s = apps, work, timeout_s
+        self.over = False
+        self._change, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._clocks: dict[Plan, asyncio.TimerHandle] = {}
+        self._lanes = [self._lane(app) for app in apps.members]
+        self._task = asyncio.create_task(self._run())
+
+    def begin(self, plan: Plan) -> None:
+        """Begin to collect a plan."""
+        self._work.add(plan)
+        self._set_clocks()
+
+    async def leave(self, plan: Plan) -> None:
+        """Withdraw a plan if it is unfinished; after the last plan, end the crew."""
+        self._work.withdraw(plan)
+        self._set_clocks()
+        if not self._work.plans:
+            self.over = True
+            self._is_idle.set()
+            await asyncio.shield(self._task)
+
+    def _lane(self, app: App) -> Lane:
+        desk = Desk(app)
+        self._work.join(desk)
+        return Lane(self._apps, desk, self._work, self._change)
+
+    async def _run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-
-                def take_on(app: App) -> asyncio.Task[None]:
-                    app.judge_anew()
-                    desk = Desk(app)
-                    self._work.desks.append(desk)
-                    self._lanes.append(Lane(self._apps, desk, self._work, self._change))
-                    return group.create_task(self._lanes[-1].run())
-
-                tasks = [take_on(app) for app in self._apps.members]
-                refresh = self._apps.refresh_names(lambda app: tasks.append(take_on(app)))
-                tasks += [group.create_task(refresh), group.create_task(self._refuse_to_wait_for_ever())]
-                self._work.deal()
-                await self._work.done.wait()
-                for task in tasks:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            first = first_of(errors)
-            raise first from first.__cause__  # the group must not replace the cause
-
-    async def each(self, last: Callable[[Lane], Awaitable[None]]) -> None:
-        """Send each task app a last message, within a time limit; without it the app finds out by itself."""
+            await self._serve()
+        except ExceptionGroup as errors:
+            self.over = True
+            for plan in [*self._work.plans]:
+                self._work.withdraw(plan, first_of(errors))
+        # Without its last message, a task app finds out by itself.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
-                await asyncio.gather(*(last(lane) for lane in self._lanes))
+                await asyncio.gather(*(lane.tidy(lost_too=self._work.any_withdrawn) for lane in self._lanes))
+
+    async def _serve(self) -> None:
+        """Work until no plan is left, or no task app answers for too long."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._run_lane(lane)) for lane in self._lanes]
+
+            def take_on(app: App) -> None:
+                self._lanes.append(self._lane(app))
+                tasks.append(group.create_task(self._run_lane(self._lanes[-1])))
+
+            tasks.append(group.create_task(self._apps.refresh_names(take_on)))
+            tasks.append(group.create_task(self._refuse_to_wait_for_ever()))
+            await self._is_idle.wait()
+            for task in tasks:
+                task.cancel()
+
+    async def _run_lane(self, lane: Lane) -> None:
+        await lane.run()
+        self._lanes.remove(lane)
+
+    def _set_clocks(self) -> None:
+        """Let the clock of each plan run that is first in line. One that waits for another has no clock."""
+        first = [plan for plan in self._work.plans if plan.rank == self._work.plans[0].rank]
+        for plan in [plan for plan in self._clocks if plan not in first]:
+            self._clocks.pop(plan).cancel()
+        loop = asyncio.get_running_loop()
+        for plan in [plan for plan in first if plan not in self._clocks]:
+            self._clocks[plan] = loop.call_later(self._timeout_s, self._end_in_time, plan)
+
+    def _end_in_time(self, plan: Plan) -> None:
+        reason = f"{missing([plan])} within {self._timeout_s:g} s (services.iteration_timeout_s)"
+        self._work.withdraw(plan, TaskAppError(reason))
 
     async def _refuse_to_wait_for_ever(self) -> None:
         """Raise TaskAppLost if no task app answers for too long."""
@@ -144,7 +202,7 @@ class _Crew:
             except TimeoutError as error:
                 raise TaskAppLost(
                     f"no task app answers, for {self._apps.lost_wait_s:g} s (services.task_app_wait_s): "
-                    f"{self._apps.answers()}; {self._work.tally.missing}"
+                    f"{self._apps.answers()}; {missing(self._work.plans)}"
                 ) from error
 
     @property

@@ -1,4 +1,4 @@
-"""One task app in one collection: send requests, poll for results, and look for the app if it is lost."""
+"""One task app of a run: send requests, poll for results, and look for the app if it is lost."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import NoReturn
 from shared_schemas.rollouts import RolloutPage
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.wire import CursorExpired, TaskAppLost
-from trainer_backend.collect.work import Desk, Work
+from trainer_backend.collect.work import Desk, QueueEntry, Work
 from trainer_backend.errors import TaskAppError
 
 _WAIT_S = 20.0
@@ -16,10 +16,12 @@ _PAUSE_S = 0.1
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
 # The most results that a task app holds, even in a large stage. Lane.run says why dropping more is safe.
 _MOST_UNACKED = 256
+# Fewer than the connections of a client, so that requests and polls find one.
+_CANCELS_AT_ONCE = 8
 
 
 class Lane:
-    """Serves one task app in one collection.
+    """Serves one task app while anything of a run is collected.
 
     Args:
         desk: the app's part of the work.
@@ -34,7 +36,11 @@ class Lane:
         self._instance = ""
         self._look_s = 0.0
         self._strikes = 0
+        self._is_sending = False
         self._send_done = asyncio.Event()
+        # Rollouts requested since the last poll began, and the instances that accepted the others.
+        self._fresh: set[str] = set()
+        self._instances: set[str] = set()
 
     async def run(self) -> None:
         """Serve until cancelled, or until the app is lost and its name leads elsewhere.
@@ -53,20 +59,16 @@ class Lane:
             except* TaskAppLost as errors:
                 self._lose(first_of(errors))
         self._apps.forget(self._app)
+        self._work.leave(self.desk)
 
-    async def tidy(self) -> None:
-        """Cancel and acknowledge superfluous rollouts of this app, after the last rollout ended."""
-        if self._app.fault is None:
-            names = [*self.desk.stale, *self.desk.discard]
-            await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in self.desk.stale))
-            await tolerantly(self._client.ack(self._work.run_id, names))
+    async def tidy(self, *, lost_too: bool) -> None:
+        """Let the app forget what nobody needs, after the last collection. Errors are ignored.
 
-    async def abandon(self) -> None:
-        """Cancel unfinished rollouts and drop all results. Errors are ignored, as another is being raised."""
-        ids = [*self.desk.requests, *self.desk.stale]
-        await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in ids))
-        results = [*ids, *self.desk.discard, *self.desk.unacked]
-        await tolerantly(self._client.ack(self._work.run_id, results))
+        Args:
+            lost_too: whether to try an app that does not answer.
+        """
+        if self._app.fault is None or lost_too:
+            await tolerantly(self._let_go())
 
     async def _serve(self) -> NoReturn:
         async with asyncio.TaskGroup() as both:
@@ -78,36 +80,44 @@ class Lane:
         desk = self.desk
         while True:
             desk.wake.clear()
-            await self._drop_stale()
-            batch, desk.unsent = desk.unsent, []
+            await self._let_go()
+            batch, desk.unsent = desk.unsent, {}
             if batch:
-                # Recorded first: a submission that is cut short may have been accepted.
-                desk.requests |= dict.fromkeys((entry.rollout_id for entry in batch), "")
-                self._instance = await self._client.submit([entry.request for entry in batch])
-                self._note_answer()
-                for entry in batch:
-                    if entry.rollout_id in desk.requests:
-                        desk.requests[entry.rollout_id] = self._instance
+                await self._submit(batch)
                 self._send_done.set()
             await desk.wake.wait()
+
+    async def _submit(self, batch: Mapping[str, QueueEntry]) -> None:
+        # Recorded first: a submission that is cut short may have been accepted.
+        self.desk.requests |= dict.fromkeys(batch, "")
+        self._fresh |= batch.keys()
+        self._is_sending = True
+        try:
+            self._instance = await self._client.submit([entry.request for entry in batch.values()])
+        finally:
+            self._is_sending = False
+        self._note_answer()
+        self._instances.add(self._instance)
+        for name in batch.keys() & self.desk.requests.keys():
+            self.desk.requests[name] = self._instance
 
     async def _receive(self) -> None:
         desk = self.desk
         while True:
             # Send everything first, so that the app is not idle; during a poll more may be sent.
-            while desk.unsent or not desk.requests or "" in desk.requests.values():
+            while desk.unsent or not desk.requests or self._is_sending:
                 self._send_done.clear()
                 await self._send_done.wait()
-            requests = dict(desk.requests)
+            self._fresh.clear()
             try:
                 page = await self._client.poll(self._work.run_id, self._cursor, wait_s=_WAIT_S)
             except CursorExpired as error:
                 self._cursor = None
-                self._lose_some(self._missing(requests), str(error))
+                self._lose_some(self._missing(), str(error))
                 continue
             self._note_answer()
             await self._take(page)
-            await self._look_for_losses(page, requests)
+            await self._look_for_losses(page)
 
     async def _take(self, page: RolloutPage) -> None:
         self._cursor = page.cursor
@@ -119,10 +129,14 @@ class Lane:
             results, self.desk.unacked = results + self.desk.unacked, []
         await self._ack(results)
 
-    async def _look_for_losses(self, page: RolloutPage, requests: Mapping[str, str]) -> None:
+    async def _look_for_losses(self, page: RolloutPage) -> None:
         """Find rollouts that the task app accepted before this page and no longer has."""
-        missing = self._missing(requests)
-        restarted = [name for name in missing if requests[name] != page.instance_id]
+        if page.rollouts and self._instances <= {page.instance_id}:
+            self._strikes = 0
+            return  # the usual page, which must not cost more where more is unfinished
+        missing = self._missing()
+        restarted = [name for name in missing if self.desk.requests[name] != page.instance_id]
+        self._instances = set(self.desk.requests.values())
         if restarted:
             self._lose_some(restarted, f"{self._client.url} was started anew")
         elif page.rollouts:
@@ -137,9 +151,9 @@ class Lane:
             # A task app that is stopping answers long polls at once.
             await asyncio.sleep(_PAUSE_S)
 
-    def _missing(self, requests: Mapping[str, str]) -> list[str]:
-        """Return the requests that the task app has not answered and that were not sent again since."""
-        return [name for name, instance in requests.items() if self.desk.requests.get(name) == instance]
+    def _missing(self) -> list[str]:
+        """Return the requests from before the poll that the task app has not answered."""
+        return [name for name in self.desk.requests if name not in self._fresh]
 
     def _lose_some(self, names: Collection[str], why: str) -> None:
         if names:
@@ -150,12 +164,10 @@ class Lane:
         """Give the rollouts of an app that does not answer to the others, or back to the queue."""
         self._app.fault = str(error)
         self._strikes = 0
-        self.desk.outages += 1
-        self.desk.stale |= set(self.desk.requests)
         self._apps.tell(
             f"task app lost: {error}; {len(self.desk.entries)} of its rollouts are for the others"
         )
-        self._work.lose(self.desk, list(self.desk.entries), why=str(error))
+        self._work.lose_all(self.desk, why=str(error))
         if self.answers:
             self.answers = False
             self._change.set()
@@ -196,19 +208,26 @@ class Lane:
             except CursorExpired as error:
                 raise TaskAppLost(str(error)) from error  # it has just restarted: look again
             await self._take(page)
-        await self._drop_stale()
+        await self._let_go()
 
-    async def _drop_stale(self) -> None:
+    async def _let_go(self) -> None:
+        """Cancel the rollouts that this app may run for nobody, and let it forget results."""
         names = sorted(self.desk.stale)
-        for name in names:
-            try:
-                await self._client.cancel(name)
-            except TaskAppLost:
-                raise
-            except TaskAppError:
-                pass  # it does not know the rollout, which is fine
-        await self._client.ack(self._work.run_id, names)
+        for first in range(0, len(names), _CANCELS_AT_ONCE):
+            async with asyncio.TaskGroup() as group:
+                for name in names[first : first + _CANCELS_AT_ONCE]:
+                    group.create_task(self._cancel(name))
+        results, self.desk.discard = self.desk.discard, []
+        await self._ack([*names, *results])
         self.desk.stale.difference_update(names)
+
+    async def _cancel(self, name: str) -> None:
+        try:
+            await self._client.cancel(name)
+        except TaskAppLost:
+            raise
+        except TaskAppError:
+            pass  # it does not know the rollout, which is fine
 
     async def _ack(self, names: Sequence[str]) -> None:
         try:
@@ -235,5 +254,5 @@ async def tolerantly(call: Coroutine[None, None, None]) -> None:
     """Make a call to a task app and ignore its error."""
     try:
         await call
-    except TaskAppError:
-        return
+    except* TaskAppError:
+        pass

@@ -1,7 +1,8 @@
-"""The queue of a collection: which task app has which rollout, and the result of each. No I/O.
+"""The queue of a run's collections: which task app has which rollout, and the result of each. No I/O.
 
 Each task app takes a group, then the next; if the queue is empty, it helps another app with its group. A
-faster app has room again sooner, so it takes more.
+faster app has room again sooner, so it takes more. Several collections share the task apps: free places go
+to the one of the lowest rank, and the next one fills what it leaves.
 
 Every rollout counts once, from whichever task app it comes first. A rollout lost with its task app is
 requested again under the same id and seeds; a failed one is planned once more under a new id, with the same
@@ -9,8 +10,10 @@ seeds.
 """
 
 import asyncio
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
@@ -39,12 +42,12 @@ class AppFigures:
         answers: whether it answered at the end.
     """
 
-    finished: int
-    losses: int
-    outages: int
-    decisions: int
-    wall_s: float
-    answers: bool
+    finished: int = 0
+    losses: int = 0
+    outages: int = 0
+    decisions: int = 0
+    wall_s: float = 0.0
+    answers: bool = False
 
     @property
     def seconds_per_decision(self) -> float | None:
@@ -77,27 +80,37 @@ class Collection:
 
 
 class Tally:
-    """The rollouts that have ended so far, at all task apps."""
+    """The rollouts of one collection that have ended so far, at all task apps."""
 
-    def __init__(self, total: int, progress: Progress | None, keep: Keep | None = None) -> None:
-        self._total, self._progress, self._keep = total, progress, keep
+    def __init__(self, total: int, progress: Progress | None = None, keep: Keep | None = None) -> None:
+        self.total, self._progress, self._keep = total, progress, keep
         self._finished: list[Rollout] = []
         self._failed: list[Rollout] = []
         self._failures: Counter[str] = Counter()
+        self._apps: dict[App, AppFigures] = {}
 
     @property
     def ended(self) -> int:
         return len(self._finished) + len(self._failed)
 
-    @property
-    def missing(self) -> str:
-        return f"{self._total - self.ended} of {self._total} rollouts were not finished"
+    def add_app(self, app: App) -> None:
+        self._apps[app] = AppFigures()
 
-    def add_finished(self, rollout: Rollout) -> None:
+    def add_finished(self, rollout: Rollout, app: App) -> None:
         if self._keep is not None:
             self._keep(rollout)
         self._finished.append(rollout)
+        played = rollout.trajectory
+        decisions, wall_s = (len(played.steps), played.wall_s) if played is not None else (0, 0.0)
+        self._add(app, AppFigures(finished=1, decisions=decisions, wall_s=wall_s))
         self._tell()
+
+    def add_loss(self, app: App) -> None:
+        self.count_failure(TaskAppLost.code)
+        self._add(app, AppFigures(losses=1))
+
+    def add_outage(self, app: App) -> None:
+        self._add(app, AppFigures(outages=1))
 
     def count_failure(self, code: str) -> None:
         self._failures[code] += 1
@@ -106,17 +119,20 @@ class Tally:
         self._failed.append(rollout)
         self._tell()
 
-    def collection(self, apps: Mapping[str, AppFigures]) -> Collection:
+    def collection(self) -> Collection:
         return Collection(
             tuple(sorted(self._finished, key=_place)),
             tuple(sorted(self._failed, key=_place)),
             self._failures,
-            apps,
+            {app.label: replace(work, answers=app.fault is None) for app, work in self._apps.items()},
         )
+
+    def _add(self, app: App, figures: AppFigures) -> None:
+        self._apps[app] = _sum(self._apps[app], figures)
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress(self.ended, self._total)
+            self._progress(self.ended, self.total)
 
 
 def with_earlier(collection: Collection, earlier: Sequence[Rollout]) -> Collection:
@@ -166,10 +182,12 @@ class QueueEntry:
     """An unfinished rollout. `desk` has it (None: it waits); `failed_at` is where it failed last."""
 
     request: RolloutRequest
+    plan: "Plan"
     desk: "Desk | None" = None
     failed_at: "Desk | None" = None
     failures: int = 0
     losses: int = 0
+    turn: int = 0
 
     @property
     def rollout_id(self) -> str:
@@ -178,75 +196,185 @@ class QueueEntry:
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """The part of a collection at one task app.
+    """The part of the work at one task app.
 
     Attributes:
-        group: rollouts of its current group that no app has yet.
         entries: the rollouts that it has, by id.
         unsent: those of them not requested yet.
         requests: those of them requested, with the instance that accepted; "" before that.
-        stale: rollouts that other apps have now, and that it may still run or hold.
+        stale: rollouts that it may still run or hold, and that other apps have now, or nobody wants.
         discard: results that it may forget at once.
         unacked: results that count, which it holds until they are stored.
         wake: set when there is something to send.
     """
 
     app: App
-    group: deque[QueueEntry] = field(default_factory=deque)
     entries: dict[str, QueueEntry] = field(default_factory=dict)
-    unsent: list[QueueEntry] = field(default_factory=list)
+    unsent: dict[str, QueueEntry] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     discard: list[str] = field(default_factory=list)
     unacked: list[str] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    finished: int = 0
-    losses: int = 0
-    outages: int = 0
-    decisions: int = 0
-    wall_s: float = 0.0
 
     @property
     def open(self) -> bool:
         """Whether it takes work."""
         return self.app.fault is None and not self.app.retired
 
+    def take(self, entry: QueueEntry) -> None:
+        entry.desk = self
+        self.entries[entry.rollout_id] = self.unsent[entry.rollout_id] = entry
+        self.wake.set()
+
     def take_back(self, entry: QueueEntry) -> bool:
         """Take a rollout from this app; return whether the app may have received its request."""
         del self.entries[entry.rollout_id]
         entry.desk = None
-        if self.requests.pop(entry.rollout_id, None) is not None:
-            return True
-        self.unsent.remove(entry)
-        return False
+        self.unsent.pop(entry.rollout_id, None)
+        return self.requests.pop(entry.rollout_id, None) is not None
 
-    def figures(self) -> AppFigures:
-        answers = self.app.fault is None
-        return AppFigures(self.finished, self.losses, self.outages, self.decisions, self.wall_s, answers)
+    def stop(self, entry: QueueEntry) -> None:
+        """Take a rollout that nobody needs from this app, which cancels it if it may be running."""
+        if self.take_back(entry):
+            self.stale.add(entry.rollout_id)
+            self.wake.set()
 
 
-class Work:
-    """The queue and the desks of one collection.
+class Plan:
+    """The rollouts of one collection: the queue of those that wait, and the tally of those that ended.
 
     Args:
         requests: all of one run.
-        places: limit of unfinished rollouts at all task apps together.
         tally: receives the ended rollouts.
+        rank: a lower one is served first.
+
+    Attributes:
+        unfinished: by id.
+        done: set when every rollout has ended, or the collection, by `error` or because it was withdrawn.
     """
 
-    def __init__(self, requests: Sequence[RolloutRequest], *, places: int, tally: Tally) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest], tally: Tally, *, rank: int = 0) -> None:
         self.run_id = requests[0].run_id
-        self.tally = tally
-        self.desks: list[Desk] = []
+        self.tally, self.rank = tally, rank
         self.done = asyncio.Event()
-        self._places = places
-        self._open = {request.rollout_id: QueueEntry(request) for request in requests}
+        self.error: BaseException | None = None
+        self.unfinished = {request.rollout_id: QueueEntry(request, self) for request in requests}
         groups: dict[str, deque[QueueEntry]] = {}
-        for entry in self._open.values():
+        for entry in self.unfinished.values():
             groups.setdefault(entry.request.group_id, deque()).append(entry)
         self._groups = deque(groups.values())
-        # Lost and failed rollouts come before new ones.
-        self._again: deque[QueueEntry] = deque()
+        # The rollouts of each app's current group that no app has yet.
+        self._current: dict[Desk, deque[QueueEntry]] = {}
+        # Lost and failed rollouts, by where they failed last. They come before new ones, the latest first.
+        self._again: dict[Desk | None, dict[str, QueueEntry]] = {}
+        self._turns = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rollout waits for a task app."""
+        return bool(self._groups) or any(self._current.values()) or any(self._again.values())
+
+    def join(self, desk: Desk) -> None:
+        """Count with a task app."""
+        self._current[desk] = deque()
+        self.tally.add_app(desk.app)
+
+    def put_back(self, entry: QueueEntry) -> None:
+        """Queue a rollout again."""
+        self._turns += 1
+        entry.turn = self._turns
+        self._again.setdefault(entry.failed_at, {})[entry.rollout_id] = entry
+
+    def drop(self, entry: QueueEntry) -> None:
+        """Take a rollout that was put back from the queue."""
+        del self._again[entry.failed_at][entry.rollout_id]
+
+    def next_for(self, desk: Desk, *, alone: bool) -> QueueEntry | None:
+        """Take the next rollout for an app. Siblings stay together while other groups wait.
+
+        Args:
+            alone: whether it is the only app, which gets rollouts that failed there too.
+        """
+        again = [part for place, part in self._again.items() if part and (alone or place is not desk)]
+        if again:
+            return max(again, key=lambda part: next(reversed(part.values())).turn).popitem()[1]
+        if not self._current[desk] and self._groups:
+            self._current[desk] = self._groups.popleft()
+        group = self._current[desk] or max(self._current.values(), key=len)
+        return group.popleft() if group else None
+
+
+def missing(plans: Iterable[Plan]) -> str:
+    """Say how many rollouts of these plans have not ended."""
+    tallies = [plan.tally for plan in plans]
+    total, ended = sum(tally.total for tally in tallies), sum(tally.ended for tally in tallies)
+    return f"{total - ended} of {total} rollouts were not finished"
+
+
+class Work:
+    """The plans of a run that are being collected, and the desks that share them.
+
+    Args:
+        run_id: of all plans.
+        places: limit of unfinished rollouts at all task apps together.
+
+    Attributes:
+        plans: those with unfinished rollouts, in the order in which they are served.
+        any_withdrawn: whether a plan was withdrawn.
+    """
+
+    def __init__(self, run_id: str, *, places: float = math.inf) -> None:
+        self.run_id = run_id
+        self.plans: list[Plan] = []
+        self.desks: list[Desk] = []
+        self.any_withdrawn = False
+        self._places = places
+
+    def add(self, plan: Plan) -> None:
+        """Begin to collect a plan, after the plans of the same rank."""
+        if plan.run_id != self.run_id:
+            raise ValueError(f"run {plan.run_id!r} must wait until run {self.run_id!r} is collected")
+        if any(self._entry(rollout_id) for rollout_id in plan.unfinished):
+            raise ValueError("a rollout of this plan is being collected already")
+        self.plans.append(plan)
+        self.plans.sort(key=lambda plan: plan.rank)
+        for desk in self.desks:
+            desk.app.judge_anew()
+            plan.join(desk)
+        self.deal()
+
+    def withdraw(self, plan: Plan, error: BaseException | None = None) -> None:
+        """End the collection of a plan before its last rollout: cancel the rest and drop the results.
+
+        Args:
+            error: the reason, if it is one for whoever waits for the plan.
+        """
+        if plan not in self.plans:
+            return
+        self.plans.remove(plan)
+        self.any_withdrawn = True
+        for entry in plan.unfinished.values():
+            if entry.desk is not None:
+                entry.desk.stop(entry)
+        for desk in self.desks:
+            # Those of other plans too: they are kept by now (`Lane.run`).
+            desk.discard += desk.unacked
+            desk.unacked = []
+            desk.wake.set()
+        plan.error = error
+        plan.done.set()
+        self.deal()
+
+    def join(self, desk: Desk) -> None:
+        """Let a task app take part."""
+        self.desks.append(desk)
+        for plan in self.plans:
+            plan.join(desk)
+
+    def leave(self, desk: Desk) -> None:
+        """Forget a task app that has no rollouts and will take none."""
+        self.desks.remove(desk)
 
     def deal(self) -> None:
         """Let task apps with room take rollouts, until none can or all places are taken.
@@ -260,7 +388,7 @@ class Work:
 
     def end(self, desk: Desk, rollout: Rollout) -> None:
         """Record a rollout's end. It counts unless it has counted before, or another app has it now."""
-        entry = self._open.get(rollout.rollout_id)
+        entry = self._entry(rollout.rollout_id)
         desk.stale.discard(rollout.rollout_id)
         if entry is None or (entry.desk is not desk and rollout.status != "finished"):
             desk.discard.append(rollout.rollout_id)
@@ -269,64 +397,56 @@ class Work:
         if entry.desk is desk and all(other.entries for other in self.desks if other.open):
             desk.app.judge(finished=rollout.status == "finished")
         self._take_back(entry, but_from=desk)
-        if rollout.status == "finished":
-            desk.finished += 1
-            if rollout.trajectory is not None:
-                desk.decisions += len(rollout.trajectory.steps)
-                desk.wall_s += rollout.trajectory.wall_s
-            desk.unacked.append(rollout.rollout_id)
-            self.tally.add_finished(rollout)
-            self._close(entry)
-        else:
-            self._failed(entry, desk, rollout)
+        with self._blame(entry.plan):
+            if rollout.status == "finished":
+                desk.unacked.append(rollout.rollout_id)
+                entry.plan.tally.add_finished(rollout, desk.app)
+                self._close(entry)
+            else:
+                self._failed(entry, desk, rollout)
 
     def lose(self, desk: Desk, rollout_ids: Iterable[str], *, why: str) -> None:
         """Give rollouts that a task app lost, or that were lost with it, back to the queue."""
         for entry in [desk.entries[rollout_id] for rollout_id in reversed(list(rollout_ids))]:
-            if desk.take_back(entry):
-                entry.losses += 1
-                desk.losses += 1
-                self.tally.count_failure(TaskAppLost.code)
-            if entry.losses < _MAX_LOSSES:
-                self._again.appendleft(entry)
-            else:
-                self.tally.add_failed(_loss_record(entry.request, desk.app.instance_id, why))
-                self._close(entry)
+            if entry.desk is desk:  # else its plan has ended at the loss of another one
+                with self._blame(entry.plan):
+                    self._lost(entry, desk, why)
         self.deal()
+
+    def lose_all(self, desk: Desk, *, why: str) -> None:
+        """Give all rollouts of a task app that stopped answering to the others, or back to the queue."""
+        for plan in self.plans:
+            plan.tally.add_outage(desk.app)
+        desk.stale |= set(desk.requests)
+        self.lose(desk, list(desk.entries), why=why)
+
+    def _entry(self, rollout_id: str) -> QueueEntry | None:
+        for plan in self.plans:
+            if rollout_id in plan.unfinished:
+                return plan.unfinished[rollout_id]
+        return None
 
     def _take_one(self) -> bool:
         """Let one task app take a rollout; return whether one could."""
         takers = [desk for desk in self.desks if desk.open and len(desk.entries) < desk.app.at_most]
-        for desk in sorted(takers, key=lambda desk: len(desk.entries) / desk.app.weight):
-            entry = self._next_for(desk)
-            if entry is not None:
-                entry.desk = desk
-                desk.entries[entry.rollout_id] = entry
-                desk.unsent.append(entry)
-                desk.wake.set()
-                return True
+        takers.sort(key=lambda desk: len(desk.entries) / desk.app.weight)
+        alone = sum(desk.open for desk in self.desks) == 1
+        for plan in filter(lambda plan: plan.waits, self.plans):
+            for desk in takers:
+                entry = plan.next_for(desk, alone=alone)
+                if entry is not None:
+                    desk.take(entry)
+                    return True
         return False
-
-    def _next_for(self, desk: Desk) -> QueueEntry | None:
-        """Take the next rollout for an app. Siblings stay together while other groups wait."""
-        alone = sum(other.open for other in self.desks) == 1
-        for entry in self._again:
-            if alone or entry.failed_at is not desk:  # where it failed only if there is no other app
-                self._again.remove(entry)
-                return entry
-        if not desk.group and self._groups:
-            desk.group = self._groups.popleft()
-        group = desk.group or max((other.group for other in self.desks), key=len)
-        return group.popleft() if group else None
 
     def _take_back(self, entry: QueueEntry, *, but_from: Desk) -> None:
         """Take a rollout from the app that has it, and cancel it there if it may still be running."""
-        desk = entry.desk
-        if desk is None:
-            self._again.remove(entry)
-        elif desk.take_back(entry) and desk is not but_from:
-            desk.stale.add(entry.rollout_id)
-            desk.wake.set()
+        if entry.desk is None:
+            entry.plan.drop(entry)
+        elif entry.desk is but_from:
+            but_from.take_back(entry)
+        else:
+            entry.desk.stop(entry)
 
     def _failed(self, entry: QueueEntry, desk: Desk, rollout: Rollout) -> None:
         # If another party cancelled it, its task app is stopping: that is no fault of the rollout.
@@ -334,22 +454,43 @@ class Work:
         if rollout.status != "cancelled":
             entry.failures += 1
             entry.failed_at = desk
-        self.tally.count_failure(rollout.failure.code if rollout.failure else rollout.status)
+        plan = entry.plan
+        plan.tally.count_failure(rollout.failure.code if rollout.failure else rollout.status)
         if entry.failures < _MAX_ATTEMPTS and entry.losses < _MAX_LOSSES:
             desk.discard.append(rollout.rollout_id)
-            del self._open[rollout.rollout_id]
+            del plan.unfinished[rollout.rollout_id]
             entry.request = retried(entry.request)
-            self._open[entry.rollout_id] = entry
-            self._again.appendleft(entry)
+            plan.unfinished[entry.rollout_id] = entry
+            plan.put_back(entry)
         else:
             desk.unacked.append(rollout.rollout_id)
-            self.tally.add_failed(rollout)
+            plan.tally.add_failed(rollout)
+            self._close(entry)
+
+    def _lost(self, entry: QueueEntry, desk: Desk, why: str) -> None:
+        if desk.take_back(entry):
+            entry.losses += 1
+            entry.plan.tally.add_loss(desk.app)
+        if entry.losses < _MAX_LOSSES:
+            entry.plan.put_back(entry)
+        else:
+            entry.plan.tally.add_failed(_loss_record(entry.request, desk.app.instance_id, why))
             self._close(entry)
 
     def _close(self, entry: QueueEntry) -> None:
-        del self._open[entry.rollout_id]
-        if not self._open:
-            self.done.set()
+        plan = entry.plan
+        del plan.unfinished[entry.rollout_id]
+        if not plan.unfinished:
+            self.plans.remove(plan)
+            plan.done.set()
+
+    @contextmanager
+    def _blame(self, plan: Plan) -> Iterator[None]:
+        """Withdraw a plan at an error of its `progress` or `keep`; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.withdraw(plan, error)
 
 
 def _loss_record(request: RolloutRequest, instance_id: str, why: str) -> Rollout:

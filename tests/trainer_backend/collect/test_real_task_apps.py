@@ -38,6 +38,10 @@ def played(collection: Collection) -> list[Any]:
     ]
 
 
+def place(rollout: dict[str, Any]) -> tuple[str, int]:
+    return rollout["group_id"], rollout["sibling"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Any]:
     async def collect() -> list[Any]:
@@ -68,6 +72,16 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
     assert figures.losses >= 1
     assert found.failures == {"task_app_lost": figures.losses}
     assert sum(part.finished for part in found.apps.values()) == 24
+
+
+async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(undisturbed):
+    with task_app_thread() as url:
+        async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
+            collector = Collector(apps, timeout_s=120, max_running=8)
+            parts = await asyncio.gather(collector.collect(PLAN[:12]), collector.collect(PLAN[12:], rank=1))
+    assert [len(part.rollouts) for part in parts] == [12, 12]
+    assert sorted(played(parts[0]) + played(parts[1]), key=place) == sorted(undisturbed, key=place)
+    assert [part.failures for part in parts] == [{}, {}]
 
 
 async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_collection(tmp_path, undisturbed):

@@ -10,7 +10,7 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import request_of
 from trainer_backend.collect.apps import App
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.work import Desk, Tally, Work
+from trainer_backend.collect.work import Desk, Plan, Tally, Work
 
 
 def app(number: int, *, at_most: int = 64) -> App:
@@ -24,11 +24,10 @@ def plan(groups: int, *, siblings: int) -> list[RolloutRequest]:
 
 
 def dealt(apps: Sequence[App], requests: Sequence[RolloutRequest], *, places: int) -> Work:
-    work = Work(requests, places=places, tally=Tally(len(requests), None))
+    work = Work("run", places=places)
     for member in apps:
-        member.judge_anew()
-        work.desks.append(Desk(member))
-    work.deal()
+        work.join(Desk(member))
+    work.add(Plan(requests, Tally(len(requests))))
     return work
 
 
@@ -46,7 +45,7 @@ def end_first(work: Work, desk: Desk, *, status: str = "finished") -> None:
 def seconds_to_play(work: Work, rates: Sequence[float]) -> float:
     """Each app ends one rollout every 1 / rate seconds while it has any, however many it has."""
     now, next_s = 0.0, [1 / rate for rate in rates]
-    while not work.done.is_set():
+    while work.plans:
         busy = [number for number, desk in enumerate(work.desks) if desk.entries]
         first = min(busy, key=lambda number: next_s[number])
         now = next_s[first]
@@ -72,10 +71,12 @@ def homes(work: Work) -> dict[str, Counter[int]]:
 )
 def test_a_faster_app_plays_more_and_the_slowest_is_not_waited_for(rates, groups, places):
     work = dealt([app(number) for number in range(len(rates))], plan(groups, siblings=8), places=places)
+    (dealt_plan,) = work.plans
     took_s = seconds_to_play(work, rates)
     assert took_s < 1.1 * groups * 8 / sum(rates)  # the least that is possible, and a tenth
     # the slowest has its part of it: the bound says that nobody can have had more, nor much less
-    assert all(desk.finished <= took_s * rate + 1 for desk, rate in zip(work.desks, rates, strict=True))
+    figures = dealt_plan.tally.collection().apps.values()
+    assert all(part.finished <= took_s * rate + 1 for part, rate in zip(figures, rates, strict=True))
 
 
 def test_an_app_that_was_slow_in_one_collection_begins_the_next_with_less():
@@ -118,12 +119,12 @@ def test_an_app_runs_no_more_than_it_can():
 def test_an_app_that_fails_all_it_gets_soon_has_one_at_a_time_and_everything_is_played():
     work = dealt([app(0), app(1)], plan(8, siblings=5), places=8)
     failing, other = work.desks
+    tally = work.plans[0].tally
     for _ in range(4):
         end_first(work, failing, status="failed")
     assert [len(failing.entries), len(other.entries)] == [1, 7]
-    while not work.done.is_set():
+    while work.plans:
         if failing.entries:
             end_first(work, failing, status="failed")
         end_first(work, other)
-    assert other.finished == 40
-    assert failing.finished == 0
+    assert [part.finished for part in tally.collection().apps.values()] == [0, 40]
