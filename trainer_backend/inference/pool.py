@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
 
 State = Literal["starting", "stale", "serving", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
@@ -31,28 +31,19 @@ _IMBALANCE = 16
 _LOOK_S = 1.0
 
 
-class ReplicaEngine(Protocol):
-    """What the pool needs of a replica; `VllmEngine` is one."""
+class ReplicaEngine(FrozenEngine, Protocol):
+    """A server that loads weights from folders and can be tested; `VllmEngine` is one."""
 
     url: str
 
-    @property
-    def version(self) -> int: ...
+    async def load_weights(self, version: int, source: Path) -> None:
+        """Replace the weights by those of a folder."""
 
-    @property
-    def max_model_len(self) -> int: ...
+    async def refuse_unfit(self) -> str:
+        """Raise an InferenceError where it cannot be trained with; return a line that describes it."""
 
-    async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
-    ) -> Generation: ...
-
-    async def load_weights(self, version: int, source: Path) -> None: ...
-
-    async def refuse_unfit(self) -> str: ...
-
-    async def score(self, ids: Sequence[int]) -> list[float]: ...
-
-    async def close(self) -> None: ...
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probs of ids[1:], each given those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +77,7 @@ class Replica:
     """One server, and what the pool knows of it.
 
     Attributes:
-        checked: whether it was found fit to be trained with.
+        fit: whether it was found to be one that can be trained with.
         loading: held while it loads weights.
         running: requests that it samples now.
         sessions: rollouts whose decisions go to it.
@@ -97,7 +88,7 @@ class Replica:
     state: State = "starting"
     running: int = 0
     sessions: int = 0
-    checked: bool = False
+    fit: bool = False
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_error: str = ""
 
@@ -176,7 +167,7 @@ class ReplicaPool:
         await self._bring_all()
         while not self._any_serves:
             if time.monotonic() > deadline:
-                raise WeightsRefused(f"no replica serves version {publication.version}: {self.answers()}")
+                raise WeightsRefused(f"no replica serves version {publication.version}: {self._answers()}")
             await asyncio.sleep(_LOOK_S)
             await self._bring_all()
 
@@ -192,11 +183,11 @@ class ReplicaPool:
                 none_since = None
             else:
                 none_since = none_since or time.monotonic()
-                waited = time.monotonic() - none_since > self._wait_s
-                if waited and self._waiting and not self._breakdown.done():
+                too_long = time.monotonic() - none_since > self._wait_s
+                if too_long and self._waiting and not self._breakdown.done():
                     self._breakdown.set_result(self._nobody())
 
-    def answers(self) -> str:
+    def _answers(self) -> str:
         """The last failure of each replica, for an error."""
         return "; ".join(
             f"{replica.engine.url}: {replica.last_error or replica.state}" for replica in self.replicas
@@ -237,9 +228,9 @@ class ReplicaPool:
         lost = replica.state == "lost"
         replica.state = "stale"
         try:
-            if lost or not replica.checked:
+            if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
-                replica.checked = True
+                replica.fit = True
             await replica.engine.load_weights(publication.version, publication.folder)
             await self._test(replica, publication.canary)
         # A reply of another form is a reason to lose the replica, and none to stop looking after the others.
@@ -290,21 +281,23 @@ class ReplicaPool:
         able = [replica for replica in self.replicas if replica.state == "serving" and replica not in failed]
         if not able:
             return None
-        idlest = min(able, key=lambda replica: (replica.running, replica.sessions))
         home = self._homes.pop(session, None)
-        if home in able and home.running - idlest.running < _IMBALANCE:
-            self._homes[session] = home
-            return home
+
+        def load(replica: Replica) -> tuple[int, int]:
+            """Sessions first for a new session; requests first for one that moves."""
+            counts = replica.sessions, replica.running
+            return counts if home is None else counts[::-1]
+
+        place = min(able, key=load)
         if home is not None:
+            if home in able and home.running - place.running < _IMBALANCE:
+                place = home
             home.sessions -= 1
-        fewest = (
-            min(able, key=lambda replica: (replica.sessions, replica.running)) if home is None else idlest
-        )
-        fewest.sessions += 1
-        self._homes[session] = fewest
+        place.sessions += 1
+        self._homes[session] = place
         if len(self._homes) > _MOST_SESSIONS:
             self._homes.popitem(last=False)[1].sessions -= 1
-        return fewest
+        return place
 
     def _count(self, ids: Sequence[int], generation: Generation) -> None:
         totals = self._totals
@@ -326,4 +319,4 @@ class ReplicaPool:
             loop.call_soon_threadsafe(woken.set)
 
     def _nobody(self) -> str:
-        return f"no replica has served for {self._wait_s:g} s (inference.replica_wait_s): {self.answers()}"
+        return f"no replica has served for {self._wait_s:g} s (inference.replica_wait_s): {self._answers()}"

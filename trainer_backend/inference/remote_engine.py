@@ -10,8 +10,9 @@ answers as for the actor.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -32,13 +33,13 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, 
 _VERSION = 0
 # vLLM takes defaults from the model's generation_config.json, often with top_k or a penalty: without these
 # values it would sample from a distribution other than the recorded one.
-_PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k
-_TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _AUTH_ERRORS = frozenset({401, 403})
 _REQUEST_TIMEOUT_S = 600.0
 _MOST_REPLY_BYTES = 16 << 20
-_EXCERPT = 300
+EXCERPT = 300
 # Rounding may raise the log-prob of a certain token this far above 0; more is an error.
 _ROUNDING = 1e-3
 # vLLM reports -9999 for -inf, which JSON cannot express. No softmax gives so small a value.
@@ -59,7 +60,7 @@ class RemoteEngine:
     """
 
     # The server in an error.
-    called = "the server of the fixed policy"
+    label = "the server of the fixed policy"
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class RemoteEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or _EVERY_TOKEN,
-            **_PLAIN_SAMPLING,
+            **PLAIN_SAMPLING,
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
@@ -164,13 +165,13 @@ class RemoteEngine:
         if status == 200:
             return _first_choice(text)
         sentence = _refusal(status, text, key=self._key)
-        if status in _TRY_AGAIN:
-            raise RemoteUnavailable(f"{self.called} answers {sentence}")
+        if status in TRY_AGAIN:
+            raise RemoteUnavailable(f"{self.label} answers {sentence}")
         if limit := _THEIR_LIMIT.search(sentence):
             raise ContextLengthExceeded(
                 prompt_tokens=prompt_tokens, max_tokens=sampling.max_tokens, max_model_len=int(limit[1])
             )
-        raise RemoteRefused(f"{self.called} refused: {sentence}")
+        raise RemoteRefused(f"{self.label} refused: {sentence}")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -186,25 +187,24 @@ class RemoteEngine:
         key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         return {"Content-Type": "application/json", **key}
 
-    async def _post(self, data: bytes, url: str | None = None) -> tuple[int, bytes]:
-        try:
+    @asynccontextmanager
+    async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a request for a sample; leaving the context closes it."""
+        with connection_errors(self.label, _REQUEST_TIMEOUT_S):
             # No redirects: the key is for this host only.
             async with self._open_session().post(
-                url or self._url, data=data, headers=self._headers, allow_redirects=False
+                self._url, data=data, headers=self._headers, allow_redirects=False
             ) as response:
-                reply = bytearray()
-                async for part in response.content.iter_any():
-                    reply += part
-                    if len(reply) > _MOST_REPLY_BYTES:
-                        raise RemoteRefused(f"the server's reply has more than {_MOST_REPLY_BYTES} bytes")
-                return response.status, bytes(reply)
-        except TimeoutError as error:
-            raise RemoteUnavailable(
-                f"{self.called} gave no answer within {_REQUEST_TIMEOUT_S:g} s"
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"[:_EXCERPT]
-            raise RemoteUnavailable(f"{self.called} does not answer: {reason}") from error
+                yield response
+
+    async def _post(self, data: bytes) -> tuple[int, bytes]:
+        async with self._response(data) as response:
+            reply = bytearray()
+            async for part in response.content.iter_any():
+                reply += part
+                if len(reply) > _MOST_REPLY_BYTES:
+                    raise RemoteRefused(f"the server's reply has more than {_MOST_REPLY_BYTES} bytes")
+            return response.status, bytes(reply)
 
     def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
         """Return the sampled tokens with their log-probs, checked so that they can be weighed."""
@@ -251,6 +251,18 @@ class RemoteEngine:
             f"{choice.get('finish_reason')!r}), and the actor's end with {sorted(self._stop_ids)}",
             hint="generation_config.json of both models must name the same eos_token_id.",
         )
+
+
+@contextmanager
+def connection_errors(label: str, timeout_s: float) -> Iterator[None]:
+    """Raise RemoteUnavailable where a server does not answer, or breaks off."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RemoteUnavailable(f"{label} gave no answer within {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"[:EXCERPT]
+        raise RemoteUnavailable(f"{label} does not answer: {reason}") from error
 
 
 def completions_url(url: str) -> str:
@@ -306,4 +318,4 @@ def _refusal(status: int, body: bytes, *, key: str) -> str:
     sentence = message if isinstance(message, str) else ""
     if key:
         sentence = sentence.replace(key, "[key]")
-    return f"status {status} {sentence.encode('utf-8', 'replace').decode()[:_EXCERPT]}".strip()
+    return f"status {status} {sentence.encode('utf-8', 'replace').decode()[:EXCERPT]}".strip()

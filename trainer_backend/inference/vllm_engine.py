@@ -13,14 +13,12 @@ class like this one: its `/generate` takes ids and returns ids with log-probs, a
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 import aiohttp
-from pydantic import SecretStr
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
@@ -30,19 +28,30 @@ from trainer_backend.errors import (
     RemoteUnavailable,
     WeightsRefused,
 )
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken, WeightSource
-from trainer_backend.inference.remote_engine import RemoteEngine
+from trainer_backend.inference.protocol import (
+    NO_EXTRAS,
+    Extras,
+    FinishReason,
+    Generation,
+    SampledToken,
+    WeightSource,
+)
+from trainer_backend.inference.remote_engine import (
+    EXCERPT,
+    PLAIN_SAMPLING,
+    TRY_AGAIN,
+    RemoteEngine,
+    connection_errors,
+)
 from trainer_backend.models.layout import weight_files
 
 # Releases whose routes are the ones above. 0.32.0 is the one that was run.
 OLDEST, BEYOND = (0, 32), (0, 34)
-_PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _GENERATE = "/inference/v1/generate"
 _CONTROL_TIMEOUT_S = 600.0
-_PROBE_TIMEOUT_S = 10.0
-_PROBE_S = 60.0  # of a probe that the engine has to answer
-_PROBED = 5
-_SHOWN = 300
+_FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
+_ENGINE_TIMEOUT_S = 60.0
+_PROBE_TOPS = 5
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -61,7 +70,7 @@ class _Answer:
     def add(self, reply: Mapping[str, Any], extras: Extras) -> None:
         """Take a reply, or one chunk of it; a stop string ends it with the token that completes it."""
         if "error" in reply:  # how a stream says that its engine has failed
-            raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply['error']!r:.{_SHOWN}}")
+            raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply['error']!r:.{EXCERPT}}")
         usage = reply.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
@@ -92,7 +101,7 @@ class _Answer:
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server; an `InferenceEngine` whose weights come from folders.
+    """One vLLM server: a `FrozenEngine` with `load_weights`, which takes folders.
 
     Unlike the local engine it has no seeds: equal seeds do not give equal tokens (and a seed crashed the CPU
     build of 0.32.0 at a preemption), so none is sent.
@@ -103,20 +112,18 @@ class VllmEngine(RemoteEngine):
             and they go on with the new weights.
     """
 
-    called = "vLLM"
-
     def __init__(
         self,
         url: str,
-        key: SecretStr | None = None,
         *,
         stop_ids: Sequence[int],
         vocabulary: int,
         max_model_len: int,
         weight_update: Literal["wait", "keep"] = "wait",
     ) -> None:
-        super().__init__(url, "", key, stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
+        super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.url = url.rstrip("/")
+        self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
         self._weight_update, self._serving_version = weight_update, 0
 
     @property
@@ -137,24 +144,25 @@ class VllmEngine(RemoteEngine):
                 where="top_p",
                 hint="Use top_p = 1 and top_k = 0 with inference.engine = 'vllm'.",
             )
-        began = self.version
-        answer = await self._sampled(ids, sampling, extras, salt=str(began))
+        version = self.version
+        answer = await self._sample(ids, sampling, extras, salt=str(version))
         if answer.finish_reason == "abort":
-            raise RemoteUnavailable(f"vLLM at {self.url} aborted the request")
+            raise RemoteUnavailable(f"{self.label} aborted the request")
         token_ids, logprobs = self._tokens(
             {"token_ids": answer.token_ids, "logprobs": {"token_logprobs": answer.logprobs}}, sampling
         )
-        if answer.stop_string is not None:
-            if self.version != began:  # only the last chunk, which was not waited for, tells of a change
-                raise RemoteUnavailable("the weights changed while a stop string ended the answer")
-            return Generation(
-                tuple(token_ids), tuple(logprobs), "stop", ((0, began),), answer.stop_string,
-                answer.cached_tokens, tuple(answer.likeliest),
-            )  # fmt: skip
-        length, finish_reason, _ = self._end(token_ids, {"finish_reason": answer.finish_reason}, NO_EXTRAS)
+        length = len(token_ids)
+        versions: tuple[tuple[int, int], ...] = ((0, version),)
+        finish_reason: FinishReason = "stop"
+        if answer.stop_string is None:
+            choice = {"finish_reason": answer.finish_reason}
+            length, finish_reason, _ = self._end(token_ids, choice, NO_EXTRAS)
+            versions = _versions(answer.spans)
+        elif self.version != version:  # only the last chunk, which was not waited for, tells of a change
+            raise RemoteUnavailable("the weights changed while a stop string ended the answer")
         return Generation(
-            tuple(token_ids[:length]), tuple(logprobs[:length]), finish_reason, _versions(answer.spans),
-            None, answer.cached_tokens, tuple(answer.likeliest[:length]),
+            tuple(token_ids[:length]), tuple(logprobs[:length]), finish_reason, versions,
+            answer.stop_string, answer.cached_tokens, tuple(answer.likeliest[:length]),
         )  # fmt: skip
 
     async def _control(
@@ -167,19 +175,13 @@ class VllmEngine(RemoteEngine):
         timeout_s: float = _CONTROL_TIMEOUT_S,
     ) -> Mapping[str, Any]:
         """One request beside the samples, on a connection of its own: its caller may run in another loop."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
+        where = self.url + route
+        with connection_errors(where, timeout_s):
             async with (
-                aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
-                session.request(
-                    method, self.url + route, params=params, json=body, allow_redirects=False
-                ) as response,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
+                session.request(method, where, params=params, json=body, allow_redirects=False) as response,
             ):
-                return _reply(response.status, await response.read(), self.url + route)
-        except TimeoutError as error:
-            raise RemoteUnavailable(f"{self.url}{route} gave no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _silent(self.url + route, error) from error
+                return _reply(response.status, await response.read(), where)
 
     def _body(
         self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, salt: str, streams: bool = False
@@ -192,7 +194,7 @@ class VllmEngine(RemoteEngine):
                 "temperature": sampling.temperature,
                 "top_p": 1.0,
                 "top_k": -1,
-                **_PLAIN,
+                **PLAIN_SAMPLING,
                 "logprobs": likeliest + 1 if likeliest else 0,  # the sampled one comes beside them
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,
@@ -203,38 +205,25 @@ class VllmEngine(RemoteEngine):
             "stream_options": {"include_usage": True} if streams else None,
         }
 
-    async def _sampled(self, ids: Sequence[int], sampling: Sampling, extras: Extras, *, salt: str) -> _Answer:
+    async def _sample(self, ids: Sequence[int], sampling: Sampling, extras: Extras, *, salt: str) -> _Answer:
         streams = extras.stop is not None or extras.on_token is not None
         body = self._body(ids, sampling, extras.likeliest, salt=salt, streams=streams)
-        answer = _Answer()
+        data, answer = json.dumps(body).encode(), _Answer()
         if not streams:
-            status, text = await self._post(json.dumps(body).encode(), f"{self.url}{_GENERATE}")
+            status, text = await self._post(data)
             answer.add(_reply(status, text, self.url), extras)
             return answer
-        told = 0
-        async with self._events(body) as events:
-            async for chunk in events:
+        async with self._response(data) as response:  # leaving it aborts the request
+            if response.status != 200:
+                _reply(response.status, await response.content.read(EXCERPT * 10), self.url)
+            count = 0
+            async for chunk in _chunks(response.content, self.url):
                 answer.add(chunk, extras)
                 if answer.stop_string is not None:
                     break
                 if extras.on_token is not None:
-                    told = _tell(answer, told, extras)
+                    count = _tell(answer, count, extras)
         return answer
-
-    @asynccontextmanager
-    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[Mapping[str, Any]]]:
-        """The chunks of a streamed reply. Leaving the context closes the stream, which aborts the request."""
-        try:
-            async with self._open_session().post(
-                f"{self.url}{_GENERATE}", json=body, headers=self._headers, allow_redirects=False
-            ) as response:
-                if response.status != 200:
-                    _reply(response.status, await response.content.read(_SHOWN * 10), self.url)
-                yield _chunks(response.content, self.url)
-        except TimeoutError as error:
-            raise RemoteUnavailable(f"vLLM at {self.url} gave no answer in time") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _silent(self.url, error) from error
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Replace the weights by those of a folder that the server's workers can read.
@@ -259,16 +248,6 @@ class VllmEngine(RemoteEngine):
                 await self._control("POST", "/resume")
         except (RemoteRefused, RemoteUnavailable) as error:
             raise WeightsRefused(error.detail, where=self.url, hint=error.hint) from error
-
-    async def pause(self) -> None:
-        await self._control("POST", "/pause", params={"mode": "keep"})
-
-    async def resume(self) -> None:
-        await self._control("POST", "/resume")
-
-    async def abort(self, request_id: str) -> bool:
-        """Never needed: cancelling `generate` closes the connection, which ends the request at the server."""
-        return False
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:], each given those before it, under the weights that serve now."""
@@ -304,7 +283,7 @@ class VllmEngine(RemoteEngine):
                 context; a route is missing; or its log-probs ignore the temperature.
             RemoteUnavailable: it does not answer.
         """
-        release = (await self._control("GET", "/version", timeout_s=_PROBE_TIMEOUT_S)).get("version")
+        release = (await self._control("GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).get("version")
         numbers = _RELEASE.match(str(release))
         if numbers is None:
             raise RemoteRefused(f"{self.url} is no vLLM server: its /version has no version")
@@ -314,9 +293,9 @@ class VllmEngine(RemoteEngine):
                 f"{_dotted(BEYOND)} are supported"
             )
         # A trainer that was killed amid a publish leaves the server paused, and every request waiting.
-        await self._control("POST", "/resume", timeout_s=_PROBE_TIMEOUT_S)
-        listed = (await self._control("GET", "/v1/models", timeout_s=_PROBE_TIMEOUT_S)).get("data") or []
-        lengths = {str(entry.get("id")): entry.get("max_model_len") or 0 for entry in listed}
+        await self._control("POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
+        models = (await self._control("GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).get("data") or []
+        lengths = {str(model.get("id")): model.get("max_model_len") or 0 for model in models}
         if len(lengths) != 1:
             raise RemoteRefused(f"{self.url} serves the models {sorted(lengths)}, where one is needed")
         ((self._model, length),) = lengths.items()
@@ -326,10 +305,10 @@ class VllmEngine(RemoteEngine):
                 f"{self._max_model_len}",
                 hint=f"Start it with --max-model-len {self._max_model_len}.",
             )
-        await self._control("GET", "/weight_info", timeout_s=_PROBE_TIMEOUT_S)
+        await self._control("GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
         try:
             await self._control(
-                "POST", "/collective_rpc", body={"method": "turnwise_ready"}, timeout_s=_PROBE_S
+                "POST", "/collective_rpc", body={"method": "turnwise_ready"}, timeout_s=_ENGINE_TIMEOUT_S
             )
         except RemoteUnavailable as error:  # an unknown method is an error of its worker
             raise RemoteRefused(
@@ -345,9 +324,9 @@ class VllmEngine(RemoteEngine):
         for temperature in (2.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1)
             answer = _Answer()
-            body = self._body(range(1, 17), sampling, _PROBED, salt="probe")
-            reply = await self._control("POST", _GENERATE, body=body, timeout_s=_PROBE_S)
-            answer.add(reply, Extras(likeliest=_PROBED))
+            body = self._body(range(1, 17), sampling, _PROBE_TOPS, salt="probe")
+            reply = await self._control("POST", _GENERATE, body=body, timeout_s=_ENGINE_TIMEOUT_S)
+            answer.add(reply, Extras(likeliest=_PROBE_TOPS))
             tops.append(answer.likeliest)
         if not tops[0] or tops[0] == tops[1]:
             raise RemoteRefused(
@@ -364,10 +343,10 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
         reply = None
     if status == 200 and isinstance(reply, dict):
         return reply
-    shown = text[:_SHOWN].decode("utf-8", "replace")
-    if status == 200 or (400 <= status < 500 and status not in (408, 425, 429)):
-        raise RemoteRefused(f"{where} answered {status}: {shown}")
-    raise RemoteUnavailable(f"{where} answered {status}: {shown}")
+    excerpt = text[:EXCERPT].decode("utf-8", "replace")
+    if status == 200 or (400 <= status < 500 and status not in TRY_AGAIN):
+        raise RemoteRefused(f"{where} answered {status}: {excerpt}")
+    raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
 
 
 async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
@@ -385,14 +364,18 @@ async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Ma
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 
-def _tell(answer: _Answer, told: int, extras: Extras) -> int:
-    """Call `on_token` with each new token but the newest, which may be the last; return how many were."""
+def _tell(answer: _Answer, count: int, extras: Extras) -> int:
+    """Call `on_token` with each token after the first `count` but the newest, which may be the last.
+
+    Returns:
+        With how many tokens it was called so far.
+    """
     assert extras.on_token is not None
     newest = len(answer.token_ids) - 1
     tokens = map(SampledToken, answer.token_ids, answer.logprobs, answer.likeliest)
-    for token in list(tokens)[told:newest]:
+    for token in list(tokens)[count:newest]:
         extras.on_token(token)
-    return max(told, newest)
+    return max(count, newest)
 
 
 def _versions(spans: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[int, int], ...]:
@@ -407,10 +390,6 @@ def _versions(spans: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[int, int
             f"vLLM returned the weight versions {spans!r:.200}, which do not begin at the first token"
         )
     return versions
-
-
-def _silent(where: str, error: Exception) -> RemoteUnavailable:
-    return RemoteUnavailable(f"{where} does not answer: {type(error).__name__}: {error}"[:_SHOWN])
 
 
 def _dotted(release: tuple[int, int]) -> str:

@@ -16,7 +16,7 @@ from trainer_backend.models.folder import embedding_rows
 
 _CANARY_TOKENS = 64
 # Differences of log-probs that arithmetic explains, by the precision that serves.
-_CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.05}
+_CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 # A server that is being started answers after minutes.
 _LOOK_S = 1.0
 _KEPT_VERSIONS = 2
@@ -31,10 +31,10 @@ async def check_servers(table: InferenceTable) -> list[str]:
     Raises:
         JobError: one does not answer in time, or cannot be trained with.
     """
-    return list(await asyncio.gather(*(_checked(engine, table) for engine in _engines(table))))
+    return list(await asyncio.gather(*(_check(engine, table) for engine in _engines(table))))
 
 
-async def _checked(engine: VllmEngine, table: InferenceTable) -> str:
+async def _check(engine: VllmEngine, table: InferenceTable) -> str:
     deadline = time.monotonic() + table.replica_wait_s
     try:
         while True:
@@ -86,12 +86,13 @@ class ReplicaPublisher:
 
     def _write(self, folder: Path) -> Canary:
         self._learner.publish(folder)
+        # By age, not by number: a run that goes on from an older checkpoint writes lower numbers anew.
         versions = sorted(self._weights.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
         for old in (*versions[:-_KEPT_VERSIONS], *self._weights.glob(".version_*")):
             shutil.rmtree(old, ignore_errors=True)
         ids = _canary_ids(embedding_rows(self._learner.model))[: self.engine.max_model_len - 1]
         low = self._learner.scorer.placement.low is not None
-        limit = _CANARY_LIMITS["bfloat16" if low else "float32"]
+        limit = _CANARY_LIMIT_BFLOAT16 if low else _CANARY_LIMIT_FLOAT32
         return Canary(tuple(ids), tuple(self._learner.logprobs_of(ids)), limit)
 
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -134,7 +135,8 @@ async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
 async def test_a_server_that_a_killed_trainer_left_paused_serves_again(folders):
     with fake_vllm(folders[0]) as (_, url):
         async with engine_at(url) as engine:
-            await engine.pause()
+            async with aiohttp.ClientSession() as session:
+                await session.post(f"{url}/pause", params={"mode": "keep"})
             assert "vLLM 0.32.0" in await engine.refuse_unfit()
 
 
