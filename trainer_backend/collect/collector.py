@@ -53,24 +53,22 @@ class Collector:
         requests: Sequence[RolloutRequest],
         progress: Progress | None = None,
         keep: Keep | None = None,
-        *,
-        rank: int = 0,
     ) -> Collection:
         """Run all requests, which belong to one run, to their end.
 
         Several collections of a run may be under way at the same time. Each one gets its own rollouts; an
         error or a cancellation that ends one early cancels its rollouts at the task apps and leaves the
-        others alone. When no task app answers, all of them end.
+        others alone. When no task app answers, all of them end. Earlier iterations are served first, and
+        evaluations, whose iteration is 0, before all: the deadline of one begins when none is before it.
 
         Args:
             progress: receives the number of ended rollouts.
             keep: receives each finished rollout before a task app may forget it; its error ends the
                 collection.
-            rank: a collection of a lower rank is served first. The deadline begins when none is under way.
         """
         if not requests:
             return Collection(())
-        plan = Plan(requests, Tally(len(requests), progress, keep), rank=rank)
+        plan = Plan(requests, Tally(len(requests), progress, keep), rank=requests[0].iteration)
         if self._crew is None or self._crew.over:
             work = Work(plan.run_id, places=self._max_running or math.inf)
             self._crew = _Crew(self._apps, work, timeout_s=self._timeout_s)

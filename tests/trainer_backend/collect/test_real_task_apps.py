@@ -78,7 +78,7 @@ async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(un
     with task_app_thread() as url:
         async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
             collector = Collector(apps, timeout_s=120, max_running=8)
-            parts = await asyncio.gather(collector.collect(PLAN[:12]), collector.collect(PLAN[12:], rank=1))
+            parts = await asyncio.gather(collector.collect(PLAN[:12]), collector.collect(PLAN[12:]))
     assert [len(part.rollouts) for part in parts] == [12, 12]
     assert sorted(played(parts[0]) + played(parts[1]), key=place) == sorted(undisturbed, key=place)
     assert [part.failures for part in parts] == [{}, {}]
