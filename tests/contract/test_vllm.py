@@ -50,7 +50,7 @@ def test_an_update_that_nobody_can_serve_is_saved_before_the_run_ends(model_fold
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
         fake.loads_at_most = 2  # the weights of the start, and those of iteration 1
-        job = vllm_job(folder, url, replica_wait_s=0.1)
+        job = vllm_job(folder, url, replica_wait_s=2.0)
         with pytest.raises(WeightsRefused, match=r"no replica serves version 2: .* no space left"):
             train_job(job, tmp_path / "run")
     directory = open_run(tmp_path / "run")

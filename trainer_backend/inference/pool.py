@@ -14,13 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
+from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
 
 State = Literal["starting", "stale", "serving", "lost"]
@@ -78,7 +78,8 @@ class Replica:
 
     Attributes:
         fit: whether it was found to be one that can be trained with.
-        loading: held while it loads weights.
+        task: loads weights into it, or has done so.
+        loads: how often it began to serve.
         running: requests that it samples now.
         sessions: rollouts whose decisions go to it.
         last_error: its last failure; "" before any.
@@ -89,7 +90,8 @@ class Replica:
     running: int = 0
     sessions: int = 0
     fit: bool = False
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    task: asyncio.Task[None] | None = None
+    loads: int = 0
     last_error: str = ""
 
 
@@ -97,7 +99,7 @@ class ReplicaPool:
     """An `InferenceEngine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
 
     Args:
-        wait_s: how long a request waits for a replica that serves; then the run ends.
+        wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
         tell: is given a line for each replica that is lost or serves again.
     """
 
@@ -134,20 +136,28 @@ class ReplicaPool:
 
         Raises:
             EngineStopped: no replica has served for `wait_s`.
+            EngineBusy: none has had time for the request for as long.
         """
         failed: set[Replica] = set()
-        attempts = 0
+        attempts, deadline = 0, time.monotonic() + self._wait_s
         while True:
             attempts += 1
             replica = await self._serving(extras.session or request_id, failed)
             own = extras if extras.stop is None else replace(extras, stop=extras.stop.fresh())
             replica.running += 1
+            loads = replica.loads
             try:
                 generation = await replica.engine.generate(ids, sampling, request_id=request_id, extras=own)
                 self._count(ids, generation)
                 return generation
+            except EngineBusy:
+                attempts -= 1
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_LOOK_S)
             except RemoteUnavailable as error:
-                self._lose(replica, error)
+                if loads == replica.loads:  # else it has loaded weights since, and passed the canary
+                    self._lose(replica, error)
                 failed.add(replica)
                 # A caller has some of the tokens, and another replica would sample others; or it is the
                 # request that each replica fails on.
@@ -159,26 +169,44 @@ class ReplicaPool:
     async def publish(self, publication: Publication) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
+        It waits for the first one, and then for the others as long again: one that is wedged delays nobody.
+
         Raises:
             WeightsRefused: no replica serves it, for `wait_s`.
         """
         self._published = publication
-        deadline = time.monotonic() + self._wait_s
-        await self._bring_all()
-        while not self._any_serves:
-            if time.monotonic() > deadline:
+        for replica in self.replicas:
+            if replica.state == "serving":
+                replica.state = "stale"
+        start = time.monotonic()
+        while True:
+            tasks = self._bring_all()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            duration = time.monotonic() - start
+            if self._any_serves:
+                break
+            if duration > self._wait_s:
                 raise WeightsRefused(f"no replica serves version {publication.version}: {self._answers()}")
             await asyncio.sleep(_LOOK_S)
-            await self._bring_all()
+        await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
     async def look_after(self) -> None:
         """Bring lost replicas back, for ever; end the run where none serves for too long."""
+        try:
+            await self._look_after()
+        finally:
+            tasks = [replica.task for replica in self.replicas if replica.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_after(self) -> None:
         none_since: float | None = None
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._published is None:
                 continue
-            await self._bring_all()
+            self._bring_all()
             if self._any_serves:
                 none_since = None
             else:
@@ -211,17 +239,22 @@ class ReplicaPool:
     def _any_serves(self) -> bool:
         return any(replica.state == "serving" for replica in self.replicas)
 
-    async def _bring_all(self) -> None:
-        """Have every replica serve the current version."""
-        await asyncio.gather(*(self._bring(replica) for replica in self.replicas))
+    def _bring_all(self) -> list[asyncio.Task[None]]:
+        """A task for each replica, which has it serve the current version, or lose it; one task at a time."""
+        for replica in self.replicas:
+            if replica.task is None or replica.task.done():
+                if replica.task is not None:
+                    replica.task.result()
+                replica.task = asyncio.ensure_future(self._bring(replica))
+        return [replica.task for replica in self.replicas if replica.task is not None]
 
     async def _bring(self, replica: Replica) -> None:
-        # A publish may come while a replica that was lost loads the version before.
-        async with replica.loading:
+        publication = None
+        # A publish may come while it loads the version before.
+        while replica.state != "serving" and publication is not self._published:
             publication = self._published
             assert publication is not None, "asked once there are weights"
-            if replica.state != "serving" or replica.engine.version != publication.version:
-                await self._load(replica, publication)
+            await self._load(replica, publication)
 
     async def _load(self, replica: Replica, publication: Publication) -> None:
         """Load a version into a replica, test it, and have it serve."""
@@ -241,6 +274,7 @@ class ReplicaPool:
             return
         if publication is not self._published:
             return  # stale again: who published the next version waits to load it
+        replica.loads += 1
         replica.state = "serving"
         self._wake()
         if lost:

@@ -37,7 +37,6 @@ PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0
 _EVERY_TOKEN = -1  # top_k
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _AUTH_ERRORS = frozenset({401, 403})
-_REQUEST_TIMEOUT_S = 600.0
 _MOST_REPLY_BYTES = 16 << 20
 EXCERPT = 300
 # Rounding may raise the log-prob of a certain token this far above 0; more is an error.
@@ -61,6 +60,7 @@ class RemoteEngine:
 
     # The server in an error.
     label = "the server of the fixed policy"
+    timeout = aiohttp.ClientTimeout(total=600.0)
 
     def __init__(
         self,
@@ -177,8 +177,7 @@ class RemoteEngine:
         if self._session is None:
             # Callers limit their concurrency; a limit here would only hide a queue.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0), timeout=self.timeout
             )
         return self._session
 
@@ -190,7 +189,7 @@ class RemoteEngine:
     @asynccontextmanager
     async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request for a sample; leaving the context closes it."""
-        with connection_errors(self.label, _REQUEST_TIMEOUT_S):
+        with connection_errors(self.label, self.timeout):
             # No redirects: the key is for this host only.
             async with self._open_session().post(
                 self._url, data=data, headers=self._headers, allow_redirects=False
@@ -254,12 +253,13 @@ class RemoteEngine:
 
 
 @contextmanager
-def connection_errors(label: str, timeout_s: float) -> Iterator[None]:
+def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
     """Raise RemoteUnavailable where a server does not answer, or breaks off."""
     try:
         yield
     except TimeoutError as error:
-        raise RemoteUnavailable(f"{label} gave no answer within {timeout_s:g} s") from error
+        limit_s = timeout.total or timeout.sock_connect
+        raise RemoteUnavailable(f"{label} gave no answer within {limit_s:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"[:EXCERPT]
         raise RemoteUnavailable(f"{label} does not answer: {reason}") from error

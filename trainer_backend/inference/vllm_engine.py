@@ -1,18 +1,23 @@
 """A vLLM server as an engine: token ids go there, ids, log-probs and weight versions come back.
 
-    POST /inference/v1/generate     a sample, by token ids; streamed where a stop string may end it,
-                                    since closing the stream ends it at the server
+    POST /inference/v1/generate             a sample, by token ids; streamed where a stop string may end it
+    POST /inference/v1/abort_requests       ends it there; its last chunk tells the weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
-    GET  /version /v1/models        what is served
+    GET  /version /v1/models                what is served
+
+A load gives the server's weights a name that no other load has, of this run or of another: whatever was
+sampled with other weights than ours is noticed by its versions.
 
 The server runs in an environment or image of its own; docs/vllm.md has its command line. SGLang would need a
 class like this one: its `/generate` takes ids and returns ids with log-probs, and
 `/update_weights_from_disk` loads a folder, but it tells one weight version an answer, not one a token.
 """
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +29,7 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
     BadChatRequest,
     ContextLengthExceeded,
+    EngineBusy,
     RemoteRefused,
     RemoteUnavailable,
     WeightsRefused,
@@ -47,18 +53,27 @@ from trainer_backend.models.layout import weight_files
 
 # Releases whose routes are the ones above. 0.32.0 is the one that was run.
 OLDEST, BEYOND = (0, 32), (0, 34)
-_GENERATE = "/inference/v1/generate"
-_CONTROL_TIMEOUT_S = 600.0
+_GENERATE, _ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+_STOP: FinishReason = "stop"
+_CONNECT_TIMEOUT_S = 30.0
 _FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
+_READY = "turnwise_ready"  # a method of vllm_worker/turnwise_vllm.py
+# Statuses of a server that is there, and cannot take this request now.
+_BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
 @dataclass(slots=True)
 class _Answer:
-    """What a server has told of one sample so far."""
+    """What a server has told of one sample so far.
 
+    Attributes:
+        request_id: the server's own name of the request.
+    """
+
+    request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -71,6 +86,7 @@ class _Answer:
         """Take a reply, or one chunk of it; a stop string ends it with the token that completes it."""
         if "error" in reply:  # how a stream says that its engine has failed
             raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply['error']!r:.{EXCERPT}}")
+        self.request_id = reply.get("request_id") or self.request_id
         usage = reply.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
@@ -110,7 +126,11 @@ class VllmEngine(RemoteEngine):
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
             and they go on with the new weights.
+        wait_s: how long a load may take. A sample may take longer, but after each `wait_s` the server must
+            answer another request within that time: a wedged one answers none.
     """
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
 
     def __init__(
         self,
@@ -119,16 +139,19 @@ class VllmEngine(RemoteEngine):
         stop_ids: Sequence[int],
         vocabulary: int,
         max_model_len: int,
+        wait_s: float,
         weight_update: Literal["wait", "keep"] = "wait",
     ) -> None:
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.url = url.rstrip("/")
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
-        self._weight_update, self._serving_version = weight_update, 0
+        self._weight_update, self._wait_s = weight_update, wait_s
+        self._name, self._versions = "", {"": 0}  # of the weights that serve, and of all by name
+        self._loads = False
 
     @property
     def version(self) -> int:
-        return self._serving_version
+        return self._versions[self._name]
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -144,26 +167,58 @@ class VllmEngine(RemoteEngine):
                 where="top_p",
                 hint="Use top_p = 1 and top_k = 0 with inference.engine = 'vllm'.",
             )
-        version = self.version
-        answer = await self._sample(ids, sampling, extras, salt=str(version))
-        if answer.finish_reason == "abort":
+        answer = await self._patiently(self._sample(ids, sampling, extras))
+        if answer.finish_reason == "abort" and answer.stop_string is None:
             raise RemoteUnavailable(f"{self.label} aborted the request")
         token_ids, logprobs = self._tokens(
             {"token_ids": answer.token_ids, "logprobs": {"token_logprobs": answer.logprobs}}, sampling
         )
-        length = len(token_ids)
-        versions: tuple[tuple[int, int], ...] = ((0, version),)
-        finish_reason: FinishReason = "stop"
+        length, finish_reason = len(token_ids), _STOP
         if answer.stop_string is None:
             choice = {"finish_reason": answer.finish_reason}
             length, finish_reason, _ = self._end(token_ids, choice, NO_EXTRAS)
-            versions = _versions(answer.spans)
-        elif self.version != version:  # only the last chunk, which was not waited for, tells of a change
-            raise RemoteUnavailable("the weights changed while a stop string ended the answer")
         return Generation(
-            tuple(token_ids[:length]), tuple(logprobs[:length]), finish_reason, versions,
-            answer.stop_string, answer.cached_tokens, tuple(answer.likeliest[:length]),
+            tuple(token_ids[:length]), tuple(logprobs[:length]), finish_reason,
+            self._versions_of(answer.spans, length), answer.stop_string, answer.cached_tokens,
+            tuple(answer.likeliest[:length]),
         )  # fmt: skip
+
+    def _versions_of(
+        self, spans: Sequence[Mapping[str, Any]] | None, length: int
+    ) -> tuple[tuple[int, int], ...]:
+        """((first_token, policy_version), ...) of the server's spans over the first `length` tokens."""
+        starts = [(int(span["start"]), str(span["version"])) for span in spans or ()]
+        if not starts or starts[0][0] != 0:
+            raise RemoteRefused(
+                f"{self.label} returned the weight versions {spans!r:.200}, which do not begin at the first "
+                "token"
+            )
+        for _, name in starts:
+            if name not in self._versions:
+                raise RemoteUnavailable(
+                    f"{self.label} samples with weights that are none of this run's ({name!r:.80}): it was "
+                    "started anew, or another run loads weights into it"
+                )
+        return tuple((start, self._versions[name]) for start, name in starts if start < length)
+
+    async def _patiently(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """The answer, however long it takes, as long as the server answers others."""
+        task = asyncio.ensure_future(sample)
+        probe: asyncio.Future[Any] | None = None
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=self._wait_s)
+                if not task.done() and not self._loads:
+                    body = self._body([1], Sampling(max_tokens=1), 0)
+                    probe = asyncio.ensure_future(self._control("POST", _GENERATE, body=body))
+                    await asyncio.wait({task, probe}, return_when=asyncio.FIRST_COMPLETED)
+                    if probe.done():
+                        probe.result()
+            return task.result()
+        finally:
+            for item in (task, probe) if probe is not None else (task,):
+                item.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _control(
         self,
@@ -172,19 +227,19 @@ class VllmEngine(RemoteEngine):
         *,
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
-        timeout_s: float = _CONTROL_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Mapping[str, Any]:
         """One request beside the samples, on a connection of its own: its caller may run in another loop."""
-        where = self.url + route
-        with connection_errors(where, timeout_s):
+        where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s or self._wait_s)
+        with connection_errors(where, timeout):
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
+                aiohttp.ClientSession(timeout=timeout) as session,
                 session.request(method, where, params=params, json=body, allow_redirects=False) as response,
             ):
                 return _reply(response.status, await response.read(), where)
 
     def _body(
-        self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, salt: str, streams: bool = False
+        self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, streams: bool = False
     ) -> dict[str, Any]:
         return {
             "model": self._model,
@@ -199,28 +254,30 @@ class VllmEngine(RemoteEngine):
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,
             },
-            # Keys and values of other weights must not be reused: one salt a version.
-            "cache_salt": salt,
+            # Keys and values of other weights must not be reused: one salt a load.
+            "cache_salt": self._name or "start",
             "stream": streams,
             "stream_options": {"include_usage": True} if streams else None,
         }
 
-    async def _sample(self, ids: Sequence[int], sampling: Sampling, extras: Extras, *, salt: str) -> _Answer:
+    async def _sample(self, ids: Sequence[int], sampling: Sampling, extras: Extras) -> _Answer:
         streams = extras.stop is not None or extras.on_token is not None
-        body = self._body(ids, sampling, extras.likeliest, salt=salt, streams=streams)
+        body = self._body(ids, sampling, extras.likeliest, streams=streams)
         data, answer = json.dumps(body).encode(), _Answer()
         if not streams:
             status, text = await self._post(data)
             answer.add(_reply(status, text, self.url), extras)
             return answer
-        async with self._response(data) as response:  # leaving it aborts the request
+        async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
                 _reply(response.status, await response.content.read(EXCERPT * 10), self.url)
             count = 0
             async for chunk in _chunks(response.content, self.url):
+                goes_on = answer.stop_string is None
                 answer.add(chunk, extras)
-                if answer.stop_string is not None:
-                    break
+                if goes_on and answer.stop_string is not None and answer.finish_reason is None:
+                    ended = {"request_ids": [answer.request_id]}
+                    await self._control("POST", _ABORT, body=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
                     count = _tell(answer, count, extras)
         return answer
@@ -229,23 +286,34 @@ class VllmEngine(RemoteEngine):
         """Replace the weights by those of a folder that the server's workers can read.
 
         Raises:
-            WeightsRefused: the server cannot load them, or does not answer; what it samples with then is
+            WeightsRefused: the server cannot load them, or not within `wait_s`; what it samples with then is
                 unknown until a later load succeeds.
         """
         if not isinstance(source, str | Path):
             raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
         folder = Path(source).resolve()
         files = [file.name for file in weight_files(folder)]
+        name = f"{version}-{secrets.token_hex(6)}"
+        self._versions[name], self._loads = version, True
         try:
             try:
-                await self._control("POST", "/pause", params={"mode": self._weight_update})
-                load = {"method": "turnwise_load", "args": [str(folder), files]}
-                await self._control("POST", "/collective_rpc", body=load)
-                await self._control("POST", "/reset_prefix_cache")
-                await self._control("POST", "/update_weight_version", body={"new_version": str(version)})
-                self._serving_version = version
+                async with asyncio.timeout(self._wait_s):
+                    await self._control("POST", "/pause", params={"mode": self._weight_update})
+                    # A load that fails half-way must not leave the name of the weights before it.
+                    await self._control("POST", "/update_weight_version", body={"new_version": "unknown"})
+                    load = {"method": "turnwise_load", "args": [str(folder), files]}
+                    await self._control("POST", "/collective_rpc", body=load)
+                    await self._control("POST", "/reset_prefix_cache")
+                    await self._control("POST", "/update_weight_version", body={"new_version": name})
+                self._name = name
             finally:
-                await self._control("POST", "/resume")
+                self._loads = False
+                await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise WeightsRefused(
+                f"it has not loaded version {version} within {self._wait_s:g} s (inference.replica_wait_s)",
+                where=self.url,
+            ) from error
         except (RemoteRefused, RemoteUnavailable) as error:
             raise WeightsRefused(error.detail, where=self.url, hint=error.hint) from error
 
@@ -261,7 +329,7 @@ class VllmEngine(RemoteEngine):
                 "detokenize": False,
             },
             # Nothing may be taken from a cache: what is tested is the weights.
-            "cache_salt": f"score {self.version} {uuid4().hex}",
+            "cache_salt": f"score {uuid4().hex}",
         }
         reply = await self._control("POST", _GENERATE, body=body)
         places: Any = reply.get("prompt_logprobs")
@@ -308,10 +376,12 @@ class VllmEngine(RemoteEngine):
         await self._control("GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
         try:
             await self._control(
-                "POST", "/collective_rpc", body={"method": "turnwise_ready"}, timeout_s=_ENGINE_TIMEOUT_S
+                "POST", "/collective_rpc", body={"method": _READY}, timeout_s=_ENGINE_TIMEOUT_S
             )
-        except RemoteUnavailable as error:  # an unknown method is an error of its worker
-            raise RemoteRefused(
+        except RemoteUnavailable as error:
+            if _READY not in error.detail:
+                raise
+            raise RemoteRefused(  # its worker does not know the method, as its error says
                 f"{self.url} cannot load weights: {error.detail}",
                 hint="Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md).",
             ) from error
@@ -324,7 +394,7 @@ class VllmEngine(RemoteEngine):
         for temperature in (2.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1)
             answer = _Answer()
-            body = self._body(range(1, 17), sampling, _PROBE_TOPS, salt="probe")
+            body = self._body(range(1, 17), sampling, _PROBE_TOPS)
             reply = await self._control("POST", _GENERATE, body=body, timeout_s=_ENGINE_TIMEOUT_S)
             answer.add(reply, Extras(likeliest=_PROBE_TOPS))
             tops.append(answer.likeliest)
@@ -344,6 +414,8 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
     if status == 200 and isinstance(reply, dict):
         return reply
     excerpt = text[:EXCERPT].decode("utf-8", "replace")
+    if status in _BUSY:
+        raise EngineBusy(f"{where} answered {status}: {excerpt}")
     if status == 200 or (400 <= status < 500 and status not in TRY_AGAIN):
         raise RemoteRefused(f"{where} answered {status}: {excerpt}")
     raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
@@ -376,20 +448,6 @@ def _tell(answer: _Answer, count: int, extras: Extras) -> int:
     for token in list(tokens)[count:newest]:
         extras.on_token(token)
     return max(count, newest)
-
-
-def _versions(spans: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[int, int], ...]:
-    """((first_token, policy_version), ...) of the server's spans."""
-    try:
-        versions = tuple((int(span["start"]), int(span["version"])) for span in spans or ())
-    except (KeyError, TypeError, ValueError) as error:
-        # A server that was started anew has the weights and the version name of its start.
-        raise RemoteUnavailable(f"vLLM samples with weights that are none of ours: {spans!r:.200}") from error
-    if not versions or versions[0][0] != 0:
-        raise RemoteRefused(
-            f"vLLM returned the weight versions {spans!r:.200}, which do not begin at the first token"
-        )
-    return versions
 
 
 def _dotted(release: tuple[int, int]) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer_backend.errors import JobError, RemoteRefused, RemoteUnavailable
+from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -40,7 +40,7 @@ async def _check(engine: VllmEngine, table: InferenceTable) -> str:
         while True:
             try:
                 return await engine.refuse_unfit()
-            except RemoteUnavailable as error:
+            except (EngineBusy, RemoteUnavailable) as error:
                 if time.monotonic() > deadline:
                     raise JobError(
                         f"inference.urls: no vLLM server answered within {table.replica_wait_s:g} s "
@@ -117,6 +117,7 @@ def _engines(
             stop_ids=stop_ids,
             vocabulary=vocabulary,
             max_model_len=table.max_model_len,
+            wait_s=table.replica_wait_s,
             weight_update=table.weight_update,
         )
         for url in table.urls

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.models import load_model_folder
 
 SERVED_NAME = "actor"
+# Prompts that are none of a rollout.
+PROBES = ([1], list(range(1, 17)))
 
 
 class FakeVllm:
@@ -29,12 +32,18 @@ class FakeVllm:
     Attributes:
         down: it answers 500 to every sample; `/health` stays 200.
         down_after: so does it after that many samples.
+        wedged: samples get no answer; `/health` stays 200.
+        fails_once: the sample that is held, or the next, is answered with 500.
+        busy: so many requests are answered with 429.
+        holds: samples of rollouts wait for it.
         may_load: a load waits for it.
         forgets_head: it answers 200 to a load and keeps the output head of before.
         loads_at_most: later loads fail.
         has_worker: it was started with our worker class.
         raw: its log-probs are those before the temperature.
-        loads, served: versions that it was told, and (prompt ids, version) of every sample.
+        streams_wait: it sends the last token of a stream after the request was aborted.
+        rpc_status: of calls to its workers.
+        loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
     """
 
     def __init__(self, folder: Path, *, max_model_len: int = 256, release: str = "0.32.0") -> None:
@@ -48,6 +57,12 @@ class FakeVllm:
         self.down_after = 1 << 60
         self.may_load = threading.Event()
         self.may_load.set()
+        self.streams_wait = self.wedged = self.fails_once = False
+        self.rpc_status, self.busy, self.probes = 200, 0, 0
+        self.holds = threading.Event()
+        self.holds.set()
+        self._names = count()
+        self._streams: dict[str, asyncio.Event] = {}
         self.paused: list[str] = []
         self.loads: list[str] = []
         self.served: list[tuple[list[int], str]] = []
@@ -61,6 +76,7 @@ class FakeVllm:
             "/health": ("GET", self._ok),
             "/weight_info": ("GET", self._ok),
             "/inference/v1/generate": ("POST", self._generate),
+            "/inference/v1/abort_requests": ("POST", self._abort_requests),
             "/pause": ("POST", self._pause),
             "/resume": ("POST", self._resume),
             "/collective_rpc": ("POST", self._collective_rpc),
@@ -92,8 +108,11 @@ class FakeVllm:
 
     async def _collective_rpc(self, request: Request) -> Response:
         body = await request.json()
+        if self.rpc_status != 200:
+            return Response("try later", status_code=self.rpc_status)
         if body["method"] == "turnwise_ready":
-            return Response(status_code=200 if self.has_worker else 500)
+            error = "'CPUWorker' object has no attribute 'turnwise_ready'"
+            return Response(status_code=200) if self.has_worker else Response(error, status_code=500)
         folder, _files = body["args"]
         await asyncio.to_thread(self.may_load.wait)
         if len(self.loads) >= self.loads_at_most:
@@ -116,16 +135,27 @@ class FakeVllm:
         params, ids = body["sampling_params"], body["token_ids"]
         if "prompt_logprobs" in params:
             return JSONResponse({"choices": [], "prompt_logprobs": self._scored(ids)})
+        if self.busy:
+            self.busy -= 1
+            return Response("too many requests", status_code=429)
         if self.down or len(self.served) >= self.down_after:
             return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
         await self._running.wait()
+        while self.wedged:
+            await asyncio.sleep(0.02)
         began = self.version
-        if body["cache_salt"] != "probe":
+        if ids in PROBES:
+            self.probes += 1
+        else:
             self.served.append((ids, began))
+            await asyncio.to_thread(self.holds.wait)
+            if self.fails_once:
+                self.fails_once = False
+                return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
         sampling = Sampling(temperature=params["temperature"], max_tokens=params["max_tokens"])
         likeliest = params["logprobs"]
         generation = await self.engine.generate(
-            ids, sampling, request_id=str(len(self.served)), extras=Extras(likeliest=likeliest)
+            ids, sampling, request_id=str(next(self._names)), extras=Extras(likeliest=likeliest)
         )
         spans = [
             {"start": start, "version": began if place == 0 else self.version}
@@ -133,14 +163,32 @@ class FakeVllm:
         ]
         if not body["stream"]:
             return JSONResponse({"choices": [self._choice(generation, 0, None, spans)]})
-        return StreamingResponse(self._events(generation, spans), media_type="text/event-stream")
+        name = f"generate-tokens-{next(self._names)}"
+        return StreamingResponse(self._events(generation, spans, name), media_type="text/event-stream")
 
-    async def _events(self, generation: Generation, spans: list[dict[str, Any]]) -> AsyncIterator[str]:
+    async def _abort_requests(self, request: Request) -> Response:
+        for name in (await request.json())["request_ids"]:
+            self._streams[name].set()
+        return Response()
+
+    async def _events(
+        self, generation: Generation, spans: list[dict[str, Any]], name: str
+    ) -> AsyncIterator[str]:
+        """The tokens one by one, and after an abort a last chunk without any."""
+        aborted = self._streams[name] = asyncio.Event()
+        last = len(generation.token_ids) - 1
         for place in range(len(generation.token_ids)):
-            last = place == len(generation.token_ids) - 1
-            choice = self._choice(generation, place, place + 1, spans if last else None)
-            choice["finish_reason"] = choice["finish_reason"] if last else None
-            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            choice = self._choice(generation, place, place + 1, spans if place == last else None)
+            if place == last and self.streams_wait:
+                await aborted.wait()
+            if aborted.is_set():
+                choice |= {"token_ids": [], "logprobs": None, "weight_versions": spans}
+            choice["finish_reason"] = (
+                "abort" if aborted.is_set() else choice["finish_reason"] if place == last else None
+            )
+            yield f"data: {json.dumps({'request_id': name, 'choices': [choice]})}\n\n"
+            if aborted.is_set():
+                break
         yield "data: [DONE]\n\n"
 
     def _choice(
@@ -179,5 +227,10 @@ def fake_vllm(folder: Path, **settings: Any) -> Iterator[tuple[FakeVllm, str]]:
     fake = FakeVllm(folder, **settings)
     fake.engine.start()
     with ServerThread(fake.app(), Listener("127.0.0.1", 0)) as url:
-        yield fake, url
+        try:
+            yield fake, url
+        finally:
+            fake.wedged = False
+            fake.may_load.set()
+            fake.holds.set()
     fake.engine.stop()

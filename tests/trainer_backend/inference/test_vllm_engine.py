@@ -28,6 +28,7 @@ from trainer_backend.models import build_preset, save_model_folder
 
 PROMPT = [10, 11, 12, 13]
 CANARY = tuple(range(20, 36))
+LIMITS: Any = {"stop_ids": [1], "vocabulary": 512, "max_model_len": 128, "wait_s": 30.0}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,7 @@ def publication(version: int, folders: list[Path], models: list[PreTrainedModel]
 
 @asynccontextmanager
 async def engine_at(url: str, **settings: Any) -> AsyncIterator[VllmEngine]:
-    limits = {"stop_ids": [1], "vocabulary": 512, "max_model_len": 128, **settings}
-    engine = VllmEngine(url, **limits)
+    engine = VllmEngine(url, **{**LIMITS, **settings})
     try:
         yield engine
     finally:
@@ -146,7 +146,9 @@ async def test_a_truncated_sample_is_refused(folders):
             await engine.generate(PROMPT, Sampling(max_tokens=2, top_p=0.5), request_id="a")
 
 
-async def test_generation_goes_on_after_a_load_that_failed(folders, tmp_path):
+async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_used_before_the_next(
+    folders, tmp_path
+):
     """The pause is taken back whatever happens: a server that stays paused would hang every rollout."""
     with fake_vllm(folders[0]) as (_, url):
         async with engine_at(url) as engine:
@@ -156,14 +158,62 @@ async def test_generation_goes_on_after_a_load_that_failed(folders, tmp_path):
             (half / "model.safetensors").write_bytes((folders[1] / "model.safetensors").read_bytes()[:-100])
             with pytest.raises(WeightsRefused):
                 await engine.load_weights(1, half)
+            with pytest.raises(RemoteUnavailable, match="none of this run's"):
+                await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
+            await engine.load_weights(0, folders[0])
             generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
     assert generation.versions == ((0, 0),)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(folders, tokenizer, stops):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url, stop_ids=[]) as ours, engine_at(url, stop_ids=[]) as theirs:
+            await ours.load_weights(0, folders[0])
+            sampling = Sampling(max_tokens=8, temperature=0.0)
+            whole = await ours.generate(PROMPT, sampling, request_id="a")
+            await theirs.load_weights(0, folders[0])  # the same tokens, so that the stop string is met
+            fake.streams_wait = True
+            rule = StopStrings(tokenizer.decode, [tokenizer.decode(whole.token_ids)[2:4]])
+            extras = Extras(stop=rule if stops else None)
+            with pytest.raises(RemoteUnavailable, match="another run loads weights into it"):
+                await ours.generate(PROMPT, sampling, request_id="b", extras=extras)
+
+
+async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_noticed(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url, wait_s=0.2) as engine:
+            await engine.load_weights(0, folders[0])
+            fake.holds.clear()
+            sample = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
+            while fake.probes < 2:
+                await asyncio.sleep(0.01)
+            fake.holds.set()
+            assert (await sample).versions == ((0, 0),)
+            fake.wedged = True
+            with pytest.raises(RemoteUnavailable, match=r"gave no answer within 0\.2 s"):
+                await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")
+
+
+async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        fake.rpc_status = 503
+        async with engine_at(url) as engine:
+            with pytest.raises(RemoteUnavailable, match="answered 503"):
+                await engine.refuse_unfit()
+
+
 @asynccontextmanager
-async def pool_of(fakes: list[str], lines: list[str], **settings: Any) -> AsyncIterator[ReplicaPool]:
-    engines = [VllmEngine(url, stop_ids=[1], vocabulary=512, max_model_len=128) for url in fakes]
-    pool = ReplicaPool(engines, tell=lines.append, **{"wait_s": 30.0, **settings})
+async def pool_of(
+    fakes: list[str],
+    lines: list[str],
+    *,
+    wait_s: float = 30.0,
+    load_s: float = 30.0,
+    weight_update: str = "wait",
+) -> AsyncIterator[ReplicaPool]:
+    limits = {**LIMITS, "wait_s": load_s, "weight_update": weight_update}
+    pool = ReplicaPool([VllmEngine(url, **limits) for url in fakes], tell=lines.append, wait_s=wait_s)
     try:
         yield pool
     finally:
@@ -229,7 +279,7 @@ async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_ve
             replica.state = "lost"
             fake.may_load.clear()
             watch = asyncio.ensure_future(pool.look_after())
-            while not replica.loading.locked():
+            while replica.task.done():
                 await asyncio.sleep(0.01)
             publishing = asyncio.ensure_future(pool.publish(publication(1, folders, models)))
             answer = asyncio.ensure_future(sample(pool, "r"))
@@ -271,3 +321,62 @@ async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models)
                 await pool.generate(
                     PROMPT, Sampling(max_tokens=2), request_id="s", extras=Extras(on_token=lambda token: None)
                 )
+
+
+async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadline(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls, [], load_s=1.0) as pool:
+            watch = asyncio.ensure_future(pool.look_after())
+            await pool.publish(publication(0, folders, models))
+            fakes[1].may_load.clear()
+            await pool.publish(publication(1, folders, models))
+            assert pool.replicas[1].state != "serving"
+            assert (await sample(pool, "r")).versions == ((0, 1),)
+            while pool.replicas[1].state != "lost":
+                await asyncio.sleep(0.01)
+            assert "has not loaded version 1 within 1 s" in pool.replicas[1].last_error
+            fakes[1].may_load.set()
+            while pool.replicas[1].state != "serving":
+                await asyncio.sleep(0.01)
+            watch.cancel()
+
+
+async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], []) as pool:
+            await pool.publish(publication(0, folders, models))
+            fake.busy = 1
+            assert (await sample(pool, "r")).versions == ((0, 0),)
+            assert pool.replicas[0].state == "serving"
+            assert len(fake.served) == 1
+
+
+async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], []) as pool:
+            await pool.publish(publication(0, folders, models))
+            fake.holds.clear()
+            answer = asyncio.ensure_future(sample(pool, "r"))
+            while not fake.served:
+                await asyncio.sleep(0.01)
+            await pool.publish(publication(1, folders, models))
+            fake.fails_once = True
+            fake.holds.set()
+            assert (await answer).versions == ((0, 1),)
+            assert pool.replicas[0].last_error == ""
+
+
+async def test_weights_that_change_under_a_stop_string_lose_no_replica(folders, models, tokenizer):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with pool_of([url], [], weight_update="keep") as pool:
+            await pool.publish(publication(0, folders, models))
+            fake.holds.clear()
+            sampling = Sampling(max_tokens=8, temperature=0.0)
+            extras = Extras(stop=StopStrings(tokenizer.decode, [" "]))
+            answer = asyncio.ensure_future(pool.generate(PROMPT, sampling, request_id="r", extras=extras))
+            while not fake.served:
+                await asyncio.sleep(0.01)
+            await pool.publish(publication(1, folders, models))
+            fake.holds.set()
+            generation = await answer
+            assert generation.versions[0] == (0, 0) and pool.replicas[0].state == "serving"
