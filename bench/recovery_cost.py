@@ -40,7 +40,7 @@ def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
     def spool() -> None:
         begun = Spool.open(
             run.spool_file("iteration_1"), requests,
-            versions=range(1), gateway_url="http://here", tell=print,
+            versions=range(1), gateway_urls=("http://here",), tell=print,
         )  # fmt: skip
         for rollout in found.rollouts:
             begun.keep(rollout)

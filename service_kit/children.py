@@ -11,7 +11,7 @@ import sys
 import threading
 from asyncio.subprocess import PIPE as PIPE
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
@@ -34,16 +34,19 @@ class Child:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] = os.environ,
+        descriptors: Sequence[int] = (),
     ) -> Self:
         """Start the command.
 
         Args:
             stdout, stderr: a file; PIPE for a stdout that `address` reads; None: this process's own.
+            descriptors: open files that it inherits, under the same numbers.
         """
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=env, start_new_session=True
-        )
+            *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=env, start_new_session=True,
+            pass_fds=descriptors,
+        )  # fmt: skip
         return cls(process)
 
     @property
@@ -57,12 +60,16 @@ class Child:
 
     async def address(self) -> str | None:
         """The address that it prints when it is ready; None if it ends before."""
+        async for line in self.lines():
+            if line.startswith(READY):
+                return line.removeprefix(READY)
+        return None
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The further lines of its stdout, until it closes."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            text = line.decode(errors="replace").strip()
-            if text.startswith(READY):
-                return text.removeprefix(READY)
-        return None
+            yield line.decode(errors="replace").strip()
 
     async def ended(self) -> int:
         """Wait for its end, and return the exit code."""

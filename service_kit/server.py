@@ -4,9 +4,9 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import uvicorn
 import uvloop
@@ -17,11 +17,14 @@ from service_kit.connections import ConnectionBounds, bounded_protocol
 from service_kit.errors import PortTaken, ServiceError
 from service_kit.problems import Respond, problem_response
 
+Result = TypeVar("Result")
+
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
-BACKLOG = 2048
+# Linux cuts it to net.core.somaxconn, which is 4096 there.
+BACKLOG = 4096
 # Longer than clients keep idle connections, so that they close first.
-KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 120
 
 
 class Listener:
@@ -35,8 +38,19 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.socket = _bind(host, port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
+        self._hold(_bind(host, port), host)
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Self:
+        """A port that the parent process has reserved, and whose socket this process has from it."""
+        listener = cls.__new__(cls)
+        held = socket.socket(fileno=descriptor)
+        listener._hold(held, held.getsockname()[0])
+        return listener
+
+    def _hold(self, held: socket.socket, host: str) -> None:
+        self.socket = held
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{held.getsockname()[1]}"
 
     def close(self) -> None:
         """Release the port; a second call does nothing."""
@@ -84,6 +98,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=BACKLOG,  # uvicorn sets it anew on a socket that listens already
                 timeout_graceful_shutdown=5,
             )
         )
@@ -94,8 +109,7 @@ class Server(uvicorn.Server):
         """Serve until it is stopped, or the parent process has ended."""
         if exit_with_parent:
             when_parent_ends(self._stop_orphaned)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self.serve([listener.socket]))
+        run(self.serve([listener.socket]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -117,6 +131,12 @@ class Server(uvicorn.Server):
 
     def _stop_orphaned(self) -> None:
         self._is_orphaned = self.should_exit = True
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work on an event loop of its own, of the kind that servers run on."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 class ServerThread:

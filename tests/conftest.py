@@ -165,7 +165,8 @@ def train_job(
 @contextmanager
 def policy_server(job: JobConfig) -> "Iterator[PolicyServer]":
     """The gateway of a job at a port that is held, and let go in the end."""
-    from trainer_backend.run.policy_server import PolicyServer, gateway_listener
+    from trainer_backend.run.gateways import gateway_listener
+    from trainer_backend.run.policy_server import PolicyServer
 
     with gateway_listener(job.services) as listener:
         yield PolicyServer(job.job.name, listener, job.inference, schedule=job.rollout_allocation_schedule)

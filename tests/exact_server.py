@@ -97,7 +97,9 @@ def exact_server(
     model, tokenizer = load_model_folder(folder)
     model.set_attn_implementation("sdpa")
     engine = LocalEngine(
-        model, stop_ids=stop_token_ids(model, tokenizer), limits=EngineLimits(max_model_len=max_model_len)
+        model,
+        stop_ids=stop_token_ids(model.generation_config, tokenizer),
+        limits=EngineLimits(max_model_len=max_model_len),
     )
     server = ExactServer(ServedPolicy(engine, tokenizer), **habits)
     app = Starlette(routes=[Route("/v1/completions", server.complete, methods=["POST"])])

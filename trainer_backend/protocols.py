@@ -88,6 +88,12 @@ class Learner(Protocol):
     def save(self, folder: Path, progress: Progress) -> None:
         """Write a whole checkpoint, or raise CheckpointError and leave nothing."""
 
+    def publish(self, folder: Path) -> None:
+        """Write the policy as a whole model folder, or raise CheckpointError and leave nothing."""
+
+    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+        """Return the [len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
+
 
 class InferenceServer(Protocol):
     """Serves the policy to task apps."""

@@ -19,9 +19,9 @@ from trainer_backend.learner.device import place
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
-from trainer_backend.run.policy_server import PolicyServer, gateway_listener
+from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.run.preflight import checked_folders
-from trainer_backend.run.replicas import check_servers, replicas_of
+from trainer_backend.run.replicas import check_servers
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
@@ -76,10 +76,8 @@ async def _run(
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with stop_on_signals(reporter.say) as stop, gateway_listener(job.services) as listener:
-        schedule = job.rollout_allocation_schedule
-        server = PolicyServer(job.job.name, listener, job.inference, schedule=schedule)
-        planner = Planner.of(job, run_id, server.inference, data)
+    with stop_on_signals(reporter.say) as stop, actor_gateways(job, directory, reporter.say) as gateways:
+        planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             collector = Collector(
                 apps,
@@ -97,8 +95,10 @@ async def _run(
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
+            schedule = job.rollout_allocation_schedule
+            fixed_setup = FixedSetup(job.fixed_policies, folders, job.inference, schedule)
             beginning = Beginning(
-                directory, planner, LearnerConfig.of(job), FixedSetup(job.fixed_policies, folders, server),
+                directory, planner, LearnerConfig.of(job), fixed_setup,
                 collector=collector, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -107,9 +107,9 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            replicas = replicas_of(job.inference, learner, directory.weights, reporter.say)
-            async with server.serving(learner, fixed.policies, replicas=replicas) as actor:
-                reporter.say(f"gateway: {actor.inference.url} serves {actor.inference.model}")
+            async with gateways.serving(learner, fixed.policies) as actor:
+                urls = ", ".join(actor.inference.urls)
+                reporter.say(f"gateway: {urls} serves {actor.inference.model}")
                 run = Run(
                     planner, CreditAssignment.of(job), collector, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,

@@ -77,9 +77,9 @@ class Players:
         """Decisions that an episode may take."""
         return self.multi_turn.max_decisions(self.rollout.max_turns)
 
-    def sampled_by(self, policy: str, *seed_parts: int | str) -> PolicySpec:
-        """How a policy, the actor or a fixed one, is asked in training."""
-        server = self._server(policy)
+    def sampled_by(self, policy: str, rollout_id: str, *seed_parts: int | str) -> PolicySpec:
+        """How a policy, the actor or a fixed one, is asked for a rollout of training."""
+        server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
         config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed), seed=seed)
@@ -90,9 +90,9 @@ class Players:
         seed = derived_seed(self.seed, purpose, group)
         return _spec(name, {"seed": seed, **config}, self.servers.get(ACTOR))
 
-    def evaluated(self, group: int, config: Mapping[str, Any]) -> PolicySpec:
+    def evaluated(self, rollout_id: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
         """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
-        rollout, server = self.rollout, self._server(ACTOR)
+        rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group))
         temperature = self.held_out.temperature_beside(rollout)
         sampling = rollout.sampling_of().model_copy(update={"temperature": temperature})
@@ -267,11 +267,12 @@ class Planner:
         config, options = policy_config or {}, Options(self.table.step_rewards)
         requests = []
         for group, origin in enumerate(self.source.evaluation(most)):
+            slot = Slot(f"eval-{label}", 0, group)
             if policy_name is None:
-                spec = self.players.evaluated(group, config)
+                spec = self.players.evaluated(self._rollout_id(slot), group, config)
             else:
                 spec = self.players.scripted(policy_name, "evaluation", group, config)
-            requests.append(self._request(Slot(f"eval-{label}", 0, group), origin, spec, options))
+            requests.append(self._request(slot, origin, spec, options))
         return requests
 
     def largest(self) -> RolloutRequest:
@@ -298,7 +299,7 @@ class Planner:
             for sibling, policy in enumerate(samplers[group]):
                 slot = Slot(stage, iteration, group, sibling)
                 options = replace(shared, snapshot_turns=self._snapshot_turns(slot))
-                spec = self.players.sampled_by(policy, *slot)
+                spec = self.players.sampled_by(policy, self._rollout_id(slot), *slot)
                 requests.append(self._request(slot, origin, spec, options))
         return requests
 
@@ -309,8 +310,9 @@ class Planner:
         origin = self.source.of_group(parent.group_id, parent.trajectory.seed)
         group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
         seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
+        rollout_id = f"{group_id}/{sibling}"
         return RolloutRequest(
-            rollout_id=f"{group_id}/{sibling}",
+            rollout_id=rollout_id,
             run_id=self.run_id,
             iteration=parent.iteration,
             group_id=group_id,
@@ -319,7 +321,7 @@ class Planner:
             env=self.players.env(origin),
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            policy=self.players.sampled_by(ACTOR, *seed_parts),
+            policy=self.players.sampled_by(ACTOR, rollout_id, *seed_parts),
             step_rewards=self.table.step_rewards,
             multi_turn=self.players.multi_turn.for_requests(),
             limits=self.players.limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
@@ -342,12 +344,15 @@ class Planner:
         first = max(iteration - 1, 0) * count
         return self.source.training("train", range(first, first + count), iteration)
 
+    def _rollout_id(self, slot: Slot) -> str:
+        return f"{self.run_id}/{slot.stage}/{slot.iteration}/{slot.group}/{slot.sibling}"
+
     def _request(
         self, slot: Slot, origin: Origin, policy: PolicySpec, options: Options = NO_OPTIONS
     ) -> RolloutRequest:
         players = self.players
         return RolloutRequest(
-            rollout_id=f"{self.run_id}/{slot.stage}/{slot.iteration}/{slot.group}/{slot.sibling}",
+            rollout_id=self._rollout_id(slot),
             run_id=self.run_id,
             iteration=slot.iteration,
             group_id=group_name(slot.stage, slot.iteration, slot.group, origin),

@@ -26,6 +26,7 @@ from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import DataTable, MultiTurnTable
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.plugins import allocation
+from trainer_backend.rundir.spool import plan_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,7 @@ class Inference:
         max_model_len: tokens of a prompt and its response together; None: not known.
         asks: further config of the policy, where the server is asked otherwise than a gateway for its actor;
             `rollout.policy_config` goes over it.
+        other_urls: of servers that answer alike; a rollout asks one of them all.
     """
 
     url: str
@@ -232,6 +234,20 @@ class Inference:
     key: SecretStr | None
     max_model_len: int | None = None
     asks: Mapping[str, Any] = field(default_factory=dict)
+    other_urls: tuple[str, ...] = ()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of all servers."""
+        return (self.url, *self.other_urls)
+
+    def for_rollout(self, rollout_id: str) -> Self:
+        """The server of a rollout: the same in every start of the run, and at every attempt."""
+        if not self.other_urls:
+            return self
+        return replace(
+            self, url=self.urls[derived_seed("gateway", plan_id(rollout_id), below=len(self.urls))]
+        )
 
 
 def model_config(

@@ -104,10 +104,10 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
     )
     own = {} if players.held_out.temperature is None else {"temperature": "evaluation.temperature"}
     policies = [
-        actor(players.sampled_by(ACTOR, *first), job_keys=SET_BY_THE_JOB),
+        actor(players.sampled_by(ACTOR, "", *first), job_keys=SET_BY_THE_JOB),
         actor(planner.evaluation("0", most=1)[0].policy, job_keys={**SET_BY_THE_JOB, **own}),
         *(
-            actor(players.sampled_by(table.name, *first), job_keys=_keys_of(players, table))
+            actor(players.sampled_by(table.name, "", *first), job_keys=_keys_of(players, table))
             for table in players.fixed
         ),
     ]

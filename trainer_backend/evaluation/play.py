@@ -26,6 +26,7 @@ from trainer_backend.job.addresses import shown
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.rollout_table import DataTable, WarmupTable
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 
@@ -181,7 +182,7 @@ def _plan(
 
 async def _play_checkpoint(job: JobConfig, folder: Path, planner_for: PlannerFor, play: Play) -> Collection:
     # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer, gateway_listener
+    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 
     with gateway_listener(job.services) as listener:
         server = PolicyServer(job.job.name, listener, job.inference)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
@@ -199,8 +199,10 @@ class LocalEngine:
             )
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """Return the end tokens of the model's generation config and of the tokenizer."""
-    end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+def stop_token_ids(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerFast
+) -> tuple[int, ...]:
+    """Return the end tokens of a model's generation config and of its tokenizer."""
+    end_ids = generation.eos_token_id if generation is not None else None
     ids = end_ids if isinstance(end_ids, list) else [end_ids]
     return tuple(sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}))

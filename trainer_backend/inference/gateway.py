@@ -59,7 +59,7 @@ class GatewayLimits:
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_s: float = 60.0
     default_max_tokens: int = 256
-    max_conversations: int = 10_000
+    max_conversations: int = 20_000
 
 
 def create_gateway(
@@ -75,8 +75,8 @@ def create_gateway(
         policies: the policy behind each model name (`{job}/{policy}`).
         key: the Bearer key of this job; it is only compared, never logged.
     """
-    secret = key.get_secret_value() if isinstance(key, SecretStr) else key
-    if not secret:
+    secret = SecretStr(key) if isinstance(key, str) else key
+    if not secret.get_secret_value():
         raise ValueError("the gateway needs a key")
     limits = limits or GatewayLimits()
     chat = ChatEndpoint(policies, limits=limits, clock=clock)
@@ -110,15 +110,15 @@ def create_gateway(
         for policy in policies.values():
             await policy.engine.close()
 
-    app = Starlette(routes=routes, middleware=[_gate(secret, limits)], lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=[gate_for(secret, limits)], lifespan=lifespan)
     install_problem_handlers(app, error_response)
     return app
 
 
-def _gate(key: str, limits: GatewayLimits) -> Middleware:
+def gate_for(key: SecretStr, limits: GatewayLimits) -> Middleware:
     """Build the gate that checks the key; /health needs none."""
     door = KeyDoor(
-        Keys([SecretStr(key)], variable="gateway's key"),
+        Keys([key], variable="gateway's key"),
         open_paths=["/health"],
         unauthorised=InferenceUnauthorized,
     )

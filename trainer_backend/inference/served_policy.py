@@ -1,15 +1,74 @@
 """One policy behind the gateway: its engine, and how messages become its tokens and back."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from shared_schemas.base import did_you_mean
-from trainer_backend.errors import UnknownModel
+from trainer_backend.errors import ModelFolderError, UnknownModel
 from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.drift import ConversationFigures
+from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.job.tables import ModelTable
+from trainer_backend.models.folder import embedding_rows, load_tokenizer
+from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.sources import remember_chat_settings
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFacts:
+    """What servers of a policy must know of it beside its weights.
+
+    Attributes:
+        table: [model] of the job: how the model is spoken to, and where it computes.
+        stop_ids: the token ids that end its answers.
+        vocabulary: how many token ids it embeds.
+    """
+
+    table: ModelTable
+    tokenizer: PreTrainedTokenizerFast
+    stop_ids: tuple[int, ...]
+    vocabulary: int
+
+    @classmethod
+    def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
+        """Of a model that is loaded."""
+        return cls(
+            table, tokenizer, stop_token_ids(model.generation_config, tokenizer), embedding_rows(model)
+        )
+
+    @classmethod
+    def of_folder(cls, table: ModelTable, folder: Path) -> Self:
+        """Of a model folder, whose weights are not read."""
+        refuse_incomplete(folder)
+        refuse_untrainable(folder)
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            generation = _generation_config(folder, config)
+        except Exception as error:  # a dozen types for a value that the library does not take
+            raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error
+        vocabulary = config.get_text_config().vocab_size
+        tokenizer = load_tokenizer(folder, known_ids=vocabulary)
+        remember_chat_settings(tokenizer, table)
+        return cls(table, tokenizer, stop_token_ids(generation, tokenizer), vocabulary)
+
+
+def _generation_config(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
+    """The generation config that the folder's model would have."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return GenerationConfig.from_model_config(config)
 
 
 class ServedPolicy:

@@ -20,6 +20,7 @@ from trainer_backend.job.rollout_table import (
     refuse_duplicates,
 )
 from trainer_backend.job.tables import (
+    ClusterTable,
     InferenceTable,
     ModelTable,
     RetentionTable,
@@ -83,6 +84,7 @@ class JobConfig(Table):
 
     job: JobTable = JobTable()
     services: ServicesTable = ServicesTable()
+    cluster: ClusterTable | None = None
     model: ModelTable
     inference: InferenceTable = InferenceTable()
     rollout: RolloutTable = RolloutTable()
@@ -137,6 +139,7 @@ class JobConfig(Table):
         self._refuse_shared_worlds()
         self._refuse_worlds_beside_rows()
         self._refuse_interactions_for_others()
+        self._refuse_idle_gateways()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
         if self.training.max_staleness and self.inference.deterministic:
@@ -193,6 +196,24 @@ class JobConfig(Table):
             raise ValueError(
                 "multi_turn.interaction_config_path is for the task app that the job starts itself, and "
                 "services.task_url names others: start those with `turnwise task-app --interactions FILE`"
+            )
+
+    def _refuse_idle_gateways(self) -> None:
+        gateways, servers = self.services.gateways, len(self.inference.urls)
+        if gateways > 1 and self.cluster is None:
+            raise ValueError(
+                f"services.gateways is {gateways}, and without [cluster] a run is one process with one "
+                'gateway; did you leave out [cluster] with launcher = "local"?'
+            )
+        if self.inference.engine == "vllm" and gateways > servers:
+            raise ValueError(
+                f"services.gateways is {gateways}, and inference.urls names {servers} servers: each gateway "
+                "has servers of its own"
+            )
+        if self.services.gateway_port and self.services.gateway_port + gateways - 1 > 65535:
+            raise ValueError(
+                f"services.gateways is {gateways}, and from services.gateway_port = "
+                f"{self.services.gateway_port} on there are not so many ports"
             )
 
     def _refuse_worlds_beside_rows(self) -> None:

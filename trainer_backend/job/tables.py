@@ -107,7 +107,18 @@ class ServicesTable(Table):
     gateway_host: str = Field(
         default="127.0.0.1", description="address that the job's own gateway listens on"
     )
-    gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    gateway_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="0 takes a free port; further gateways take the ports after it",
+    )
+    gateways: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="gateways, a process each; a rollout asks one of them all. More than one needs [cluster]",
+    )
     request_timeout_s: float = Field(
         default=60.0, gt=0, description="time limit of a control request to a task app"
     )
@@ -140,6 +151,14 @@ class ServicesTable(Table):
                 "start those with `turnwise task-app --plugins FILE`"
             )
         return self
+
+
+class ClusterTable(Table):
+    """[cluster]: the job's roles run as processes of their own; absent: all in one."""
+
+    launcher: Literal["local"] = Field(
+        default="local", description="who starts them. local: this process, on this machine"
+    )
 
 
 class InferenceTable(Table):

@@ -17,6 +17,7 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.capacity import less_memory
@@ -251,6 +252,10 @@ class LocalLearner:
         )
         (logprobs,) = self._logprobs({"": [segment]}, lambda piece: self.scorer.logprobs(piece)[0]).values()
         return logprobs[0]
+
+    def facts(self) -> PolicyFacts:
+        """What servers of the policy must know of it beside its weights."""
+        return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
         """The current tensors, for the engine to copy; where there are adapters, theirs alone."""

@@ -20,7 +20,8 @@ from trainer_backend.collect.metrics import (
     refuse_empty,
 )
 from trainer_backend.collect.plan import Planner
-from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.job.tables import InferenceTable
 from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
@@ -33,7 +34,7 @@ from trainer_backend.run.fixed_policies import (
     fixed_models,
     probe_policies,
 )
-from trainer_backend.run.policy_server import PolicyServer
+from trainer_backend.run.policy_server import engine_limits
 from trainer_backend.run.preflight import tokenizer_in
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
@@ -66,15 +67,17 @@ class FixedSetup:
 
     Attributes:
         folders: of those with a local model, by name.
-        server: will serve them.
+        schedule: says whether they sample at the same time as the actor.
     """
 
     tables: tuple[RolloutOnlyTable, ...]
     folders: Mapping[str, Path]
-    server: PolicyServer
+    inference: InferenceTable
+    schedule: AllocationTable | None = None
 
     def load(self, learner: LocalLearner) -> FixedPolicies:
-        return FixedPolicies.of(self.tables, self.folders, learner, self.server)
+        limits = engine_limits(self.inference, self.schedule, engines=1 + len(self.folders))
+        return FixedPolicies.of(self.tables, self.folders, learner.facts(), limits)
 
 
 class Models(NamedTuple):
@@ -249,7 +252,7 @@ class Beginning:
 
         spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
-            versions=range(1), gateway_url=None, tell=self._reporter.say,
+            versions=range(1), gateway_urls=(), tell=self._reporter.say,
         )  # fmt: skip
         collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
         if collection is None:

@@ -16,17 +16,15 @@ from trainer_backend.inference.chat_check import first_other_id, probe_text
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
-from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.job.addresses import shown
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.device import place as placed
-from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.models.folder import drop_rows_beyond, embedding_rows, fingerprint
+from trainer_backend.models.folder import drop_rows_beyond, fingerprint
 from trainer_backend.protocols import Reporter
-from trainer_backend.run.policy_server import PolicyServer, in_folder
+from trainer_backend.run.policy_server import in_folder
 from trainer_backend.run.preflight import naming, place, refuse_other_tokens, server_key
 from trainer_backend.rundir.files import replace_text
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
@@ -208,22 +206,20 @@ class FixedPolicies:
         cls,
         tables: Sequence[RolloutOnlyTable],
         folders: Mapping[str, Path],
-        learner: LocalLearner,
-        server: PolicyServer,
+        actor: PolicyFacts,
+        limits: EngineLimits,
     ) -> "FixedPolicies":
         """Load the local models, and make clients for the remote ones.
 
         Args:
             tables: of all fixed policies.
             folders: of the local ones, by name (`checked_folders`).
-            learner: of the actor, which must have the same tokens.
-            server: will serve them.
+            actor: must have the same tokens.
+            limits: of the engine of each local one.
         """
-        limits, model = server.limits(engines=1 + len(folders)), learner.config.model
-        longest = server.table.max_model_len
         return cls(
-            [_load(name, in_folder(model, path), learner, limits) for name, path in folders.items()],
-            [_at_a_server(table, learner, max_model_len=longest) for table in tables if table.is_remote],
+            [_load(name, path, actor, limits) for name, path in folders.items()],
+            [_at_a_server(table, actor, limits) for table in tables if table.is_remote],
         )
 
     @property
@@ -271,36 +267,35 @@ def fixed_models(tables: Sequence[RolloutOnlyTable], loaded: FixedPolicies) -> d
     }
 
 
-def _at_a_server(table: RolloutOnlyTable, learner: LocalLearner, *, max_model_len: int) -> RemotePolicy:
+def _at_a_server(table: RolloutOnlyTable, actor: PolicyFacts, limits: EngineLimits) -> RemotePolicy:
     assert table.inference_url is not None and table.model is not None, "the table was validated"
+    assert limits.max_model_len is not None, "the job has such a limit"
     engine = RemoteEngine(
         table.inference_url, table.model, server_key(table),
-        stop_ids=stop_token_ids(learner.model, learner.tokenizer),
-        vocabulary=embedding_rows(learner.model),
-        max_model_len=max_model_len,
+        stop_ids=actor.stop_ids,
+        vocabulary=actor.vocabulary,
+        max_model_len=limits.max_model_len,
         processed=table.logprobs == "processed",
     )  # fmt: skip
-    return RemotePolicy(table, engine, ServedPolicy(engine, learner.tokenizer))
+    return RemotePolicy(table, engine, ServedPolicy(engine, actor.tokenizer))
 
 
-def _load(name: str, table: ModelTable, learner: LocalLearner, limits: EngineLimits) -> LocalPolicy:
-    folder = table.path
-    assert folder is not None and limits.max_model_len is not None, "of a folder, within the job's limits"
+def _load(name: str, folder: Path, actor: PolicyFacts, limits: EngineLimits) -> LocalPolicy:
+    assert limits.max_model_len is not None, "the job has such a limit"
     with naming(name):
-        model, tokenizer = load_named(table)
+        model, tokenizer = load_named(in_folder(actor.table, folder))
         refuse_unsupported(model, longest=limits.max_model_len)
-    refuse_other_tokens(name, learner.tokenizer, tokenizer)
-    stop_ids = stop_token_ids(model, tokenizer)
-    actors = stop_token_ids(learner.model, learner.tokenizer)
-    if stop_ids != actors:
+    refuse_other_tokens(name, actor.tokenizer, tokenizer)
+    stop_ids = stop_token_ids(model.generation_config, tokenizer)
+    if stop_ids != actor.stop_ids:
         raise JobError(
-            f"it ends its answers with the ids {list(stop_ids)}, the actor with {list(actors)}",
+            f"it ends its answers with the ids {list(stop_ids)}, the actor with {list(actor.stop_ids)}",
             where=place(name),
             hint="generation_config.json of both folders must name the same eos_token_id.",
         )
     weights = FixedWeights(str(folder.resolve()), fingerprint(model))
-    beyond = drop_rows_beyond(model, embedding_rows(learner.model))
-    placement = placed(table.device)
+    beyond = drop_rows_beyond(model, actor.vocabulary)
+    placement = placed(actor.table.device)
     served = folder_to_serve(model, folder, placement)
     policy = ServedPolicy(LocalEngine(served, stop_ids=stop_ids, limits=limits), tokenizer)
     line = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"

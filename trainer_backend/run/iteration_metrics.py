@@ -234,10 +234,12 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     """
     used = {name: float(after[name] - before[name]) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
+    restarts = used.pop("gateway_restarts", None)
     return {
         **{f"inference/{name}": count for name, count in used.items()},
         "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
         **({"inference/lost_mass": lost / truncated} if truncated else {}),
+        **({} if restarts is None else {"recovery/gateway_restarts": restarts}),
     }
 
 

@@ -5,7 +5,7 @@ Each engine and the server have threads of their own.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
@@ -16,37 +16,28 @@ from typing import Any, Protocol, TypeVar
 from pydantic import SecretStr
 
 from service_kit.logs import configure_logs_from
-from service_kit.server import Listener, ServerThread, is_wildcard
+from service_kit.server import Listener, ServerThread
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import EngineStopped, JobError
+from trainer_backend.errors import JobError
 from trainer_backend.inference.asgi import error_response
+from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.mixture_table import AllocationTable
-from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
-from trainer_backend.learner.capacity import serving_plan
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.learner.capacity import MemoryPlan, serving_plan
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.run.replicas import ReplicaPublisher
+from trainer_backend.run.stopping import while_unbroken
 
 Result = TypeVar("Result")
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
-
-
-def gateway_listener(table: ServicesTable) -> Listener:
-    """The gateway's port, held before there is a model to serve."""
-    host = table.gateway_host
-    if is_wildcard(host):
-        raise JobError(
-            f"services.gateway_host is {host!r}, which listens everywhere and is no address to call",
-            hint="Name the address of this machine that the task apps reach.",
-        )
-    return Listener(host, table.gateway_port)
 
 
 class Source(Protocol):
@@ -70,8 +61,7 @@ class LocalActor:
 
     def __init__(self, learner: LocalLearner, limits: EngineLimits) -> None:
         self._learner = learner
-        stop_ids = stop_token_ids(learner.model, learner.tokenizer)
-        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=stop_ids, limits=limits)
+        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=learner.facts().stop_ids, limits=limits)
 
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the engine between two requests."""
@@ -113,6 +103,8 @@ class PolicyServer:
         table: [inference], the limits of an engine.
         schedule: says whether several policies may sample at the same time; None: the actor is alone.
         key: what callers must know; None: a fresh one.
+        weights: where versions for vLLM servers are written.
+        tell: is given a line for each vLLM server that is lost or serves again.
 
     Attributes:
         inference: how the actor is asked, once it is served.
@@ -126,7 +118,10 @@ class PolicyServer:
         *,
         schedule: AllocationTable | None = None,
         key: SecretStr | None = None,
+        weights: Path | None = None,
+        tell: Callable[[str], None] = print,
     ) -> None:
+        self._weights, self._tell = weights, tell
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
         self._key = key or SecretStr(secrets.token_urlsafe(32))
         self.inference = Inference(listener.url, model_of(job_name, ACTOR), self._key, table.max_model_len)
@@ -151,18 +146,10 @@ class PolicyServer:
 
     @asynccontextmanager
     async def serving(
-        self,
-        learner: LocalLearner,
-        fixed: Mapping[str, ServedPolicy] = NOBODY,
-        *,
-        replicas: ReplicaPublisher | None = None,
+        self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy] = NOBODY
     ) -> AsyncIterator["ActorServer"]:
-        """Serve the learner's policy, and fixed policies by name, until the context is left.
-
-        Args:
-            replicas: servers that sample for the actor; None: an engine of this process does.
-        """
-        source: Source = replicas or LocalActor(learner, self.limits(engines=1 + len(fixed)))
+        """Serve the learner's policy, and fixed policies by name, until the context is left."""
+        source = self._source(learner, fixed)
         policy = ServedPolicy(source.engine, learner.tokenizer)
         with self.gateway(policy, fixed):
             broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
@@ -173,6 +160,12 @@ class PolicyServer:
                 broken.cancel()
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
+
+    def _source(self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy]) -> Source:
+        """The servers that sample for the actor, or an engine of this process."""
+        if self.table.engine == "vllm" and self._weights is not None:
+            return ReplicaPublisher(self.table, learner, self._weights, self._tell)
+        return LocalActor(learner, self.limits(engines=1 + len(fixed)))
 
 
 class FolderPolicy:
@@ -186,14 +179,8 @@ class FolderPolicy:
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
-        self.plan = serving_plan(table, server.table, folder)
-        if shortage := self.plan.shortage():
-            raise JobError(f"{shortage}, for the model alone: {self.plan}")
-        model, tokenizer = load_named(in_folder(table, folder))
-        refuse_unsupported(model, longest=server.table.max_model_len)
-        served = folder_to_serve(model, folder, place(table.device))
-        stop_ids = stop_token_ids(served, tokenizer)
-        engine = LocalEngine(served, stop_ids=stop_ids, limits=server.limits())
+        self.plan = refuse_too_large_to_serve(table, server.table, folder)
+        engine, tokenizer = engine_of_folder(table, server.table, folder)
         self._policy = ServedPolicy(engine, tokenizer)
 
     @contextmanager
@@ -229,21 +216,29 @@ async def first_breakdown(policies: Iterable[ServedPolicy]) -> str:
     return await first
 
 
-async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which has ended in any case.
+def refuse_too_large_to_serve(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:
+    """Plan the memory of serving the model of a folder; refuse one that cannot fit, before it is read."""
+    plan = serving_plan(table, inference, folder)
+    if shortage := plan.shortage():
+        raise JobError(f"{shortage}, for the model alone: {plan}")
+    return plan
 
-    Raises:
-        EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
+
+def engine_of_folder(
+    table: ModelTable, inference: InferenceTable, folder: Path, *, version: int = 0
+) -> tuple[LocalEngine, Tokenizer]:
+    """An engine that begins with the weights of a model folder, and the folder's tokenizer.
+
+    Args:
+        table: [model], which says how the model is spoken to and where it computes.
+        version: the policy version of those weights.
     """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise EngineStopped(f"the engine does not run: {broken.result()}")
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    model, tokenizer = load_named(in_folder(table, folder))
+    refuse_unsupported(model, longest=inference.max_model_len)
+    served = folder_to_serve(model, folder, place(table.device))
+    stop_ids = stop_token_ids(served.generation_config, tokenizer)
+    engine = LocalEngine(served, stop_ids=stop_ids, version=version, limits=engine_limits(inference))
+    return engine, tokenizer
 
 
 def engine_limits(

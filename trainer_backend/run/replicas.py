@@ -1,25 +1,24 @@
 """The actor at vLLM servers: they are checked before a run begins, and load each version from a folder."""
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
-from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.served_policy import PolicyFacts
+from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.job.tables import InferenceTable
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.models.folder import embedding_rows
+from trainer_backend.run.weight_folders import WeightFolders
 
-_CANARY_TOKENS = 64
 # Differences of log-probs that arithmetic explains, by the precision that serves.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 # A server that is being started answers after minutes.
 _LOOK_S = 1.0
-_KEPT_VERSIONS = 2
 
 
 async def check_servers(table: InferenceTable) -> list[str]:
@@ -58,24 +57,21 @@ class ReplicaPublisher:
     """Gives the learner's weights to the replicas of the actor.
 
     Args:
-        weights: the folder of the versions; the newest two are kept, since a replica that comes back loads
-            the newest, and one may still be reading the one before.
+        weights: the folder of the versions.
         tell: is given a line for each replica that is lost or serves again.
     """
 
     def __init__(
         self, table: InferenceTable, learner: LocalLearner, weights: Path, tell: Callable[[str], None]
     ) -> None:
-        stop_ids = stop_token_ids(learner.model, learner.tokenizer)
-        engines = _engines(table, stop_ids=stop_ids, vocabulary=embedding_rows(learner.model))
-        self.engine = ReplicaPool(engines, wait_s=table.replica_wait_s, tell=tell)
-        self._learner, self._weights = learner, weights
+        facts = learner.facts()
+        self.engine, self._model = pool_of(table, facts, tell), facts.table
+        self._folders = WeightFolders(learner, weights, prompt_tokens=table.max_model_len - 1)
 
     async def publish(self, policy_version: int) -> None:
         """Write the policy as a model folder, and have every replica serve it."""
-        folder = self._weights / f"version_{policy_version}"
-        canary = await asyncio.to_thread(self._write, folder)
-        await self.engine.publish(Publication(policy_version, folder, canary))
+        version = await asyncio.to_thread(self._folders.write, policy_version)
+        await self.engine.publish(publication_of(version, self._model))
 
     def totals(self) -> dict[str, float]:
         return self.engine.totals()
@@ -84,28 +80,23 @@ class ReplicaPublisher:
         """Bring lost replicas back, until it is cancelled."""
         await self.engine.look_after()
 
-    def _write(self, folder: Path) -> Canary:
-        self._learner.publish(folder)
-        # By age, not by number: a run that goes on from an older checkpoint writes lower numbers anew.
-        versions = sorted(self._weights.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
-        for old in (*versions[:-_KEPT_VERSIONS], *self._weights.glob(".version_*")):
-            shutil.rmtree(old, ignore_errors=True)
-        ids = _canary_ids(embedding_rows(self._learner.model))[: self.engine.max_model_len - 1]
-        low = self._learner.scorer.placement.low is not None
-        limit = _CANARY_LIMIT_BFLOAT16 if low else _CANARY_LIMIT_FLOAT32
-        return Canary(tuple(ids), tuple(self._learner.logprobs_of(ids)), limit)
+
+def pool_of(table: InferenceTable, facts: PolicyFacts, tell: Callable[[str], None]) -> ReplicaPool:
+    """The replicas of inference.urls, none of which serves yet."""
+    engines = _engines(table, stop_ids=facts.stop_ids, vocabulary=facts.vocabulary)
+    return ReplicaPool(engines, wait_s=table.replica_wait_s, tell=tell)
 
 
-def replicas_of(
-    table: InferenceTable, learner: LocalLearner, weights: Path, tell: Callable[[str], None]
-) -> ReplicaPublisher | None:
-    """The servers that sample for the actor; None where an engine of this process does."""
-    return ReplicaPublisher(table, learner, weights, tell) if table.engine == "vllm" else None
+def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
+    """A version as replicas load it, with the canary that its scored prompt is.
 
-
-def _canary_ids(vocabulary: int) -> list[int]:
-    """Spread over the vocabulary, so that no part of the embedding or the head goes untested."""
-    return [(7 + place * (vocabulary // _CANARY_TOKENS + 1)) % vocabulary for place in range(_CANARY_TOKENS)]
+    Args:
+        model: says where the learner computes, and so how exactly.
+    """
+    prompt = version.prompt
+    assert prompt is not None, "the learner scores one for every server that is not ours"
+    limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16
+    return Publication(version.number, version.folder, Canary(prompt.ids, prompt.logprobs, limit))
 
 
 def _engines(

@@ -59,7 +59,7 @@ class Run:
         """The spool of a stage, with the rollouts of these requests that an earlier start has left there."""
         return Spool.open(
             self.directory.spool_file(stage), requests,
-            versions=versions, gateway_url=self.server.inference.url, tell=self.reporter.say,
+            versions=versions, gateway_urls=self.server.inference.urls, tell=self.reporter.say,
         )  # fmt: skip
 
     def iteration_spool(

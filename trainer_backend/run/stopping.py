@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from trainer_backend.errors import EngineStopped
 
 Result = TypeVar("Result")
 
@@ -31,6 +33,23 @@ async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Res
         for item in (task, waiter):
             item.cancel()
         await asyncio.gather(task, waiter, return_exceptions=True)
+
+
+async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which has ended in any case.
+
+    Raises:
+        EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise EngineStopped(f"the engine does not run: {broken.result()}")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None]], Result]) -> Result | None:

@@ -61,6 +61,10 @@ class RunDirectory:
         """The log of a task app that this run starts itself."""
         return self.path / "task_app.log"
 
+    def gateway_log(self, number: int) -> Path:
+        """The log of a gateway that is a process of its own."""
+        return self.path / f"gateway_{number}.log"
+
     @property
     def report(self) -> Path:
         return self.path / "report"

@@ -42,7 +42,7 @@ class Spool:
     @classmethod
     def open(
         cls, path: Path, requests: Sequence[RolloutRequest], *,
-        versions: range, gateway_url: str | None, tell: Callable[[str], None],
+        versions: range, gateway_urls: Sequence[str], tell: Callable[[str], None],
     ) -> "Spool":  # fmt: skip
         """Open the spool of a stage, with the rollouts that an earlier start of the same stage left.
 
@@ -50,10 +50,10 @@ class Spool:
             path: `RunDirectory.spool_file` of the stage.
             requests: the stage's first requests, which identify it.
             versions: those that may have sampled its tokens; the last one samples now.
-            gateway_url: its address, which differs in every start.
+            gateway_urls: addresses of the gateways, which differ in every start.
             tell: receives a sentence about rollouts of an earlier start; unusable ones are set aside.
         """
-        header = {"plan": plan_digest(requests, gateway_url), "policy_version": versions[-1]}
+        header = {"plan": plan_digest(requests, gateway_urls), "policy_version": versions[-1]}
         rows = read_lines(path)
         if rows and rows[0].get("plan") == header["plan"] and rows[0].get("policy_version") in versions:
             rollouts = _rollouts_in(path)
@@ -90,11 +90,11 @@ class Spool:
             self.path.unlink(missing_ok=True)
 
 
-def plan_digest(requests: Iterable[RolloutRequest], gateway_url: str | None) -> str:
-    """Return a digest that is equal for equal requests, whatever the start and the gateway. Pure."""
+def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
+    """Return a digest that is equal for equal requests, whatever the start and the gateways. Pure."""
     digest = blake2b(digest_size=16)
     for request in requests:
-        digest.update(json.dumps(_comparable(request, gateway_url), sort_keys=True).encode())
+        digest.update(json.dumps(_comparable(request, gateway_urls), sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -134,13 +134,13 @@ def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
     tell(f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused")
 
 
-def _comparable(request: RolloutRequest, gateway_url: str | None) -> dict[str, Any]:
+def _comparable(request: RolloutRequest, gateway_urls: Sequence[str]) -> dict[str, Any]:
     """Return a request without the parts that differ in every start."""
     wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
     wire["rollout_id"] = plan_id(request.rollout_id)
     config = wire["policy"]["config"]
     wire["policy"]["config"] = {
-        key: value for key, value in config.items() if (key, value) != ("inference_url", gateway_url)
+        key: value for key, value in config.items() if not (key == "inference_url" and value in gateway_urls)
     }
     return wire
 

@@ -136,7 +136,7 @@ def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
     family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
 ):
     model, tokenizer = load_named(ModelTable(path=model_folders[family.name]))
-    stops = stop_token_ids(model, tokenizer)
+    stops = stop_token_ids(model.generation_config, tokenizer)
     engine = LocalEngine(model, stop_ids=stops, limits=EngineLimits(max_model_len=512))
     engine.start()
     try:

@@ -23,7 +23,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.run.policy_server import gateway_listener
+from trainer_backend.run.gateways import gateway_listener
 
 KEY = "the-key-of-this-job"
 

@@ -58,7 +58,9 @@ def test_every_end_token_of_the_generation_config_ends_a_reply(
     family: str, ends: list[str], model_folders: Mapping[str, Path]
 ):
     model, tokenizer = load_named(ModelTable(path=model_folders[family]))
-    assert set(stop_token_ids(model, tokenizer)) == set(tokenizer.convert_tokens_to_ids(ends))
+    assert set(stop_token_ids(model.generation_config, tokenizer)) == set(
+        tokenizer.convert_tokens_to_ids(ends)
+    )
 
 
 @pytest.mark.parametrize("family", NAMES)

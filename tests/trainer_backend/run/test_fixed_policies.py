@@ -139,7 +139,7 @@ def test_a_model_that_ends_its_answers_otherwise_is_refused(
     with pytest.raises(
         JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
     ):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())
 
 
 def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
@@ -149,7 +149,7 @@ def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
     edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
@@ -159,7 +159,7 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of((), {"large": tmp_path}, learner, server)
+    found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.limits())
     (line,) = found.lines()
     assert line.endswith("; it never samples the 28 ids that no tokenizer has and the actor does not embed")
     assert found.policies["large"].engine._vocabulary == len(tokenizer)
@@ -170,7 +170,9 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(mixed(local(folder)).fixed_policies, {"fixed": folder}, learner, server)
+    found = FixedPolicies.of(
+        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
+    )
     async with server.serving(learner, found.policies) as actor:
         await actor.publish(1)
     (line,) = found.verify()
@@ -191,7 +193,9 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(mixed(local(folder)).fixed_policies, {"fixed": folder}, learner, server)
+    found = FixedPolicies.of(
+        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
+    )
     async with server.serving(learner, found.policies) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
         waiting = asyncio.ensure_future(actor.while_serving(asyncio.Event().wait()))
@@ -258,4 +262,4 @@ def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())

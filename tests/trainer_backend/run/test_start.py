@@ -121,9 +121,8 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
-    server: Any = None
     return Beginning(
-        directory, planner, LearnerConfig.of(job), FixedSetup((), {}, server),
+        directory, planner, LearnerConfig.of(job), FixedSetup((), {}, job.inference),
         collector=collector, reporter=reporter, stop=asyncio.Event(),
     )  # fmt: skip
 

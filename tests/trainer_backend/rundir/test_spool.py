@@ -44,7 +44,7 @@ def begun(
     gateway: str = "http://a",
 ):
     return Spool.open(
-        path, requests, versions=range(version, version + 1), gateway_url=gateway, tell=told.append
+        path, requests, versions=range(version, version + 1), gateway_urls=(gateway,), tell=told.append
     )
 
 
@@ -171,11 +171,11 @@ def test_a_rollout_that_does_not_fit_the_disk_is_not_kept_and_those_before_it_ar
 
 
 def test_the_digest_of_a_plan_knows_its_order_and_every_key_but_those_of_a_start():
-    digest = plan_digest(plan("run.1"), "http://a")
-    assert plan_digest(plan("run.9", gateway="http://b", key="x"), "http://b") == digest
-    assert plan_digest(plan("run.1", gateway="http://b"), "http://a") != digest  # somebody else's server
-    assert plan_digest(plan("run.1")[::-1], "http://a") != digest
-    assert plan_digest(plan("run.1")[:2], "http://a") != digest
+    digest = plan_digest(plan("run.1"), ("http://a",))
+    assert plan_digest(plan("run.9", gateway="http://b", key="x"), ("http://a", "http://b")) == digest
+    assert plan_digest(plan("run.1", gateway="http://b"), ("http://a",)) != digest  # somebody else's server
+    assert plan_digest(plan("run.1")[::-1], ("http://a",)) != digest
+    assert plan_digest(plan("run.1")[:2], ("http://a",)) != digest
 
 
 def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):

@@ -1,0 +1,34 @@
+"""A version of the policy on disk, as it is handed to whoever serves it. No torch here.
+
+POST /control/load      a `PolicyVersion`; the reply comes once it serves
+GET  /control/totals    the actor's counts since the start of the process
+"""
+
+from pathlib import Path
+
+from shared_schemas.base import Body
+
+# Routes of a gateway that a run controls (`inference.control`).
+CONTROL = "/control/"
+LOAD, TOTALS = f"{CONTROL}load", f"{CONTROL}totals"
+
+
+class ScoredPrompt(Body):
+    """A fixed prompt, and the learner's log-probs of `ids[1:]` under the weights of one version."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class PolicyVersion(Body):
+    """A version of the policy.
+
+    Attributes:
+        number: the policy version.
+        folder: a whole model folder.
+        prompt: tests a server that has loaded the folder; None where an engine of ours loads it.
+    """
+
+    number: int
+    folder: Path
+    prompt: ScoredPrompt | None = None

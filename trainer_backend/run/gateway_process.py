@@ -1,0 +1,155 @@
+"""`python -m trainer_backend.run.gateway_process NAME --socket N`: a gateway of a run with [cluster].
+
+`run.gateways` starts it: it listens on a socket that its parent holds, serves one version of the policy after
+another, each from a folder, and ends with its parent. Lines for the run's user go to stdout, logs to stderr.
+
+Exit codes: 0 stopped, 2 the policy cannot be served, 3 its engine has failed; the last line of stderr says
+why.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from pydantic import SecretStr
+
+from service_kit.children import READY, end_with_parent
+from service_kit.connections import ConnectionBounds
+from service_kit.errors import ServiceError
+from service_kit.logs import configure_logs_from
+from service_kit.server import Listener, Server, run
+from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.inference.asgi import error_response
+from trainer_backend.inference.control import Controlled, ControlledGateway
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.run.gateways import (
+    BREAKDOWN,
+    CONTROL_KEY,
+    GATEWAY_KEY,
+    REFUSAL,
+    SERVED,
+    SETUP,
+    GatewaySetup,
+)
+from trainer_backend.run.policy_server import engine_of_folder, first_breakdown, refuse_too_large_to_serve
+from trainer_backend.run.replicas import pool_of, publication_of
+
+# As many conversations as a gateway remembers, and the run's own control.
+_BOUNDS = ConnectionBounds(max_connections=20_100)
+_LOOK_S = 0.2
+
+
+class Actor(Controlled, Protocol):
+    """The actor, as this process serves it."""
+
+    policy: ServedPolicy
+
+    async def look_after(self) -> None:
+        """Run while the actor is served, and be cancelled at its end."""
+
+
+class FolderActor:
+    """An engine of this process, whose weights come from folders."""
+
+    def __init__(self, setup: GatewaySetup) -> None:
+        refuse_too_large_to_serve(setup.model, setup.inference, setup.version.folder)
+        version = setup.version
+        self._engine, tokenizer = engine_of_folder(
+            setup.model, setup.inference, version.folder, version=version.number
+        )
+        self.policy = ServedPolicy(self._engine, tokenizer)
+
+    async def load(self, version: PolicyVersion) -> None:
+        await self._engine.load_weights(version.number, version.folder)
+
+    def totals(self) -> Mapping[str, float]:
+        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
+
+    async def look_after(self) -> None:
+        """An engine of this process looks after itself."""
+
+
+class PoolActor:
+    """vLLM servers that are this gateway's alone."""
+
+    def __init__(self, setup: GatewaySetup) -> None:
+        facts = PolicyFacts.of_folder(setup.model, setup.version.folder)
+        self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell)
+        self.policy = ServedPolicy(self._pool, facts.tokenizer)
+
+    async def load(self, version: PolicyVersion) -> None:
+        await self._pool.publish(publication_of(version, self._model))
+
+    def totals(self) -> Mapping[str, float]:
+        return {**self._pool.totals(), **self.policy.figures.totals()}
+
+    async def look_after(self) -> None:
+        await self._pool.look_after()
+
+
+async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
+    """Serve until this process is asked to stop, or its engine fails; return the exit code."""
+    name, policy = model_of(setup.job_name, ACTOR), actor.policy
+    gateway = create_gateway({name: policy}, key=setup_key(GATEWAY_KEY))
+    app = ControlledGateway(gateway, actor, key=setup_key(CONTROL_KEY))
+    server = Server(app, _BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
+    policy.engine.start()
+    watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
+    broken = asyncio.ensure_future(first_breakdown([policy]))
+    try:
+        if setup.version.prompt is not None:  # the servers have other weights, or those of an earlier start
+            await actor.load(setup.version)
+        serving = asyncio.ensure_future(server.serve([listener.socket]))
+        await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        for watch in (*watches, broken):
+            watch.cancel()
+        policy.engine.stop()
+    if not broken.done() or broken.cancelled():
+        return 0
+    print(broken.result(), file=sys.stderr, flush=True)
+    return BREAKDOWN
+
+
+async def _tell_of_the_first(actor: Actor) -> None:
+    """Tell once the actor has answered a request: from then on this process has been of use."""
+    while not actor.totals()["requests"]:
+        await asyncio.sleep(_LOOK_S)
+    _tell(SERVED)
+
+
+def setup_key(variable: str) -> SecretStr:
+    return SecretStr(os.environ.pop(variable))
+
+
+def _tell(line: str) -> None:
+    print(" ".join(line.split()), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer_backend.run.gateway_process")
+    parser.add_argument("name", help="the gateway's name, for lists of processes")
+    parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
+    options = parser.parse_args(arguments)
+    end_with_parent()
+    configure_logs_from()
+    listener = Listener.inherited(options.socket)
+    setup = GatewaySetup.model_validate_json(os.environ.pop(SETUP))
+    try:
+        actor: Actor = (PoolActor if setup.inference.engine == "vllm" else FolderActor)(setup)
+        return run(serve(actor, setup, listener))
+    except ServiceError as error:
+        print(error, file=sys.stderr, flush=True)
+        return REFUSAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

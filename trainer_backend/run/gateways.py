@@ -1,0 +1,392 @@
+"""Where task apps ask the policy: a gateway in this process, or with [cluster] in children. No torch here.
+
+    this process -- listening sockets, keys, a folder --> gateway 0 .. n-1, each with an engine of its own
+                 -- POST /control/load, GET /control/totals -->
+
+This process holds the sockets for the whole run. A gateway that dies is started again on its socket, from the
+folder that it served, and meanwhile requests wait there. The task app sends the ones that it had again.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+from pydantic import SecretStr
+
+from service_kit.children import PIPE, READY, Child
+from service_kit.server import Listener, is_wildcard
+from shared_schemas.base import Body
+from trainer_backend.collect.plan import Inference
+from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.errors import EngineTimeout, InferenceError, JobError, WeightsRefused
+from trainer_backend.inference.versions import LOAD, TOTALS, PolicyVersion
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
+from trainer_backend.protocols import InferenceServer, Learner
+from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.rundir.layout import RunDirectory
+
+Result = TypeVar("Result")
+Tell = Callable[[str], None]
+
+# What a gateway's process gets in its environment, and how it ends.
+SETUP, GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY", "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
+REFUSAL, BREAKDOWN = 2, 3
+# The line by which it tells that it has answered a request.
+SERVED = "has answered a request"
+
+_MODULE = "trainer_backend.run.gateway_process"
+_STOP_S = 10.0
+_TOTALS_S = 30.0
+# Of reading a model, beside the wait for servers.
+_LOAD_S = 600.0
+# A process that has ended so often in a row without an answer will not give one.
+_MOST_IN_VAIN = 3
+_LOOK_S = 0.2
+# Among the totals: how often a gateway was started again.
+RESTARTS = "gateway_restarts"
+_SHOWN = 500
+
+
+class GatewaySetup(Body):
+    """What a gateway's process serves.
+
+    Attributes:
+        inference: [inference] with this gateway's share of threads and servers.
+        version: the one that it begins with.
+    """
+
+    job_name: str
+    model: ModelTable
+    inference: InferenceTable
+    version: PolicyVersion
+
+
+class RunningTotals:
+    """Counts of one process after another, which never go back."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, float] = {}
+        self._newest: Mapping[str, float] = {}
+
+    def read(self, counts: Mapping[str, float]) -> None:
+        """The counts of the process that runs, since its start."""
+        self._newest = counts
+
+    def start_again(self) -> None:
+        """The process has ended; what it counted after the last reading is lost."""
+        self._ended, self._newest = self.sum, {}
+
+    @property
+    def sum(self) -> dict[str, float]:
+        return added([self._ended, self._newest])
+
+
+def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sums by name. Pure."""
+    names = dict.fromkeys(name for one in counts for name in one)
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+
+
+class Gateway:
+    """One gateway: its socket, and the process that serves on it, one after another where they die.
+
+    Args:
+        name: for people and for its log.
+        setup: all but the version that it serves.
+        keys: of the gateway and of its control, by environment variable.
+        log_file: receives the logs of its processes.
+        tell: is given a line for each process that dies, and what they have to tell.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listener: Listener,
+        setup: Mapping[str, Any],
+        keys: Mapping[str, str],
+        log_file: Path,
+        tell: Tell,
+    ) -> None:
+        self.name, self._listener, self._setup, self._keys = name, listener, setup, keys
+        self._log_file, self._tell = log_file, tell
+        self.restarts = 0
+        self._version: PolicyVersion | None = None
+        self._ready = asyncio.Event()
+        self._totals = RunningTotals()
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
+            connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
+        )
+
+    async def keep(self, version: PolicyVersion) -> str:
+        """Serve this version and what is loaded after it, until cancelled; return why that cannot go on."""
+        self._version, in_vain = version, 0
+        while True:
+            served, code = await self._run_one(self._version)
+            self._ready.clear()
+            self._totals.start_again()
+            if code in (REFUSAL, BREAKDOWN):
+                return f"{self.name}: {self._last_line()}"
+            in_vain = 0 if served else in_vain + 1
+            if in_vain == _MOST_IN_VAIN:
+                return (
+                    f"{self.name} ended {in_vain} times without answering a request, with exit code {code}; "
+                    f"{self._log_file} ends with: {self._last_line()}"
+                )
+            self.restarts += 1
+            self._tell(
+                f"{self.name} ended with exit code {code}, and is started again with version "
+                f"{self._version.number}"
+            )
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
+
+        Raises:
+            WeightsRefused: they do not fit, or no server takes them; the version before goes on serving.
+            EngineTimeout: it did not answer in time.
+        """
+        while True:
+            await self._ready.wait()
+            try:
+                await self._ask("POST", LOAD, version.model_dump_json(), timeout_s=self._load_s)
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(_LOOK_S)  # its end is about to be seen
+                continue
+            self._version = version
+            return
+
+    async def ready(self) -> None:
+        """Wait until its process serves."""
+        await self._ready.wait()
+
+    async def totals(self) -> dict[str, float]:
+        """The actor's counts here since the start of the run; those of now, or the newest that are known."""
+        if not self._totals.sum:
+            await self._ready.wait()
+        restarts = self.restarts
+        with suppress(aiohttp.ClientError, OSError, EngineTimeout):
+            counts = await self._ask("GET", TOTALS, timeout_s=_TOTALS_S)
+            if restarts == self.restarts and self._ready.is_set():
+                self._totals.read(counts)
+        return self._totals.sum
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    @property
+    def _load_s(self) -> float:
+        return _LOAD_S + float(self._setup["inference"].replica_wait_s)
+
+    async def _run_one(self, version: PolicyVersion) -> tuple[bool, int]:
+        """Run one process to its end; return whether it answered a request, and its exit code."""
+        child, served = await self._start(version), False
+        try:
+            async with asyncio.timeout(self._load_s) as until_ready:
+                async for line in child.lines():
+                    if line.startswith(READY):
+                        until_ready.reschedule(None)
+                        self._ready.set()
+                    elif line == SERVED:
+                        served = True
+                    elif line:
+                        self._tell(f"{self.name}: {line}")
+        except TimeoutError:
+            self._tell(f"{self.name} did not serve within {self._load_s:g} s")
+        finally:
+            await child.end(_STOP_S)
+        return served, await child.ended()
+
+    async def _start(self, version: PolicyVersion) -> Child:
+        setup = GatewaySetup(**self._setup, version=version)
+        with self._log_file.open("ab") as log:
+            return await Child.start(
+                (sys.executable, "-m", _MODULE, self.name, "--socket", str(self._listener.socket.fileno())),
+                stdout=PIPE,
+                stderr=log,
+                env={**os.environ, **self._keys, SETUP: setup.model_dump_json()},
+                descriptors=(self._listener.socket.fileno(),),
+            )
+
+    async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, float]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self._listener.url + path, data=body, timeout=timeout
+            ) as response:
+                reply = json.loads(await response.read())
+                if response.status == 200:
+                    return dict(reply)
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self.name} did not answer {path} within {timeout_s:g} s") from error
+        kind = WeightsRefused if reply.get("code") == WeightsRefused.code else InferenceError
+        raise kind(f"{self.name}: {reply.get('detail')}", where=reply.get("where"), hint=reply.get("hint"))
+
+    def _last_line(self) -> str:
+        lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line[:_SHOWN] for line in reversed(lines) if line.strip()), "(nothing)")
+
+
+class Gateways:
+    """Implements `protocols.InferenceServer` over gateways that are processes of their own.
+
+    Args:
+        inference: how the actor is asked there.
+        folders: where the learner's versions are written.
+    """
+
+    def __init__(self, inference: Inference, gateways: Sequence[Gateway], folders: WeightFolders) -> None:
+        self.inference, self._gateways, self._folders = inference, gateways, folders
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._keepers: list[asyncio.Task[str]] = []
+
+    async def publish(self, policy_version: int) -> None:
+        """Write the policy as a model folder, and have every gateway serve it; the first one starts them."""
+        version = await asyncio.to_thread(self._folders.write, policy_version)
+        await self.while_serving(self._load(version))
+
+    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return await while_unbroken(self._broken, work)
+
+    async def totals(self) -> dict[str, float]:
+        """The sums over the gateways, and how often one was started again."""
+        counts = await self.while_serving(_all(gateway.totals() for gateway in self._gateways))
+        return {**added(counts), RESTARTS: sum(gateway.restarts for gateway in self._gateways)}
+
+    async def close(self) -> None:
+        """End the processes."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for gateway in self._gateways:
+            await gateway.close()
+
+    async def _load(self, version: PolicyVersion) -> None:
+        if self._keepers:
+            await _all(gateway.load(version) for gateway in self._gateways)
+            return
+        self._keepers = [asyncio.ensure_future(gateway.keep(version)) for gateway in self._gateways]
+        for keeper in self._keepers:
+            keeper.add_done_callback(self._end)
+        await _all(gateway.ready() for gateway in self._gateways)
+
+    def _end(self, keeper: asyncio.Task[str]) -> None:
+        if not keeper.cancelled() and not self._broken.done():
+            error = keeper.exception()
+            self._broken.set_result(keeper.result() if error is None else f"{type(error).__name__}: {error}")
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all; the first error once all have ended, since none may be left half done."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+class ActorGateways(Protocol):
+    """Where a run's policy is asked, once it is served.
+
+    Attributes:
+        inference: how; it stands before anything is served.
+    """
+
+    inference: Inference
+
+    def serving(self, learner: Any, fixed: Any) -> AbstractAsyncContextManager[InferenceServer]:
+        """Serve the learner's policy, and fixed ones by name, until the context is left."""
+
+
+class GatewayProcesses:
+    """The gateways of a run with [cluster], before they are started.
+
+    Args:
+        listeners: the sockets, one for each.
+        tell: is given a line for each gateway that dies.
+    """
+
+    def __init__(
+        self, job: JobConfig, listeners: Sequence[Listener], directory: RunDirectory, tell: Tell
+    ) -> None:
+        self._job, self._listeners, self._directory, self._tell = job, listeners, directory, tell
+        self._key = SecretStr(secrets.token_urlsafe(32))
+        url, *others = (listener.url for listener in listeners)
+        model, length = model_of(job.job.name, ACTOR), job.inference.max_model_len
+        self.inference = Inference(url, model, self._key, length, other_urls=tuple(others))
+
+    @asynccontextmanager
+    async def serving(self, learner: Learner, fixed: Mapping[str, Any]) -> AsyncIterator[Gateways]:
+        """Serve the learner's policy from its first publish on, until the context is left."""
+        assert not fixed, "a job with fixed policies and [cluster] is refused"
+        table = self._job.inference
+        tokens = table.max_model_len - 1 if table.engine == "vllm" else 0
+        folders = WeightFolders(learner, self._directory.weights, prompt_tokens=tokens)
+        keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
+        gateways = [
+            Gateway(
+                f"gateway_{number}", listener, self._setup(number), keys,
+                log_file=self._directory.gateway_log(number), tell=self._tell,
+            )
+            for number, listener in enumerate(self._listeners)
+        ]  # fmt: skip
+        server = Gateways(self.inference, gateways, folders)
+        try:
+            yield server
+        finally:
+            await server.close()
+
+    def _setup(self, number: int) -> dict[str, Any]:
+        """Of a gateway: no two have a server in common, or use more threads than one would."""
+        count, table = len(self._listeners), self._job.inference
+        share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
+        return {
+            "job_name": self._job.job.name,
+            "model": self._job.model,
+            "inference": table.model_copy(update=share),
+        }
+
+
+@contextmanager
+def actor_gateways(job: JobConfig, directory: RunDirectory, tell: Tell) -> Iterator[ActorGateways]:
+    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
+
+    Args:
+        tell: is given a line where a server of the actor is lost, and when it is back.
+    """
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(gateway_listener(job.services, number))
+            for number in range(job.services.gateways)
+        ]
+        if job.cluster is not None:
+            yield GatewayProcesses(job, listeners, directory, tell)
+            return
+        # torch is imported here alone.
+        from trainer_backend.run.policy_server import PolicyServer
+
+        schedule = job.rollout_allocation_schedule
+        yield PolicyServer(
+            job.job.name, listeners[0], job.inference,
+            schedule=schedule, weights=directory.weights, tell=tell,
+        )  # fmt: skip
+
+
+def gateway_listener(table: ServicesTable, number: int = 0) -> Listener:
+    """The port of a gateway, held before there is a model to serve; fixed ones follow each other."""
+    host = table.gateway_host
+    if is_wildcard(host):
+        raise JobError(
+            f"services.gateway_host is {host!r}, which listens everywhere and is no address to call",
+            hint="Name the address of this machine that the task apps reach.",
+        )
+    return Listener(host, table.gateway_port and table.gateway_port + number)

@@ -1,0 +1,53 @@
+"""The policy's versions as model folders, RUN/weights/version_n, for engines that load from disk."""
+
+import json
+import shutil
+from pathlib import Path
+
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
+from trainer_backend.protocols import Learner
+
+_PROMPT_TOKENS = 64
+_KEPT_VERSIONS = 2
+
+
+class WeightFolders:
+    """Writes the learner's policy, one folder a version.
+
+    The newest two are kept: an engine that comes back loads the newest, and one may still be reading the one
+    before.
+
+    Args:
+        path: the folder of the versions.
+        prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none is
+            needed.
+    """
+
+    def __init__(self, learner: Learner, path: Path, *, prompt_tokens: int = 0) -> None:
+        self._learner, self._path, self._prompt_tokens = learner, path, prompt_tokens
+
+    def write(self, number: int) -> PolicyVersion:
+        """Write the policy of now under this version; it blocks."""
+        folder = self._path / f"version_{number}"
+        self._learner.publish(folder)
+        # By age, not by number: a run that goes on from an older checkpoint writes lower numbers anew.
+        versions = sorted(self._path.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
+        for old in (*versions[:-_KEPT_VERSIONS], *self._path.glob(".version_*")):
+            shutil.rmtree(old, ignore_errors=True)
+        return PolicyVersion(number=number, folder=folder.resolve(), prompt=self._scored_prompt(folder))
+
+    def _scored_prompt(self, folder: Path) -> ScoredPrompt | None:
+        if not self._prompt_tokens:
+            return None
+        ids = _spread_ids(_vocabulary(folder))[: self._prompt_tokens]
+        return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
+
+
+def _vocabulary(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+
+def _spread_ids(vocabulary: int) -> list[int]:
+    """Spread over the vocabulary, so that no part of the embedding or the head goes untested."""
+    return [(7 + place * (vocabulary // _PROMPT_TOKENS + 1)) % vocabulary for place in range(_PROMPT_TOKENS)]
