@@ -105,6 +105,10 @@ class Gateway:
         keys: of the gateway and of its control, by environment variable.
         log_file: receives the logs of its processes.
         tell: is given a line for each process that dies, and what they have to tell.
+
+    Attributes:
+        restarts: how many of its processes died and were followed by another.
+        pid: of its process; None before the first one.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Gateway:
         self.name, self._listener, self._setup, self._keys = name, listener, setup, keys
         self._log_file, self._tell = log_file, tell
         self.restarts = 0
+        self.pid: int | None = None
         self._version: PolicyVersion | None = None
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
@@ -143,10 +148,7 @@ class Gateway:
                     f"{self._log_file} ends with: {self._last_line()}"
                 )
             self.restarts += 1
-            self._tell(
-                f"{self.name} ended with exit code {code}, and is started again with version "
-                f"{self._version.number}"
-            )
+            self._tell(f"{self.name} ended with exit code {code}, and is started again")
 
     async def load(self, version: PolicyVersion) -> None:
         """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
@@ -190,21 +192,28 @@ class Gateway:
     async def _run_one(self, version: PolicyVersion) -> tuple[bool, int]:
         """Run one process to its end; return whether it answered a request, and its exit code."""
         child, served = await self._start(version), False
+        self.pid = child.pid
         try:
             async with asyncio.timeout(self._load_s) as until_ready:
                 async for line in child.lines():
                     if line.startswith(READY):
                         until_ready.reschedule(None)
-                        self._ready.set()
+                        self._be_ready(version)
                     elif line == SERVED:
                         served = True
                     elif line:
                         self._tell(f"{self.name}: {line}")
+            return served, await child.ended()
         except TimeoutError:
             self._tell(f"{self.name} did not serve within {self._load_s:g} s")
         finally:
             await child.end(_STOP_S)
         return served, await child.ended()
+
+    def _be_ready(self, version: PolicyVersion) -> None:
+        self._ready.set()
+        if self.restarts:
+            self._tell(f"{self.name} serves version {version.number} again")
 
     async def _start(self, version: PolicyVersion) -> Child:
         setup = GatewaySetup(**self._setup, version=version)
@@ -245,7 +254,7 @@ class Gateways:
     """
 
     def __init__(self, inference: Inference, gateways: Sequence[Gateway], folders: WeightFolders) -> None:
-        self.inference, self._gateways, self._folders = inference, gateways, folders
+        self.inference, self.gateways, self._folders = inference, gateways, folders
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
@@ -259,25 +268,25 @@ class Gateways:
 
     async def totals(self) -> dict[str, float]:
         """The sums over the gateways, and how often one was started again."""
-        counts = await self.while_serving(_all(gateway.totals() for gateway in self._gateways))
-        return {**added(counts), RESTARTS: sum(gateway.restarts for gateway in self._gateways)}
+        counts = await self.while_serving(_all(gateway.totals() for gateway in self.gateways))
+        return {**added(counts), RESTARTS: sum(gateway.restarts for gateway in self.gateways)}
 
     async def close(self) -> None:
         """End the processes."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        for gateway in self._gateways:
+        for gateway in self.gateways:
             await gateway.close()
 
     async def _load(self, version: PolicyVersion) -> None:
         if self._keepers:
-            await _all(gateway.load(version) for gateway in self._gateways)
+            await _all(gateway.load(version) for gateway in self.gateways)
             return
-        self._keepers = [asyncio.ensure_future(gateway.keep(version)) for gateway in self._gateways]
+        self._keepers = [asyncio.ensure_future(gateway.keep(version)) for gateway in self.gateways]
         for keeper in self._keepers:
             keeper.add_done_callback(self._end)
-        await _all(gateway.ready() for gateway in self._gateways)
+        await _all(gateway.ready() for gateway in self.gateways)
 
     def _end(self, keeper: asyncio.Task[str]) -> None:
         if not keeper.cancelled() and not self._broken.done():

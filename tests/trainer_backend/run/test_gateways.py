@@ -1,0 +1,321 @@
+"""Gateways that are processes of their own: real children, a real task app, real kills."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from pydantic import SecretStr
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
+from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.plan import Inference, Planner, retried
+from trainer_backend.collect.task_apps import task_apps
+from trainer_backend.errors import EngineStopped, JobError, WeightsRefused
+from trainer_backend.inference.served_policy import PolicyFacts
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.models import load_model_folder
+from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.spool import plan_digest, plan_id
+
+
+class Learner:
+    """A learner whose folders can be cut short."""
+
+    def __init__(self, real: LocalLearner) -> None:
+        self.real = real
+        self.damage = ""
+
+    def publish(self, folder: Path) -> None:
+        if self.damage == "missing":
+            return
+        self.real.publish(folder)
+        if self.damage == "cut":
+            weights = folder / "model.safetensors"
+            os.truncate(weights, weights.stat().st_size // 2)
+
+    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+        return self.real.logprobs_of(ids)
+
+    def change(self) -> None:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in self.real.model.parameters():
+                weight += 0.02 * torch.randn_like(weight)
+
+
+def answers(collection: Collection) -> dict[str, list[Any]]:
+    """By the plan's id, the exact tokens of each decision."""
+    return {
+        plan_id(rollout.rollout_id): [step.policy_logprobs for step in _steps(rollout)]
+        for rollout in collection.rollouts
+    }
+
+
+def _steps(rollout: Rollout) -> Sequence[Any]:
+    assert rollout.trajectory is not None
+    return rollout.trajectory.steps
+
+
+@dataclass
+class Story:
+    """What was seen of two gateways, from their start to their end."""
+
+    one: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    two: dict[int, Collection] = field(default_factory=dict)
+    totals: list[Mapping[str, float]] = field(default_factory=list)
+    each: list[Mapping[str, float]] = field(default_factory=list)
+    urls: tuple[str, ...] = ()
+    refusals: list[str] = field(default_factory=list)
+    served: list[list[int]] = field(default_factory=list)
+    strangers: list[int] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+
+
+async def asked_of_each(inference: Inference, method: str, path: str) -> list[tuple[int, Any]]:
+    """Status and body of each gateway's reply to a request with the gateway's key."""
+    assert inference.key is not None
+    headers, replies = {"Authorization": f"Bearer {inference.key.get_secret_value()}"}, []
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for url in inference.urls:
+            async with session.request(method, url + path, data=b"{}") as reply:
+                replies.append((reply.status, await reply.json()))
+    return replies
+
+
+async def versions(inference: Inference) -> list[int]:
+    """The version that each gateway serves."""
+    return [
+        body["data"][0]["policy_version"] for _, body in await asked_of_each(inference, "GET", "/v1/models")
+    ]
+
+
+def killed_amid(server: Gateways, gateway: int) -> Any:
+    """A progress callback that kills a gateway when the first rollout has ended."""
+
+    def tell(done: int, total: int) -> None:
+        pid = server.gateways[gateway].pid
+        if 0 < done < total and not server.gateways[gateway].restarts and pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    return tell
+
+
+async def in_one_process(job: Any, learner: Learner, collector: Collector, story: Story) -> None:
+    with policy_server(job) as server:
+        async with server.serving(learner.real) as actor:
+            planner = Planner.of(job, "alone", actor.inference)
+            for iteration in (1, 2):
+                await actor.publish(iteration - 1)
+                story.one[iteration] = answers(await collector.collect(planner.training(iteration)))
+                learner.change()
+
+
+async def in_processes(
+    job: Any, learner: Learner, collector: Collector, directory: RunDirectory, story: Story
+) -> None:
+    reporter = ListReporter()
+    with actor_gateways(job, directory, reporter.say) as gateways:
+        planner = Planner.of(job, "apart", gateways.inference)
+        story.urls = gateways.inference.urls
+        async with gateways.serving(learner, {}) as server:
+            await server.publish(0)
+            story.totals.append(await server.totals())
+            story.two[1] = await collector.collect(planner.training(1))
+            story.totals.append(await server.totals())
+            story.each = [await gateway.totals() for gateway in server.gateways]
+            learner.change()
+            await server.publish(1)
+            work = collector.collect(planner.training(2), killed_amid(server, 0))
+            story.two[2] = await server.while_serving(work)
+            story.totals.append(await server.totals())
+            learner.change()
+            for damage in ("missing", "cut"):
+                learner.damage = damage
+                with pytest.raises(WeightsRefused) as caught:
+                    await server.publish(2 + len(damage))
+                story.refusals.append(str(caught.value))
+                story.served.append(await versions(gateways.inference))
+            for method, path in (("POST", "/control/load"), ("GET", "/control/totals")):
+                replies = await asked_of_each(gateways.inference, method, path)
+                story.strangers += [status for status, _ in replies]
+            story.pids = [gateway.pid for gateway in server.gateways]
+    story.lines = reporter.lines
+
+
+@pytest.fixture(scope="module")
+def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    story, folder = Story(), tmp_path_factory.mktemp("gateways")
+    # One request at a time, so that its numbers do not depend on what else is being sampled.
+    own = {**warmed_up(trained), "inference__deterministic": True}
+    alone, apart = tiny_job(**own), tiny_job(**own, cluster={}, services__gateways=2)
+    directory = create_run(apart, folder / "run")
+
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            apps = await stack.enter_async_context(task_apps(alone, folder / "log"))
+            collector = Collector(apps, timeout_s=300)
+            await in_one_process(alone, learner_of(alone), collector, story)
+            await in_processes(apart, learner_of(apart), collector, directory, story)
+
+    asyncio.run(play())
+    return story
+
+
+def learner_of(job: Any) -> Learner:
+    return Learner(LocalLearner.fresh(LearnerConfig.of(job), []))
+
+
+def test_a_published_folder_gives_the_tokens_and_log_probs_of_an_engine_of_this_process(story: Story):
+    assert answers(story.two[1]) == story.one[1]
+    assert len(story.one[1]) == 8
+
+
+def test_two_gateways_share_a_plan(story: Story):
+    asked = [requests["requests"] for requests in story.each]
+    assert min(asked) >= 8 and sum(asked) == 64 == story.totals[1]["requests"]
+    assert len(set(story.urls)) == 2
+
+
+def test_a_gateway_that_is_killed_amid_rollouts_loses_none_and_serves_the_same_again(story: Story):
+    assert not story.two[2].failed
+    played = answers(story.two[2])
+    assert [[(step.token_ids, step.logprobs) for step in steps] for steps in played.values()] == [
+        [(step.token_ids, step.logprobs) for step in story.one[2][name]] for name in played
+    ]
+    assert {span for steps in played.values() for step in steps for span in step.versions} == {(0, 1)}
+    assert [line for line in story.lines if "gateway_0" in line] == [
+        "gateway_0 ended with exit code -9, and is started again",
+        "gateway_0 serves version 1 again",
+    ]
+
+
+def test_totals_go_on_over_a_restart(story: Story):
+    first, second, third = story.totals
+    assert {name for name in third if third[name] < second[name] or second[name] < first[name]} == set()
+    assert [totals["gateway_restarts"] for totals in story.totals] == [0, 0, 1]
+
+
+def test_a_publish_that_was_cut_short_is_refused_and_the_version_before_serves(story: Story):
+    missing, cut = story.refusals
+    assert "no such folder" in missing and "version_9" in missing
+    assert "the file cannot be read" in cut and "version_5" in cut
+    assert story.served == [[1, 1], [1, 1]]
+
+
+def test_the_key_of_the_gateway_opens_no_control_route(story: Story):
+    assert story.strangers == [401] * 4
+
+
+def test_the_processes_end_with_the_run(story: Story):
+    for pid in story.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_last_line(
+    trained: Any, tmp_path: Path
+):
+    job = tiny_job(**warmed_up(trained), cluster={})
+    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+    directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
+    with actor_gateways(job, directory, reporter.say) as gateways:
+        async with gateways.serving(learner_of(job), {}) as server:
+            publish = asyncio.ensure_future(server.publish(0))
+            killed: set[int] = set()
+            while not publish.done():
+                await asyncio.sleep(0.01)
+                pid = server.gateways[0].pid
+                if pid is not None and pid not in killed:
+                    killed.add(pid)
+                    os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineStopped) as caught:
+                await publish
+    assert len(killed) == 3
+    assert "gateway_0 ended 3 times without answering a request, with exit code -9" in str(caught.value)
+    assert str(caught.value).endswith("gateway_0.log ends with: its last words")
+
+
+def test_running_totals_never_go_back():
+    totals = RunningTotals()
+    totals.read({"requests": 5, "lost_mass": 0.5})
+    totals.start_again()
+    assert totals.sum == {"requests": 5, "lost_mass": 0.5}
+    totals.read({"requests": 2, "lost_mass": 0.25})
+    assert totals.sum == {"requests": 7, "lost_mass": 0.75}
+    totals.start_again()
+    totals.start_again()
+    assert totals.sum == {"requests": 7, "lost_mass": 0.75}
+
+
+def requests_at(urls: Sequence[str], run_id: str = "run.1") -> list[RolloutRequest]:
+    first, *others = urls
+    actor = Inference(first, "tiny/actor", SecretStr("key"), 256, other_urls=tuple(others))
+    return Planner.of(tiny_job(rollout__episodes_per_batch=256), run_id, actor).training(1)
+
+
+def test_a_rollout_asks_one_gateway_of_all_by_its_place_in_the_plan():
+    urls = ("http://a:1", "http://b:1", "http://c:1")
+    asked = [request.policy.config["inference_url"] for request in requests_at(urls)]
+    # 256 draws of three: a standard deviation is 7.5, and 5 of them are allowed.
+    assert all(256 / 3 - 38 < asked.count(url) < 256 / 3 + 38 for url in urls)
+    assert asked == [request.policy.config["inference_url"] for request in requests_at(urls, "run.2")]
+    actor = Inference("http://a:1", "m", None, other_urls=urls[1:])
+    request = requests_at(urls)[0]
+    assert actor.for_rollout(retried(request).rollout_id).url == asked[0]
+    assert all(request.policy.inference_key is not None for request in requests_at(urls))
+
+
+def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways():
+    one, two = ("http://a:1",), ("http://b:1", "http://c:1")
+    assert plan_digest(requests_at(one), one) == plan_digest(requests_at(two, "run.9"), two)
+    assert plan_digest(requests_at(two), two[:1]) != plan_digest(requests_at(two), two)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"services__gateways": 2}, r"services\.gateways is 2, and without \[cluster\]"),
+        (
+            {
+                "services__gateways": 2,
+                "cluster": {},
+                "inference": {"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256},
+            },
+            r"services\.gateways is 2, and inference\.urls names 1 servers",
+        ),
+        (
+            {"services__gateways": 2, "services__gateway_port": 65535, "cluster": {}},
+            r"there are not so many ports",
+        ),
+        ({"cluster": {"launcher": "slurm"}}, r"cluster\.launcher"),
+    ],
+)
+def test_gateways_that_could_not_be_are_refused(keys: dict[str, Any], sentence: str):
+    with pytest.raises(JobError, match=sentence):
+        tiny_job(**keys)
+
+
+def test_a_folder_tells_the_same_of_a_policy_as_its_model(model_folders: Mapping[str, Path], tmp_path: Path):
+    table = tiny_job().model
+    for folder in model_folders.values():
+        of_folder = PolicyFacts.of_folder(table, folder)
+        of_model = PolicyFacts.of_model(table, *load_model_folder(folder))
+        assert (of_folder.stop_ids, of_folder.vocabulary) == (of_model.stop_ids, of_model.vocabulary)
+    bare = shutil.copytree(model_folders["qwen3"], tmp_path / "bare")
+    (bare / "generation_config.json").unlink()
+    of_model = PolicyFacts.of_model(table, *load_model_folder(bare))
+    assert PolicyFacts.of_folder(table, bare).stop_ids == of_model.stop_ids
