@@ -13,6 +13,9 @@
     │   ├── NonFiniteLoss          it met NaN or infinity
     │   ├── SamplerMismatch        log-probs of sampler and learner differ by more than rounding
     │   └── OutOfMemory            it did not fit the device
+    ├── LearnerLost                the learner's process died or is silent; a run goes on from its checkpoint
+    ├── LearnerFailed              an error inside the learner's process that is none of these
+    ├── LearnerBusy                the learner's process works for another call, or another orchestrator
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
@@ -120,6 +123,22 @@ class SamplerMismatch(UpdateStopped):
 class NonFiniteLoss(UpdateStopped):
     code = "non_finite_loss"
     title = "The update met NaN or infinity"
+
+
+class LearnerLost(TrainerError):
+    code = "learner_lost"
+    title = "The learner's process is lost"
+
+
+class LearnerFailed(TrainerError):
+    code = "learner_failed"
+    title = "The learner's process failed"
+
+
+class LearnerBusy(TrainerError):
+    code = "learner_busy"
+    status = 409
+    title = "The learner's process is busy"
 
 
 class TaskAppError(TrainerError):

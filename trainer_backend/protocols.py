@@ -89,10 +89,37 @@ class Learner(Protocol):
         """Write a whole checkpoint, or raise CheckpointError and leave nothing."""
 
     def publish(self, folder: Path) -> None:
-        """Write the policy as a whole model folder, or raise CheckpointError and leave nothing."""
+        """Write the policy as a model folder for engines, or raise CheckpointError and leave nothing."""
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        """Return the [len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
+        """Return the log-probs of ids[1:] under the policy, each given those before it."""
+
+
+class LearnerFactory(Protocol):
+    """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
+
+    def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
+        """Return a line about the memory that the run will need; the model's weights are not read.
+
+        Args:
+            checkpoint: that the run goes on from; None: it begins.
+            fixed: model folders of the fixed policies that are served beside.
+
+        Raises:
+            JobError: the job cannot fit.
+        """
+
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
+        """Make a learner of the job's model.
+
+        Args:
+            prompts: a preset's tokenizer is trained on their texts.
+            tokenizer_of: the model folder of a fixed policy, whose tokenizer a preset shares; None: it has
+                its own.
+        """
+
+    def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:
+        """Make a learner from a checkpoint, and return the checkpoint's progress too."""
 
 
 class InferenceServer(Protocol):

@@ -2,6 +2,9 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,16 +15,15 @@ from trainer_backend.collect.task_apps import describe, task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.data.dataset import data_of
+from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.device import place
-from trainer_backend.protocols import Progress, Reporter
-from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
+from trainer_backend.protocols import LearnerFactory, Progress, Reporter
+from trainer_backend.run.beginning import Beginning, FixedSetup, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.gateways import actor_gateways
-from trainer_backend.run.preflight import checked_folders
-from trainer_backend.run.replicas import check_servers
+from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
@@ -49,9 +51,14 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     Raises:
         Stopped: a stop came before the first checkpoint.
     """
-    with run_lock(directory.path), RecordingReporter.opened(directory, reporter) as recording:
+    with (
+        run_lock(directory.path),
+        RecordingReporter.opened(directory, reporter) as recording,
+        stop_on_signals(recording.say) as stop,
+    ):
+        configure_logs_from()
         try:
-            ended = await _run(job, directory, recording, resume=resume)
+            ended = await _run_again(job, directory, recording, stop, resume=resume)
         except Stopped as stopped:
             recording.end("stopped", detail=str(stopped))
             raise
@@ -59,46 +66,75 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         return ended
 
 
-async def _run(
-    job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, *, resume: bool
+async def _run_again(
+    job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, stop: asyncio.Event, *, resume: bool
 ) -> Ended:
-    configure_logs_from()
-    # Before anything is started: a GPU that is not there, a row that cannot be used, a damaged checkpoint, a
-    # fixed policy that does not fit the actor.
-    place(job.model.device)
+    """Run a job; after the loss of the learner's process go on from the newest checkpoint, some times."""
+    most = job.learner.max_restarts
+    for restarts in count():
+        try:
+            async with learner_factory(job, directory) as learners:
+                return await _run(job, directory, reporter, learners, stop, resume=resume or restarts > 0)
+        except LearnerLost as lost:
+            if restarts == most or stop.is_set():
+                raise
+            reporter.say(f"{lost}; the run goes on from its newest checkpoint ({restarts + 1} of {most})")
+            reporter.starts_again()
+    raise AssertionError("the numbers do not end")
+
+
+@asynccontextmanager
+async def learner_factory(job: JobConfig, directory: RunDirectory) -> AsyncIterator[LearnerFactory]:
+    """What makes the learner of a run: this process, or with [cluster] a child until the context is left."""
+    if job.cluster is None:
+        # torch: with [cluster] only the learner's process imports it.
+        from trainer_backend.learner.factory import LocalFactory
+
+        yield LocalFactory(job)
+        return
+    async with LearnerProcess(job, directory.learner_log) as process:
+        yield process
+
+
+async def _run(
+    job: JobConfig,
+    directory: RunDirectory,
+    reporter: RecordingReporter,
+    learners: LearnerFactory,
+    stop: asyncio.Event,
+    *,
+    resume: bool,
+) -> Ended:
+    # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
+    # not fit the actor.
     data = await asyncio.to_thread(data_of, job)
     if resume:
         needs_start = job.lora is not None or job.training.needs_reference
         await asyncio.to_thread(_refuse_damage, directory.checkpoints, needs_start=needs_start)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(checked_folders, job.fixed_policies, job.model, checkpoint)
+    folders = await asyncio.to_thread(_folders_of_fixed, job, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with stop_on_signals(reporter.say) as stop, actor_gateways(job, directory, reporter.say) as gateways:
+    with actor_gateways(job, directory, reporter.say) as gateways:
         planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
-            collector = Collector(
-                apps,
-                timeout_s=job.services.iteration_timeout_s,
-                max_running=job.rollout.max_concurrent_rollouts,
-            )
+            most = job.rollout.max_concurrent_rollouts
+            collector = Collector(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
             lines = [describe(apps), echo_of_switches(job.training, job.algorithm)]
-            lines += await until(stop, check_servers(job.inference)) or []
+            lines += await until(stop, _checked_servers(job.inference)) or []
             for line in (*lines, *(data.notes if data is not None else ())):
                 reporter.say(line)
             preset = job.model.preset is not None
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
-            schedule = job.rollout_allocation_schedule
-            fixed_setup = FixedSetup(job.fixed_policies, folders, job.inference, schedule)
             beginning = Beginning(
-                directory, planner, LearnerConfig.of(job), fixed_setup,
+                directory, planner, _models_of(job, learners, folders),
                 collector=collector, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -107,7 +143,8 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            async with gateways.serving(learner, fixed.policies) as actor:
+            served = () if fixed is None else (fixed.policies,)
+            async with gateways.serving(learner, *served) as actor:
                 urls = ", ".join(actor.inference.urls)
                 reporter.say(f"gateway: {urls} serves {actor.inference.model}")
                 run = Run(
@@ -115,9 +152,32 @@ async def _run(
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 progress = await train(run, progress, stop)
-            for line in await asyncio.to_thread(fixed.verify):
+            for line in await asyncio.to_thread(fixed.verify) if fixed is not None else ():
                 reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))
+
+
+def _models_of(job: JobConfig, learners: LearnerFactory, folders: Mapping[str, Path]) -> ModelSetup:
+    fixed = FixedSetup(job.fixed_policies, folders, job.inference, job.rollout_allocation_schedule)
+    return ModelSetup(job.model, learners, fixed)
+
+
+async def _checked_servers(table: InferenceTable) -> list[str]:
+    """A line about each vLLM server of the job, which can be trained with."""
+    if table.engine == "local":
+        return []
+    from trainer_backend.run.replicas import check_servers
+
+    return await check_servers(table)
+
+
+def _folders_of_fixed(job: JobConfig, checkpoint: Path | None) -> Mapping[str, Path]:
+    """By name, the model folders of the fixed policies, which fit the actor."""
+    if not job.fixed_policies:
+        return {}
+    from trainer_backend.run.preflight import checked_folders
+
+    return checked_folders(job.fixed_policies, job.model, checkpoint)
 
 
 def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:

@@ -19,7 +19,7 @@ from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.credit.credit import NOTHING, Credited, Measured
-from trainer_backend.errors import SamplerMismatch, TrainerError, UpdateStopped
+from trainer_backend.errors import LearnerLost, SamplerMismatch, TrainerError, UpdateStopped
 from trainer_backend.protocols import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
@@ -57,6 +57,8 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
                     await _evaluate(run, progress, stop)
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()
                 result = None if ends else await _play(ahead.take(progress))
+            except LearnerLost:  # and with it the weights that could be saved
+                raise
             except TrainerError:
                 await _save(run, progress)
                 raise
@@ -348,6 +350,8 @@ async def _publish(run: Run, progress: Progress) -> TrainerError | None:
     """Have the new weights served; return the error where nobody serves them."""
     try:
         await run.server.publish(progress.policy_version)
+    except LearnerLost:
+        raise
     except TrainerError as error:
         return error
     return None

@@ -12,7 +12,7 @@ DOORS = {
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
     "PIL": ["task_app/observing/replaying.py"],
-    "httpx": ["trainer_backend/terminal/jobs_client.py"],
+    "httpx": ["trainer_backend/terminal/jobs_client.py", "trainer_backend/run/learner_process.py"],
     "yaml": ["task_app/interactions/config_file.py"],
     "aiohttp": [
         "task_app",
@@ -44,6 +44,7 @@ DOORS = {
         "task_app",
         "trainer_backend/jobs",
         "trainer_backend/inference",
+        "trainer_backend/learner/process.py",
         "trainer_backend/pages",
     ],
     "uvicorn": ["service_kit"],

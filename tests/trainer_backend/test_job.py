@@ -77,6 +77,38 @@ def test_every_other_table_is_one_too(table: str):
     assert refusal({table: 5}).startswith(f"job.toml: {table} is 5: ")
 
 
+def test_what_contradicts_the_processes_of_a_job_is_refused():
+    cluster: dict[str, object] = {"cluster": {"launcher": "local"}}
+    memory: dict[str, object] = {"weight_transfer": {"backend": "memory"}}
+    assert "weight_transfer.backend = 'memory' copies weights within one process, and with" in refusal(
+        cluster | memory
+    )
+    vllm = {"inference": {"engine": "vllm", "urls": ["http://h:1"]}}
+    assert "and inference.engine = 'vllm' samples in others" in refusal(vllm | memory)
+    told = refusal({"learner": {"timeout_s": 30}})
+    assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
+    fixed = {
+        "rollout_only": {"name": "t", "model_path": "m"},
+        "rollout_allocation_schedule": {"type": "constant", "alpha": 0.5},
+    }
+    assert "[cluster] cannot be had with fixed policies yet, and [rollout_only] 't' is" in refusal(
+        cluster | fixed
+    )
+    assert refusal({"cluster": {"launcher": "locl"}}).endswith(
+        "cluster.launcher is 'locl'; known: local. Did you mean 'local'?"
+    )
+
+
+def test_weights_go_by_folder_where_the_engine_is_in_another_process():
+    def by_folder(**tables: dict[str, object]) -> bool:
+        return parse_job({**MODEL, **tables}, where="x").config.weights_by_folder
+
+    assert not by_folder()
+    assert by_folder(weight_transfer={"backend": "folder"})
+    assert by_folder(cluster={})
+    assert by_folder(inference={"engine": "vllm", "urls": ["http://h:1"]})
+
+
 @pytest.mark.parametrize(
     ("seeds", "told"),
     [

@@ -20,6 +20,36 @@ _SCHEDULE = "rollout_allocation_schedule"
 _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("behaviour_weight_")]
 
 
+def process_findings(config: JobConfig) -> Iterator[Finding]:
+    """Yield key and sentence for each setting that the job's processes contradict or do not read."""
+    memory = config.weight_transfer.backend == "memory"
+    if memory and config.cluster is not None:
+        yield (
+            "weight_transfer.backend",
+            "weight_transfer.backend = 'memory' copies weights within one process, and with [cluster] the "
+            "learner and the engine have one each; known there: folder",
+        )
+    elif memory and config.inference.engine == "vllm":
+        yield (
+            "weight_transfer.backend",
+            "weight_transfer.backend = 'memory' copies weights within one process, and inference.engine = "
+            "'vllm' samples in others; known there: folder",
+        )
+    if config.cluster is not None and config.fixed_policies:
+        yield (
+            "cluster",
+            f"[cluster] cannot be had with fixed policies yet, and [rollout_only] "
+            f"{config.fixed_policies[0].name!r} is one; leave [cluster] out",
+        )
+    for key in type(config.learner).model_fields if config.cluster is None else ():
+        if _is_set(config.learner, key):
+            yield (
+                f"learner.{key}",
+                f"learner.{key} is of the learner's own process, and without [cluster] it has none. Did you "
+                "mean to add [cluster]?",
+            )
+
+
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:
     """Yield key and sentence for each setting of fixed policies that contradicts another or has no effect."""
     yield from _names(config.rollout_only)

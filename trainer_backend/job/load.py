@@ -11,7 +11,13 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
-from trainer_backend.job.checks import advice, mixture_findings, unknown_state_keys, unread_keys
+from trainer_backend.job.checks import (
+    advice,
+    mixture_findings,
+    process_findings,
+    unknown_state_keys,
+    unread_keys,
+)
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
@@ -75,6 +81,7 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         *unread_keys(config),
         *unknown_state_keys(config.rollout, config.algorithm),
         *mixture_findings(config),
+        *process_findings(config),
     ]
     if faults:
         raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))

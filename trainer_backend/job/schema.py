@@ -22,11 +22,13 @@ from trainer_backend.job.rollout_table import (
 from trainer_backend.job.tables import (
     ClusterTable,
     InferenceTable,
+    LearnerTable,
     ModelTable,
     RetentionTable,
     ServicesTable,
     SinksTable,
     Table,
+    WeightTransferTable,
 )
 from trainer_backend.job.training_table import AlgorithmTable, LoraTable, TrainingTable
 
@@ -78,15 +80,17 @@ class EvaluationTable(Table):
 class JobConfig(Table):
     """A whole job. Absent tables have their defaults.
 
-    Without [warmup] there is no warm-up, without [lora] all weights are trained, and without [data] the
-    environment makes its own worlds.
+    Without [warmup] there is no warm-up, without [lora] all weights are trained, without [data] the
+    environment makes its own worlds, and without [cluster] there is one process.
     """
 
     job: JobTable = JobTable()
     services: ServicesTable = ServicesTable()
-    cluster: ClusterTable | None = None
     model: ModelTable
     inference: InferenceTable = InferenceTable()
+    cluster: ClusterTable | None = None
+    learner: LearnerTable = LearnerTable()
+    weight_transfer: WeightTransferTable = WeightTransferTable()
     rollout: RolloutTable = RolloutTable()
     rollout_only: tuple[RolloutOnlyTable, ...] = Field(default=(), max_length=32)
     rollout_allocation_schedule: AllocationTable | None = None
@@ -104,6 +108,13 @@ class JobConfig(Table):
     def evaluation_temperature(self) -> float:
         """The temperature of evaluations; 0 is greedy."""
         return self.evaluation.temperature_beside(self.rollout)
+
+    @property
+    def weights_by_folder(self) -> bool:
+        """Whether new weights reach the engine as a folder, and not within the process's memory."""
+        backend = self.weight_transfer.backend
+        apart = self.cluster is not None or self.inference.engine == "vllm"
+        return apart if backend is None else backend == "folder"
 
     @property
     def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:

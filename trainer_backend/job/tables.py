@@ -1,4 +1,4 @@
-"""The tables [model], [services], [inference], [sinks] and [retention] of a job TOML."""
+"""The tables of a job TOML about models, processes and records; `schema` has the others."""
 
 import re
 from collections import Counter
@@ -232,6 +232,34 @@ class InferenceTable(Table):
         if self.deterministic:
             return 0
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes
+
+
+class LearnerTable(Table):
+    """[learner]: the learner's process; read with [cluster]."""
+
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="seconds that the learner's process may be silent in a call; of all calls, the warm-up "
+        "alone reports progress",
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        le=1000,
+        description="how often a run goes on from its newest checkpoint after the learner's process was lost",
+    )
+
+
+class WeightTransferTable(Table):
+    """[weight_transfer]"""
+
+    backend: Literal["memory", "folder"] | None = Field(
+        default=None,
+        description="how new weights reach the engine. memory: copied within the process; folder: written to "
+        "`RUN/weights/version_n` and loaded; absent: folder with [cluster] or vLLM, otherwise memory",
+    )
 
 
 class WandbTable(Table):

@@ -19,10 +19,8 @@ from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.scoring import States
-from trainer_backend.plugins import estimator
-from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER
+from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
-FILE = "value_head.safetensors"
 # The bias moves as far as this share of what all weights together may move a value.
 _BIAS_SHARE = 0.1
 # An input that hardly varies is not blown up: its std counts as this share of the median one at least.
@@ -121,11 +119,11 @@ class ValueHead:
         for name, weight in self._trained.items():
             state = self._optimizer.state.get(weight, {})
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        save_file(tensors, folder / FILE)
+        save_file(tensors, folder / VALUE_HEAD_FILE)
 
     def restore(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; a checkpoint without a value head leaves a fresh one (`told_on_resume`)."""
-        path = checkpoint / TRAINING_FOLDER / FILE
+        """Read what `save` wrote; a checkpoint without a value head leaves a fresh one."""
+        path = checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE
         if not path.exists():
             return
         try:
@@ -168,15 +166,3 @@ class _Inputs:
         std_D = (self._squares_D / self.count - mean_D.square()).clamp(min=0.0).sqrt()
         median = float(std_D.median())
         return mean_D, std_D.clamp(min=_LEAST_STD * median) if median else torch.ones_like(std_D)
-
-
-def told_on_resume(advantage: str, checkpoint: Path) -> str | None:
-    """A line for a person where the estimator was changed between critic and none; else None."""
-    needed = estimator(advantage).needs_values
-    there = (checkpoint / TRAINING_FOLDER / FILE).exists()
-    name = f"algorithm.advantage = {advantage!r}"
-    if needed and not there:
-        return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"
-    if there and not needed:
-        return f"the value head of {checkpoint.name} is left behind: {name} needs none"
-    return None

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 
 # What `transformers` reads of a repository. No pickle is ever fetched, nor the weights that many keep there
@@ -74,3 +75,10 @@ def remember_chat_settings(tokenizer: PreTrainedTokenizerFast, table: ModelTable
         tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = table.tool_call_format
     if table.chat_template_kwargs:
         tokenizer.init_kwargs[CHAT_TEMPLATE_KWARGS_KEY] = dict(table.chat_template_kwargs)
+
+
+def tokenizer_in(folder: Path, table: ModelTable) -> PreTrainedTokenizerFast:
+    """Load a folder's tokenizer with the chat settings of [model], as for the actor."""
+    tokenizer = load_tokenizer(folder)
+    remember_chat_settings(tokenizer, table)
+    return tokenizer

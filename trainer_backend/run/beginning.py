@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
@@ -21,27 +21,18 @@ from trainer_backend.collect.metrics import (
 )
 from trainer_backend.collect.plan import Planner
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
-from trainer_backend.job.tables import InferenceTable
-from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
-from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.value_head import told_on_resume
-from trainer_backend.protocols import Progress, Reporter
-from trainer_backend.run.fixed_policies import (
-    FixedPolicies,
-    begin_record,
-    continue_record,
-    fixed_models,
-    probe_policies,
-)
-from trainer_backend.run.policy_server import engine_limits
-from trainer_backend.run.preflight import tokenizer_in
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.plugins import estimator
+from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
-from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
-from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE, latest_checkpoint
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 from trainer_backend.rundir.rollout_files import stored_rollouts, write_rollouts
 from trainer_backend.rundir.spool import Spool
+
+if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
+    from trainer_backend.run.fixed_policies import FixedPolicies
 
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
@@ -54,16 +45,20 @@ class Stopped(Exception):
 
 
 class Begun(NamedTuple):
-    """The parts that training goes on with."""
+    """The parts that training goes on with.
 
-    learner: LocalLearner
+    Attributes:
+        fixed: None where the job has no fixed policies.
+    """
+
+    learner: Learner
     progress: Progress
-    fixed: FixedPolicies
+    fixed: "FixedPolicies | None"
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSetup:
-    """How the fixed policies of a job are loaded, beside any actor.
+    """How the fixed policies of a job, of which most have none, are loaded beside any actor.
 
     Attributes:
         folders: of those with a local model, by name.
@@ -75,9 +70,51 @@ class FixedSetup:
     inference: InferenceTable
     schedule: AllocationTable | None = None
 
-    def load(self, learner: LocalLearner) -> FixedPolicies:
+    async def load(self, learner: Learner, reporter: Reporter) -> "FixedPolicies | None":
+        """Load them, and describe them to a person; try the servers of the remote ones."""
+        if not self.tables:
+            return None
+        from trainer_backend.learner.learner import LocalLearner
+        from trainer_backend.run.fixed_policies import FixedPolicies, probe_policies
+        from trainer_backend.run.policy_server import engine_limits
+
+        assert isinstance(learner, LocalLearner), "with [cluster] a job has no fixed policies"
         limits = engine_limits(self.inference, self.schedule, engines=1 + len(self.folders))
-        return FixedPolicies.of(self.tables, self.folders, learner.facts(), limits)
+        facts = learner.facts()
+        fixed = await asyncio.to_thread(FixedPolicies.of, self.tables, self.folders, facts, limits)
+        await probe_policies(fixed, reporter)
+        return fixed
+
+    def begin_record(self, directory: RunDirectory, fixed: "FixedPolicies | None") -> None:
+        """Write down the models that a run begins with."""
+        if fixed is None:
+            (directory.path / FIXED_RECORD).unlink(missing_ok=True)
+            return
+        from trainer_backend.run.fixed_policies import begin_record, fixed_models
+
+        begin_record(directory, fixed_models(self.tables, fixed))
+
+    def continue_record(self, directory: RunDirectory, fixed: "FixedPolicies | None") -> list[str]:
+        """Check the models against those that the run has samples of; return lines for a person."""
+        if fixed is None:
+            return []
+        from trainer_backend.run.fixed_policies import continue_record, fixed_models
+
+        return continue_record(directory, fixed_models(self.tables, fixed))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """How the models of a run are made.
+
+    Attributes:
+        table: [model].
+        learners: makes the learner, in this process or in another.
+    """
+
+    table: ModelTable
+    learners: LearnerFactory
+    fixed: FixedSetup
 
 
 class Models(NamedTuple):
@@ -85,11 +122,12 @@ class Models(NamedTuple):
 
     Attributes:
         learner: None where a preset waits for the prompts that its tokenizer is trained on.
+        fixed: None where the job has no fixed policies.
         checkpoint: that the run goes on from; None: it begins.
     """
 
-    learner: LocalLearner | None
-    fixed: FixedPolicies
+    learner: Learner | None
+    fixed: "FixedPolicies | None"
     progress: Progress
     checkpoint: Path | None = None
 
@@ -104,14 +142,13 @@ class Beginning:
         self,
         directory: RunDirectory,
         planner: Planner,
-        config: LearnerConfig,
-        fixed: FixedSetup,
+        setup: ModelSetup,
         *,
         collector: Collector,
         reporter: Reporter,
         stop: asyncio.Event,
     ) -> None:
-        self._directory, self._planner, self._config, self._fixed = directory, planner, config, fixed
+        self._directory, self._planner, self._setup = directory, planner, setup
         self._collector, self._reporter, self._stop = collector, reporter, stop
 
     async def load(self, *, resume: bool) -> Models:
@@ -125,9 +162,9 @@ class Beginning:
         if checkpoint is None:
             return await self._load_fresh()
         await self._plan_memory(checkpoint)
-        learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._config, checkpoint)
+        learner, progress = await asyncio.to_thread(self._setup.learners.resumed, checkpoint)
         fixed = await self._load_fixed(learner)
-        for line in continue_record(self._directory, fixed_models(self._fixed.tables, fixed)):
+        for line in self._setup.fixed.continue_record(self._directory, fixed):
             self._reporter.say(line)
         return Models(learner, fixed, progress, checkpoint)
 
@@ -138,11 +175,12 @@ class Beginning:
             assert learner is not None, "a checkpoint was loaded"
             self._go_on(progress, checkpoint)
             return Begun(learner, progress, fixed)
-        if self._config.warmup is None:
+        teacher = self._planner.teacher
+        if teacher is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._play("prompts", plan)
             return Begun(learner or await self._learner(prompts), progress, fixed)
-        episodes = await self._play("teacher", self._planner.warmup(warmup_key(self._config.warmup)))
+        episodes = await self._play("teacher", self._planner.warmup(warmup_key(teacher)))
         learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
         return Begun(learner, progress, fixed)
@@ -152,14 +190,14 @@ class Beginning:
         await self._plan_memory(None)
         # A mistake in a named model, or a fixed one, shows when it is loaded: before minutes of rollouts, not
         # after. A preset waits for the prompts that its tokenizer is trained on, if it needs them.
-        waits = self._config.model.preset is not None and not self._fixed.folders
+        waits = self._setup.table.preset is not None and not self._setup.fixed.folders
         learner = None if waits else await self._learner([])
-        fixed = FixedPolicies() if learner is None else await self._load_fixed(learner)
-        begin_record(self._directory, fixed_models(self._fixed.tables, fixed))
+        fixed = None if learner is None else await self._load_fixed(learner)
+        self._setup.fixed.begin_record(self._directory, fixed)
         return Models(learner, fixed, Progress())
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
-        staleness = self._config.training.max_staleness
+        staleness = self._planner.table.max_staleness
         self._directory.go_back_to(progress.iteration, self._reporter.say, max_staleness=staleness)
         self._reporter.say(f"resumed from {checkpoint}")
         for line in (
@@ -169,32 +207,23 @@ class Beginning:
             if line is not None:
                 self._reporter.say(line)
 
-    async def _load_fixed(self, learner: LocalLearner) -> FixedPolicies:
-        async def load() -> FixedPolicies:
-            fixed = await asyncio.to_thread(self._fixed.load, learner)
-            await probe_policies(fixed, self._reporter)
-            return fixed
-
-        fixed = await until(self._stop, load())
-        if fixed is None:
+    async def _load_fixed(self, learner: Learner) -> "FixedPolicies | None":
+        fixed = await until(self._stop, self._setup.fixed.load(learner, self._reporter))
+        if fixed is None and self._setup.fixed.tables:
             raise Stopped("stopped before anything was played; nothing new to save")
         return fixed
 
     async def _plan_memory(self, checkpoint: Path | None) -> None:
         """Report what the run will need; refuse one that cannot fit, before the weights are read."""
-        folders = list(self._fixed.folders.values())
-        plan = await asyncio.to_thread(memory_plan, self._config, checkpoint, fixed=folders)
-        self._reporter.say(str(plan))
-        refuse_too_large(plan, hint=less_memory(self._config))
+        folders = list(self._setup.fixed.folders.values())
+        self._reporter.say(await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders))
 
-    async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
-        table = self._config.model
-        self._reporter.say(f"model: {table.source}")
-        folder = next(iter(self._fixed.folders.values()), None)
-        tokenizer = None if folder is None else tokenizer_in(folder, table)
-        return await asyncio.to_thread(LocalLearner.fresh, self._config, prompts, tokenizer)
+    async def _learner(self, prompts: Sequence[Trajectory]) -> Learner:
+        self._reporter.say(f"model: {self._setup.table.source}")
+        folder = next(iter(self._setup.fixed.folders.values()), None)
+        return await asyncio.to_thread(self._setup.learners.fresh, prompts, folder)
 
-    async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
+    async def _warm_up(self, learner: Learner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()
 
         def work(check: Callable[[], None]) -> dict[str, float]:
@@ -262,6 +291,18 @@ class Beginning:
         refuse_empty(collection, kind)
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
+
+
+def told_on_resume(advantage: str, checkpoint: Path) -> str | None:
+    """A line for a person where the estimator was changed between critic and none; else None."""
+    needed = estimator(advantage).needs_values
+    there = (checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE).exists()
+    name = f"algorithm.advantage = {advantage!r}"
+    if needed and not there:
+        return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"
+    if there and not needed:
+        return f"the value head of {checkpoint.name} is left behind: {name} needs none"
+    return None
 
 
 def _collection_of(stored: Sequence[Rollout]) -> Collection:

@@ -17,9 +17,8 @@ from trainer_backend.job.checks import biases
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
-from trainer_backend.models.sources import model_folder, remember_chat_settings
+from trainer_backend.models.sources import model_folder, tokenizer_in
 from trainer_backend.rundir.checkpoint_paths import model_in
 
 
@@ -46,13 +45,6 @@ def checked_folders(
             refuse_other_tokens(name, reference, tokenizer)
         reference = reference or tokenizer  # a preset takes the tokenizer of the first of them
     return folders
-
-
-def tokenizer_in(folder: Path, table: ModelTable) -> Tokenizer:
-    """Load a folder's tokenizer with the chat settings of [model], as for the actor."""
-    tokenizer = load_tokenizer(folder)
-    remember_chat_settings(tokenizer, table)
-    return tokenizer
 
 
 def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:

@@ -84,6 +84,13 @@ class RecordingReporter:
             self._change(self._state.state, run_id=run_id)
             self._write()
 
+    def starts_again(self) -> None:
+        """Record another start by this process: it counts as a resume, and has left rollouts behind."""
+        with self._lock:
+            self.left_behind = self._state.run_id
+            self._change("starting", stage="", done=0, total=0, starts=self._state.starts + 1)
+            self._write()
+
     def goes_on_from(self, iteration: int) -> None:
         """Record the iteration of the checkpoint that a resumed run begins with."""
         with self._lock:

@@ -13,6 +13,7 @@ STATE_FILE = "state.json"
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
 # file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

@@ -66,6 +66,11 @@ class RunDirectory:
         return self.path / f"gateway_{number}.log"
 
     @property
+    def learner_log(self) -> Path:
+        """The log of the learner's own process."""
+        return self.path / "learner.log"
+
+    @property
     def report(self) -> Path:
         return self.path / "report"
 
@@ -150,7 +155,7 @@ class RunDirectory:
         """Delete the folder if it holds only what `create_run` made; return whether it is gone.
 
         Args:
-            with_log: whether a task app's log may be deleted too; False if it may explain a failure.
+            with_log: whether logs of child processes may be deleted too; False if they may explain a failure.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False
@@ -162,9 +167,10 @@ class RunDirectory:
     def _is_unused(self, path: Path, *, with_log: bool) -> bool:
         if path.name in _FOLDERS:
             return path.is_dir() and not any(path.iterdir())
-        if path.name in _OF_EVERY_START or (with_log and path == self.task_app_log):
+        logs = (self.task_app_log, self.learner_log)
+        if path.name in _OF_EVERY_START or (with_log and path in logs):
             return True
-        return path in (self.metrics_file, self.task_app_log) and path.stat().st_size == 0
+        return path in (self.metrics_file, *logs) and path.stat().st_size == 0
 
 
 def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:

@@ -16,9 +16,10 @@ from trainer_backend.errors import AdvantageError, CheckpointError, NonFiniteLos
 from trainer_backend.learner.capacity import memory_use, model_shape
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.value_head import FILE, told_on_resume
 from trainer_backend.models import load_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.beginning import told_on_resume
+from trainer_backend.rundir.checkpoint_paths import VALUE_HEAD_FILE
 
 LEVELS = ["gae", "gae_token"]
 TRUNK = {"training__value_trunk_gradient": True}
@@ -158,7 +159,7 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     model, _ = load_model_folder(tmp_path / "iteration_1")
     assert model.state_dict().keys() == learner_of(tokenizer).model.state_dict().keys()
-    stored = load_file(tmp_path / "iteration_1/training_state" / FILE)
+    stored = load_file(tmp_path / "iteration_1/training_state" / VALUE_HEAD_FILE)
     assert set(stored) == {"weight", "bias", "mean", "std"} | {
         f"{name}.{part}" for name in ("weight", "bias") for part in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -184,13 +185,13 @@ def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path:
     again, progress = LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / "iteration_1")
     assert progress.iteration == 1
     again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
-    assert not (tmp_path / "iteration_2/training_state" / FILE).exists()
+    assert not (tmp_path / "iteration_2/training_state" / VALUE_HEAD_FILE).exists()
 
 
 def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
     learner = critic_of(tokenizer)
     learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1/training_state" / FILE).write_bytes(b"half")
+    (tmp_path / "iteration_1/training_state" / VALUE_HEAD_FILE).write_bytes(b"half")
     with pytest.raises(
         CheckpointError, match=r"training_state/value_head\.safetensors: the value head cannot"
     ):

@@ -22,8 +22,8 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection
 from trainer_backend.errors import CheckpointError, TaskAppError
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
+from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.run.beginning import Beginning, FixedSetup, ModelSetup, Stopped
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
@@ -121,10 +121,8 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
-    return Beginning(
-        directory, planner, LearnerConfig.of(job), FixedSetup((), {}, job.inference),
-        collector=collector, reporter=reporter, stop=asyncio.Event(),
-    )  # fmt: skip
+    setup = ModelSetup(job.model, LocalFactory(job), FixedSetup((), {}, job.inference))
+    return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 
 
 async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):

@@ -1,0 +1,286 @@
+"""The learner in a process of its own: equal numbers, one call at a time, and its loss."""
+
+import asyncio
+import math
+import os
+import signal
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from service_kit.keys import Keys
+from service_kit.server import Listener, ServerThread
+from tests.conftest import tiny_job
+from trainer_backend.core.critic import ByToken, CriticTargets
+from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    JobError,
+    LearnerBusy,
+    LearnerFailed,
+    LearnerLost,
+    NonFiniteLoss,
+    SamplerMismatch,
+    TrainerError,
+)
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, ErrorBody
+from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.learner.process import Calls, create_app
+from trainer_backend.protocols import CreditedEpisode, LearnerFactory, Progress
+from trainer_backend.run.learner_process import LearnerConnection, LearnerProcess
+from trainer_backend.rundir.rollout_files import read_rollouts
+
+# A critic, a KL in the rewards, and dropout, which draws.
+JOB = tiny_job(
+    algorithm__advantage="gae",
+    training__kl_reward_coef=0.1,
+    training__mismatch_limit=1e9,
+    lora__rank=2,
+    lora__dropout=0.1,
+    warmup__epochs=1,
+)
+
+
+@pytest.fixture(scope="module")
+def played(trained):
+    """The teacher's episodes, and credited ones that a policy has sampled."""
+    teacher = [item.trajectory for item in read_rollouts(trained[0].rollouts_file("warmup"))]
+    rollouts = read_rollouts(trained[0].rollouts_file("iteration_1"))
+    episodes = []
+    for number, item in enumerate(rollouts):
+        steps = item.trajectory.steps
+        ups = [(-1.0) ** (number + t) / 3 for t in range(len(steps))]
+        critic = CriticTargets([0.0] * len(steps), ups)
+        parts = segments_of(steps, rollout_id=item.rollout_id)
+        episodes.append(CreditedEpisode(item.rollout_id, parts, ups, critic))
+    return [item for item in teacher if item is not None], episodes
+
+
+def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[Any]:
+    """All calls that a run makes, a save and a resume among them, and what they return."""
+    teacher, episodes = played
+    parts = {item.rollout_id: item.segments for item in episodes}
+    stages: list[tuple[int, int]] = []
+    learner = factory.fresh(teacher, None)
+    results: list[Any] = [learner.warm_up(teacher[:8], lambda *stage: stages.append(stage))]
+    learner.save(folder / "iteration_0", Progress())
+    results += [stages[-1], learner.values(parts), learner.score(parts)]
+    results.append(learner.update(episodes, iteration=1))
+    learner.save(folder / "iteration_1", Progress(1, 1, 4))
+    learner.publish(folder / "version_1")
+    results.append(learner.logprobs_of(range(3, 12)))
+    learner, progress = factory.resumed(folder / "iteration_1")
+    results += [progress, learner.values(parts), learner.update(episodes, iteration=2)]
+    learner.save(folder / "iteration_2", Progress(2, 2, 8))
+    return results
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Without those of peft, which hold the order of a set and the folder's own path."""
+    paths = [*folder.rglob("*.safetensors"), *folder.glob("*/*.json"), *folder.glob("*/*.jinja")]
+    paths = [path for path in paths if path.name != "digests.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_the_same(
+    played, tmp_path: Path
+):
+    expected = calls_in_order(LocalFactory(JOB), played, tmp_path / "here")
+    async with LearnerProcess(JOB, tmp_path / "learner.log") as process:
+        results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
+        plan = await asyncio.to_thread(process.plan_memory, None, [])
+        learner, _ = await asyncio.to_thread(process.resumed, tmp_path / "there" / "iteration_2")
+
+        async def raised(kind: type[TrainerError], call: Any, *arguments: Any, **keywords: Any) -> Any:
+            with pytest.raises(kind) as caught:
+                await asyncio.to_thread(call, *arguments, **keywords)
+            return caught.value
+
+        (tmp_path / "file").touch()
+        error = await raised(CheckpointError, learner.save, tmp_path / "file" / "iteration_3", Progress())
+        assert "free some space" in error.hint
+        _, episodes = played
+        huge = [
+            CreditedEpisode(item.rollout_id, item.segments, [1e38] * len(item.advantages), item.critic)
+            for item in episodes
+        ]
+        stopped = await raised(NonFiniteLoss, learner.update, huge, iteration=3)
+        assert stopped.steps_taken == 0
+        failed = await raised(LearnerFailed, learner.logprobs_of, [-1, 2])
+        assert "an error inside the learner in 'logprobs_of'" in str(failed)
+        assert f"Its log is {tmp_path / 'learner.log'}." in str(failed)
+    assert plan.startswith("memory (cpu, float32)")
+    assert results == expected
+    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
+    assert "iteration_2/training_state/optimizer.safetensors" in files_of(tmp_path / "there")
+    assert "Traceback" in (tmp_path / "learner.log").read_text()
+
+
+async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(played, tmp_path: Path):
+    class Enough(Exception):
+        pass
+
+    teacher, _ = played
+    told: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        told.append(done)
+        if done:
+            raise Enough
+
+    async with LearnerProcess(JOB, tmp_path / "learner.log") as process:
+        learner = await asyncio.to_thread(process.fresh, teacher, None)
+        with pytest.raises(Enough):
+            await asyncio.to_thread(learner.warm_up, teacher, stop)
+        assert max(told) < 3
+        assert len(await asyncio.to_thread(learner.logprobs_of, [3, 4])) == 1, "it serves the next call"
+
+        def kill(done: int, total: int) -> None:
+            os.kill(process.pid, signal.SIGKILL)
+
+        lost = r"process has ended in the call 'warm_up'; the last line of its log, .*learner\.log: "
+        with pytest.raises(LearnerLost, match=lost):
+            await asyncio.to_thread(learner.warm_up, teacher, kill)
+        with pytest.raises(LearnerLost, match="in the call 'save'"):
+            await asyncio.to_thread(learner.save, tmp_path / "iteration_0", Progress())
+
+
+async def test_a_process_that_does_not_start_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
+    with pytest.raises(LearnerFailed, match=r"ended with exit code 1 before it was ready: '.*Its log is"):
+        async with LearnerProcess(JOB, tmp_path / "learner.log"):
+            raise AssertionError
+
+
+class Host:
+    """Stands for the learner: `update` waits for `go_on`, and counts how often it was done."""
+
+    def __init__(self) -> None:
+        self.updates, self.begun, self.go_on = 0, threading.Event(), threading.Event()
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        if name == "publish":
+            raise ValueError("of a library")
+        self.begun.set()
+        assert self.go_on.wait(60)
+        self.updates += 1
+        return {"optim/steps": math.nan, "loss": math.inf}
+
+
+@contextmanager
+def served(host: Host) -> Iterator[Callable[..., Any]]:
+    """What connects to a server of this learner."""
+    app = create_app(Calls(host), Keys([SecretStr("key")], variable=LEARNER_KEY))  # type: ignore[arg-type]
+    with ServerThread(app, Listener("127.0.0.1", 0)) as url, ExitStack() as stack:
+
+        def connect(*, silence_s: float = 60.0, session: str = "one", key: str = "key") -> LearnerConnection:
+            log = Path("the.log")
+            link = LearnerConnection(url, key, silence_s=silence_s, log_file=log, session=session)
+            stack.callback(link.close)
+            return link
+
+        yield connect
+        host.go_on.set()
+
+
+def test_a_reply_that_is_lost_is_given_again_and_the_update_is_done_once():
+    host, results = Host(), []
+    with served(host) as connect:
+        first, again = connect(), connect()  # the same call by its number, on another connection
+        threads = [
+            threading.Thread(target=lambda link=link: results.append(link.ask("update", [], 1, None)))
+            for link in (first, again)
+        ]
+        for thread in threads:
+            thread.start()
+        assert host.begun.wait(60)
+        host.go_on.set()
+        for thread in threads:
+            thread.join()
+        results.append(connect().ask("update", [], 1, None))
+        assert host.updates == 1
+        assert all(math.isnan(item["optim/steps"]) and item["loss"] == math.inf for item in results)
+        assert len(results) == 3
+        with pytest.raises(LearnerBusy, match=r"call 1, 'update', cannot begin: call 1, 'update', was the"):
+            connect().ask("update", [], 2, None)  # the same number, and another call
+
+
+def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused():
+    host = Host()
+    with served(host) as connect:
+        own = connect()
+        thread = threading.Thread(target=own.ask, args=("update", [], 1, None))
+        thread.start()
+        assert host.begun.wait(60)
+        with pytest.raises(LearnerBusy, match="works for another orchestrator, and it serves one alone"):
+            connect(session="two").ask("update", [], 1, None)
+        beside = connect()
+        beside._number = 1
+        with pytest.raises(LearnerBusy, match=r"'values', cannot begin: call 1, 'update', is under way"):
+            beside.ask("values", {})
+        host.go_on.set()
+        thread.join()
+        with pytest.raises(LearnerFailed, match="another key was given"):
+            connect(key="of a stranger").ask("update", [], 1, None)
+        with pytest.raises(LearnerFailed, match=r"in 'publish': ValueError: of a library\. Its log is the"):
+            own.ask("publish", Path("x"))
+        assert host.updates == 1
+
+
+def test_a_learner_that_says_nothing_is_lost_after_its_deadline():
+    told = r"nothing for 0\.1 s \(learner\.timeout_s\)"
+    with served(Host()) as connect, pytest.raises(LearnerLost, match=told):
+        connect(silence_s=0.1).ask("update", [], 1, None)
+
+
+@given(
+    st.lists(
+        st.floats() | st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", n.to_bytes(8, "big"))[0])
+    )
+)
+def test_numbers_cross_bit_for_bit(numbers: list[float]):
+    def bits(values: Any) -> list[bytes]:
+        return [b"nan" if math.isnan(value) else struct.pack("d", value) for value in values]
+
+    episode = CreditedEpisode("r", [], numbers, CriticTargets(ByToken([numbers]), numbers))
+    types = CALLS["update"].arguments
+    ((back,), _, _) = types.validate_json(types.dump_json(([episode], 1, None)))
+    assert (
+        bits(back.advantages)
+        == bits(back.critic.values.rows_T[0])
+        == bits(back.critic.returns)
+        == bits(numbers)
+    )
+
+
+def test_an_error_keeps_its_class_its_place_and_what_another_attempt_may_change():
+    stopped = SamplerMismatch("off", where="rollout r", hint="Look.")
+    stopped.steps_taken = 3
+    full = CheckpointError("not written")
+    full.__cause__ = OSError(28, "No space left on device")
+    length = ContextLengthExceeded(prompt_tokens=1, max_tokens=2, max_model_len=2)
+
+    class OfThatProcess(JobError):
+        pass
+
+    for error in (stopped, full, length, OfThatProcess("x")):
+        back = ErrorBody.model_validate_json(ErrorBody.of(error).model_dump_json()).error()
+        assert (str(back), back.code, back.where, back.hint) == (
+            str(error), error.code, error.where, error.hint,
+        )  # fmt: skip
+        assert type(back).__name__ == type(error).__name__
+        assert getattr(back, "steps_taken", None) == getattr(error, "steps_taken", None)
+        assert getattr(back.__cause__, "errno", None) == getattr(error.__cause__, "errno", None)
+    unknown = ErrorBody(classes=("OfALibrary", "JobError"), code="job_invalid", detail="x")
+    assert type(unknown.error()) is JobError

@@ -1,0 +1,122 @@
+"""The calls to a learner in a process of its own: their arguments and results as JSON, and their errors.
+
+    POST /calls/{name}      headers: the key, the session of the orchestrator, the number of the call
+                            body: the arguments, a JSON array
+    POST /stop              ends the call with that number after its next progress
+
+A reply is a stream of lines, each a kind, a space and JSON: `progress [3, 10]` any number of times, then one
+`result ...` or `error ...`. Numbers come back bit for bit, NaN and infinity too. No torch here: both sides
+read it.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+from shared_schemas.base import Body
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.critic import OfEpisode
+from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.segments import Segment
+from trainer_backend.errors import LearnerFailed, TrainerError
+from trainer_backend.protocols import CreditedEpisode, Progress
+
+# The environment variable with the key of a learner's process.
+LEARNER_KEY = "TURNWISE_LEARNER_KEY"
+SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
+LineKind = Literal["progress", "result", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallTypes:
+    """How the arguments of a call, and its result in a tuple of one, are written and read.
+
+    Attributes:
+        reports: whether it reports its progress and heeds a stop.
+    """
+
+    arguments: TypeAdapter[tuple[Any, ...]]
+    result: TypeAdapter[tuple[Any]]
+    reports: bool = False
+
+
+def _types(arguments: Any, result: Any, *, reports: bool = False) -> CallTypes:
+    config = ConfigDict(ser_json_inf_nan="constants")
+    return CallTypes(
+        TypeAdapter(arguments, config=config), TypeAdapter(tuple[result], config=config), reports
+    )
+
+
+_Episodes = tuple[dict[str, list[Segment]]]
+_Metrics = dict[str, float]
+# By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`.
+CALLS = {
+    "open": _types(tuple[str], None),
+    "plan_memory": _types(tuple[Path | None, list[Path]], str),
+    "fresh": _types(tuple[list[Trajectory], Path | None], None),
+    "resumed": _types(tuple[Path], Progress),
+    "warm_up": _types(tuple[list[Trajectory]], _Metrics, reports=True),
+    "values": _types(_Episodes, dict[str, OfEpisode]),
+    "score": _types(_Episodes, dict[str, ScoredTokens]),
+    "update": _types(tuple[list[CreditedEpisode], int, int | None], _Metrics),
+    "save": _types(tuple[Path, Progress], None),
+    "publish": _types(tuple[Path], None),
+    "logprobs_of": _types(tuple[list[int]], list[float]),
+}
+
+
+def line_of(kind: LineKind, body: bytes) -> bytes:
+    """A line of a reply; JSON holds no line break."""
+    return kind.encode() + b" " + body + b"\n"
+
+
+class ErrorBody(Body):
+    """An error of a call.
+
+    Attributes:
+        classes: names of its class and those above it, the nearest first.
+        steps_taken: of an UpdateStopped.
+        errno: of the system's error that caused it, which says whether another attempt may help.
+    """
+
+    classes: tuple[str, ...]
+    code: str
+    detail: str
+    where: str | None = None
+    hint: str | None = None
+    steps_taken: int | None = None
+    errno: int | None = None
+
+    @classmethod
+    def of(cls, error: TrainerError) -> "ErrorBody":
+        return cls(
+            classes=tuple(kind.__name__ for kind in type(error).__mro__ if issubclass(kind, TrainerError)),
+            code=error.code,
+            detail=error.detail,
+            where=error.where,
+            hint=error.hint,
+            steps_taken=getattr(error, "steps_taken", None),
+            errno=error.__cause__.errno if isinstance(error.__cause__, OSError) else None,
+        )
+
+    def error(self) -> TrainerError:
+        """The same error, of the nearest class that this process knows."""
+        known = {kind.__name__: kind for kind in _tree(TrainerError)}
+        kind = next((known[name] for name in self.classes if name in known), LearnerFailed)
+        error = kind.__new__(kind)  # some have arguments of their own
+        TrainerError.__init__(error, self.detail, where=self.where, hint=self.hint, code=self.code)
+        if self.steps_taken is not None:
+            error.steps_taken = self.steps_taken  # type: ignore[attr-defined]
+        if self.errno is not None:
+            error.__cause__ = OSError(self.errno, os.strerror(self.errno))
+        return error
+
+
+def _tree(kind: type[TrainerError]) -> Iterator[type[TrainerError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _tree(below)

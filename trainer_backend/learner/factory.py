@@ -1,0 +1,37 @@
+"""Makes the learner of a job in this process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.device import place
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.models.sources import tokenizer_in
+from trainer_backend.protocols import Progress
+
+
+class LocalFactory:
+    """Implements `protocols.LearnerFactory` in this process.
+
+    Raises:
+        JobError: the device that the job names is not there.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        place(job.model.device)
+        self._config = LearnerConfig.of(job)
+
+    def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
+        plan = memory_plan(self._config, checkpoint, fixed=fixed)
+        refuse_too_large(plan, hint=less_memory(self._config))
+        return str(plan)
+
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
+        tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)
+        return LocalLearner.fresh(self._config, prompts, tokenizer)
+
+    def resumed(self, checkpoint: Path) -> tuple[LocalLearner, Progress]:
+        return LocalLearner.resumed(self._config, checkpoint)

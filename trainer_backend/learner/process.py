@@ -1,0 +1,283 @@
+"""`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
+
+It listens on the loopback, prints `listening on http://host:port` when it is ready, and ends with its parent.
+The key is in the environment; logs go to stderr. `learner.calls` describes the calls.
+
+It works for one orchestrator and does one call at a time. The answer of the last call stays in memory, so an
+orchestrator whose connection broke repeats the call by its number and loses nothing: the call is not done
+twice.
+"""
+
+from service_kit.children import READY, end_with_parent
+
+if __name__ == "__main__":
+    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
+    end_with_parent()
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import structlog
+import tomli
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from service_kit.connections import ConnectionBounds
+from service_kit.gate import Gate, KeyDoor, whole_body
+from service_kit.keys import Keys, key_from_environ
+from service_kit.logs import configure_logs_from
+from service_kit.problems import install_problem_handlers
+from service_kit.server import Listener, Server
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.errors import LearnerBusy, LearnerFailed, TrainerError
+from trainer_backend.job.load import parse_job
+from trainer_backend.learner.calls import (
+    CALLS,
+    LEARNER_KEY,
+    NUMBER_HEADER,
+    SESSION_HEADER,
+    ErrorBody,
+    line_of,
+)
+from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.protocols import Progress
+
+log = structlog.get_logger("learner")
+
+# An update's body holds all tokens of an iteration, at some 40 bytes each. Only the orchestrator sends it.
+_MOST_BODY_BYTES = 16 << 30
+_BODY_S = 600.0
+
+
+class Host:
+    """The learner of this process: it opens a job, makes its learner, and carries out calls by name."""
+
+    def __init__(self) -> None:
+        self._factory: LocalFactory | None = None
+        self._learner: LocalLearner | None = None
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        """Carry out a call and return its result.
+
+        Raises:
+            LearnerFailed: it comes before the call that it needs.
+        """
+        own = getattr(self, f"_{name}", None)
+        if own is not None:
+            return own(*arguments)
+        if self._learner is None:
+            raise LearnerFailed(
+                f"{name!r} needs a learner, and there is none yet: 'fresh' or 'resumed' first"
+            )
+        return getattr(self._learner, name)(*arguments)
+
+    def _open(self, job: str) -> None:
+        self._factory = LocalFactory(parse_job(tomli.loads(job), where="the job").config)
+
+    def _plan_memory(self, checkpoint: Path | None, fixed: list[Path]) -> str:
+        return self._opened().plan_memory(checkpoint, fixed)
+
+    def _fresh(self, prompts: list[Trajectory], tokenizer_of: Path | None) -> None:
+        self._learner = self._opened().fresh(prompts, tokenizer_of)
+
+    def _resumed(self, checkpoint: Path) -> Progress:
+        self._learner, progress = self._opened().resumed(checkpoint)
+        return progress
+
+    def _update(self, episodes: Any, iteration: int, policy_version: int | None) -> Any:
+        assert self._learner is not None
+        return self._learner.update(episodes, iteration=iteration, policy_version=policy_version)
+
+    def _opened(self) -> LocalFactory:
+        if self._factory is None:
+            raise LearnerFailed("there is no job yet: 'open' comes first")
+        return self._factory
+
+
+class _Halted(Exception):
+    """Raised by `tell` in a call that is to stop."""
+
+
+class Call:
+    """One call: it runs once, and everybody who asked for it gets its lines.
+
+    Args:
+        digest: of its arguments.
+    """
+
+    def __init__(self, number: int, name: str, digest: bytes) -> None:
+        self.number, self.name, self.digest = number, name, digest
+        self.halt = threading.Event()
+        self.is_done = False
+        self._progress = b""
+        self._answer = b""
+        self._news = asyncio.Event()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Its newest progress as it comes, then its answer."""
+        while not self.is_done:
+            news = self._news
+            if self._progress:
+                yield self._progress
+            await news.wait()
+        yield self._answer
+
+    def tell(self, line: bytes) -> None:
+        self._progress = line
+        self._wake()
+
+    def end(self, line: bytes) -> None:
+        self._answer, self.is_done = line, True
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+class Calls:
+    """One call at a time, of one orchestrator, on a thread of its own."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._thread = host, ThreadPoolExecutor(1, "learner")
+        self._session = ""
+        self._last: Call | None = None
+
+    def call(self, session: str, number: int, name: str, body: bytes) -> Call:
+        """Begin a call, or return the last one if it has this number.
+
+        Raises:
+            LearnerBusy: another call runs, or another orchestrator has this learner.
+        """
+        self._refuse_other(session)
+        digest, last = blake2b(body).digest(), self._last
+        if last is not None and number == last.number and (name, digest) == (last.name, last.digest):
+            return last
+        if last is not None and (number <= last.number or not last.is_done):
+            state = "was the last one" if last.is_done else "is under way"
+            raise LearnerBusy(
+                f"call {number}, {name!r}, cannot begin: call {last.number}, {last.name!r}, {state}",
+                hint="A learner does one call after the other. Are there two orchestrators on one learner?",
+            )
+        self._last = call = Call(number, name, digest)
+        loop = asyncio.get_running_loop()
+        self._thread.submit(self._run, call, body, loop)
+        return call
+
+    def stop(self, session: str, number: int) -> None:
+        """Have a call end after its next progress; one that is over is left alone."""
+        self._refuse_other(session)
+        if self._last is not None and self._last.number == number:
+            self._last.halt.set()
+
+    def _refuse_other(self, session: str) -> None:
+        self._session = self._session or session
+        if session != self._session:
+            raise LearnerBusy(
+                "this learner works for another orchestrator, and it serves one alone: two would update the "
+                "same weights",
+                hint="Each run starts a learner of its own.",
+            )
+
+    def _run(self, call: Call, body: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        types = CALLS[call.name]
+
+        def tell(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(call.tell, line_of("progress", f"[{done}, {total}]".encode()))
+            if call.halt.is_set():
+                raise _Halted
+
+        try:
+            arguments = types.arguments.validate_json(body)
+            extra = (tell,) if types.reports else ()
+            result = self._host.do(call.name, *arguments, *extra)
+            line = line_of("result", types.result.dump_json((result,)))
+        except TrainerError as error:
+            line = _error_line(error)
+        except _Halted:
+            line = _error_line(LearnerFailed(f"{call.name!r} was stopped"))
+        except BaseException as error:  # whoever waits must hear of it
+            log.exception("call_failed", call=call.name)
+            problem = "the arguments do not fit" if isinstance(error, ValidationError) else str(error)
+            line = _error_line(
+                LearnerFailed(
+                    f"an error inside the learner in {call.name!r}: {type(error).__name__}: {problem}"
+                )
+            )
+        loop.call_soon_threadsafe(call.end, line)
+
+
+def _error_line(error: TrainerError) -> bytes:
+    return line_of("error", ErrorBody.of(error).model_dump_json().encode())
+
+
+def create_app(calls: Calls, keys: Keys) -> Starlette:
+    """Build the ASGI app of a learner's process."""
+
+    async def call(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in CALLS:
+            raise LearnerFailed(f"a learner has no call {name!r}; known: {', '.join(CALLS)}")
+        session, number = _caller(request)
+        running = calls.call(session, number, name, await whole_body(request.receive))
+        return StreamingResponse(running.lines(), media_type="text/plain")
+
+    async def stop(request: Request) -> Response:
+        calls.stop(*_caller(request))
+        return Response(status_code=204)
+
+    app = Starlette(
+        routes=[
+            Route("/calls/{name}", call, methods=["POST"]),
+            Route("/stop", stop, methods=["POST"]),
+        ],
+        middleware=[
+            Middleware(
+                Gate,
+                door=KeyDoor(keys, open_paths=()),
+                max_body_bytes=_MOST_BODY_BYTES,
+                max_body_s=_BODY_S,
+                unreadable=None,  # each call reads its own body, on its thread
+            )
+        ],
+    )
+    install_problem_handlers(app)
+    return app
+
+
+def _caller(request: Request) -> tuple[str, int]:
+    session, number = request.headers.get(SESSION_HEADER, ""), request.headers.get(NUMBER_HEADER, "")
+    if not session or not number.isdecimal():
+        raise LearnerFailed(f"a call names its {SESSION_HEADER} and its {NUMBER_HEADER}, a whole number")
+    return session, int(number)
+
+
+def main() -> int:
+    """Serve until this process is stopped."""
+    configure_logs_from()
+    key = key_from_environ(os.environ, LEARNER_KEY)
+    keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
+    listener = Listener("127.0.0.1", 0)
+    server = Server(
+        create_app(Calls(Host()), keys),
+        ConnectionBounds(),
+        ready=lambda: print(f"{READY}{listener.url}", flush=True),
+    )
+    server.run_on(listener)
+    return 0
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # a call may still run on its thread, and nobody waits for it any more
