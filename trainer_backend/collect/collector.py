@@ -104,9 +104,11 @@ class Collector:
         try:
             await app.client.ack(run_id, ids)
         except TaskAppLost as error:
-            # It forgets its results itself, after its expiry time. The next collection tries it again.
-            app.fault = str(error)
-            self._apps.tell(f"task app lost: {error}")
+            # It forgets its results itself, after its expiry time. During a collection its lane finds out
+            # whether it is lost; else the next collection tries it again.
+            if self._crew is None or self._crew.over:
+                app.fault = str(error)
+                self._apps.tell(f"task app lost: {error}")
 
 
 class _Crew:

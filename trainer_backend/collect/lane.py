@@ -84,7 +84,7 @@ class Lane:
             batch, desk.unsent = desk.unsent, {}
             if batch:
                 await self._submit(batch)
-                self._send_done.set()
+            self._send_done.set()  # without a batch too: what was to be sent may have been withdrawn
             await desk.wake.wait()
 
     async def _submit(self, batch: Mapping[str, QueueEntry]) -> None:

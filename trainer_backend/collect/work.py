@@ -335,8 +335,9 @@ class Work:
         """Begin to collect a plan, after the plans of the same rank."""
         if plan.run_id != self.run_id:
             raise ValueError(f"run {plan.run_id!r} must wait until run {self.run_id!r} is collected")
-        if any(self._entry(rollout_id) for rollout_id in plan.unfinished):
-            raise ValueError("a rollout of this plan is being collected already")
+        for rollout_id in plan.unfinished:
+            if self._entry(rollout_id) is not None:
+                raise ValueError(f"rollout {rollout_id!r} is being collected already")
         self.plans.append(plan)
         self.plans.sort(key=lambda plan: plan.rank)
         for desk in self.desks:

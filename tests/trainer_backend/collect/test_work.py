@@ -128,3 +128,12 @@ def test_an_app_that_fails_all_it_gets_soon_has_one_at_a_time_and_everything_is_
             end_first(work, failing, status="failed")
         end_first(work, other)
     assert [part.finished for part in tally.collection().apps.values()] == [0, 40]
+
+
+def test_collections_at_the_same_time_are_of_one_run_and_have_no_rollout_in_common():
+    work = dealt([app(0)], plan(2, siblings=2), places=4)
+    with pytest.raises(ValueError, match="run 'other' must wait until run 'run' is collected"):
+        work.add(Plan([request_of(9).model_copy(update={"run_id": "other"})], Tally(1)))
+    with pytest.raises(ValueError, match=r"rollout 'run/train/1/0/3' is being collected already"):
+        work.add(Plan([request_of(4), request_of(3)], Tally(2)))
+    assert len(work.plans) == 1

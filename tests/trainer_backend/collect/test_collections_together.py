@@ -1,0 +1,221 @@
+"""Several collections of one run at the same time: each gets its own, and none ends with another."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.wire import TaskAppLost
+from trainer_backend.collect.work import Collection
+from trainer_backend.errors import RunNotWritten, TaskAppError
+
+
+def plan(first: int, end: int) -> list[RolloutRequest]:
+    return [request_of(number, group=number) for number in range(first, end)]
+
+
+def ids(first: int, end: int) -> list[str]:
+    return [f"run/train/1/0/{number}" for number in range(first, end)]
+
+
+def siblings(collection: Collection) -> list[int]:
+    return sorted(rollout.sibling for rollout in collection.rollouts)
+
+
+class Forgetting(ScriptedTaskApp):
+    """Ends nothing before its gate is opened, and forgets what is acknowledged, as a real one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.change = asyncio.Condition()
+        self.lost_acks = 0
+
+    async def accept(self, request: web.Request) -> web.Response:
+        return await self.note(await super().accept(request))
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        return await self.note(await super().cancel(request))
+
+    async def note(self, answer: web.Response) -> web.Response:
+        async with self.change:
+            self.change.notify_all()
+        return answer
+
+    async def until_accepted(self, count: int) -> None:
+        async with self.change:
+            await self.change.wait_for(lambda: len(self.ended) == count)
+
+    async def until_cancelled(self, names: list[str]) -> None:
+        async with self.change:
+            await self.change.wait_for(lambda: sorted(self.cancelled) == names)
+
+    async def page(self, request: web.Request) -> web.Response:
+        await self.gate.wait()
+        gone = {*self.acked, *self.cancelled}
+        first = int(request.query.get("cursor") or 0)
+        page = self.ended[first : first + 3]
+        results = [json.loads(item.model_dump_json()) for item in page if item.rollout_id not in gone]
+        cursor = str(first + len(page))
+        answer = {"rollouts": results, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
+        return web.json_response(answer)
+
+    async def ack(self, request: web.Request) -> web.Response:
+        if self.lost_acks:
+            self.lost_acks -= 1
+            return web.json_response({"detail": "out of order"}, status=500)
+        return await super().ack(request)
+
+
+async def test_a_collection_that_begins_later_is_sent_at_once_and_one_that_is_cancelled_takes_none_along():
+    task_app = Forgetting()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30)
+        first = asyncio.ensure_future(collector.collect(plan(0, 4)))
+        await task_app.until_accepted(4)
+        second = asyncio.ensure_future(collector.collect(plan(4, 9), rank=1))
+        await task_app.until_accepted(9)  # although the poll of before has not been answered
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await task_app.until_cancelled(ids(0, 4))
+        task_app.gate.set()
+        assert siblings(await second) == [4, 5, 6, 7, 8]
+    assert sorted(task_app.acked) == ids(0, 4)
+
+
+async def test_a_collection_goes_on_although_what_its_app_is_to_play_next_is_cancelled_before_it_is_sent():
+    class Slow(Forgetting):
+        """Answers a cancellation `later`. Its first page, rollout 0 alone, comes while one waits."""
+
+        is_polled, is_asked, later = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def cancel(self, request: web.Request) -> web.Response:
+            self.is_asked.set()
+            await self.later.wait()
+            return await super().cancel(request)
+
+        async def page(self, request: web.Request) -> web.Response:
+            if request.query.get("cursor"):
+                return await super().page(request)
+            self.is_polled.set()
+            await self.is_asked.wait()
+            rollout = json.loads(self.ended[0].model_dump_json())
+            answer = {"rollouts": [rollout], "cursor": "1", "unfinished": 2, "instance_id": self.instance}
+            return web.json_response(answer)
+
+    task_app, has_ended = Slow(), asyncio.Event()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=3)
+        first = asyncio.ensure_future(collector.collect(plan(0, 2), lambda *_: has_ended.set()))
+        second = asyncio.ensure_future(collector.collect(plan(2, 3), rank=1))
+        third = asyncio.ensure_future(collector.collect(plan(3, 4), rank=2))
+        await task_app.is_polled.wait()
+        second.cancel()  # its place is for the third one, whose request waits for this cancellation
+        await has_ended.wait()
+        third.cancel()
+        await asyncio.gather(second, third, return_exceptions=True)
+        task_app.later.set()
+        task_app.gate.set()
+        assert siblings(await first) == [0, 1]
+    assert [item.sibling for item in task_app.ended] == [0, 1, 2]
+
+
+async def test_what_one_collection_cannot_keep_does_not_end_the_other():
+    def full(rollout: Rollout) -> None:
+        raise RunNotWritten("no space left")
+
+    task_app = Forgetting()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=6)
+        kept: list[str] = []
+        both = asyncio.gather(
+            collector.collect(plan(0, 9), keep=full),
+            collector.collect(plan(9, 20), keep=lambda rollout: kept.append(rollout.rollout_id), rank=1),
+            return_exceptions=True,
+        )
+        await task_app.until_accepted(6)
+        task_app.gate.set()
+        error, collection = await both
+    assert isinstance(error, RunNotWritten)
+    assert isinstance(collection, Collection)
+    assert siblings(collection) == list(range(9, 20))
+    assert sorted(kept) == sorted(ids(9, 20))
+    # No place was given to the broken one again.
+    assert {item.rollout_id for item in task_app.ended} == {*ids(0, 6), *ids(9, 20)}
+
+
+async def test_a_later_collection_fills_the_places_that_the_first_one_leaves():
+    task_app = Forgetting()
+    task_app.gate.set()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=2)
+        parts = await asyncio.gather(
+            collector.collect(plan(0, 3), rank=1),
+            collector.collect(plan(3, 6), rank=2),
+            collector.collect(plan(6, 9), rank=1),
+        )
+    assert [siblings(part) for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    order = [item.sibling for item in task_app.ended]
+    assert order == [0, 1, 2, 6, 7, 8, 3, 4, 5]
+
+
+async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the_next_one():
+    task_app = ScriptedTaskApp()
+    task_app.answer_first_with = [401]
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30)
+
+        async def both() -> list[BaseException]:
+            parts = collector.collect(plan(0, 3)), collector.collect(plan(3, 8), rank=1)
+            return await asyncio.gather(*parts, return_exceptions=True)
+
+        assert ["status 401: not now" in str(error) for error in await both()] == [True] * 2
+        assert siblings(await collector.collect(plan(8, 10))) == [8, 9]
+        task_app.down = True
+        errors = await both()
+    assert [type(error) for error in errors] == [TaskAppLost] * 2
+    assert str(errors[0]).endswith("status 500: out of order; 8 of 8 rollouts were not finished")
+
+
+async def test_the_deadline_of_a_collection_begins_when_none_of_a_lower_rank_is_under_way():
+    task_app = Forgetting()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=1.0, max_running=1)
+        later = asyncio.ensure_future(collector.collect(plan(0, 2), rank=2))
+        await task_app.until_accepted(1)
+        # Begun after the other, it runs into its deadline first, since the clock of the other stands still.
+        with pytest.raises(TaskAppError) as caught:
+            await collector.collect(plan(2, 5), rank=1)
+        assert (
+            str(caught.value) == "3 of 3 rollouts were not finished within 1 s (services.iteration_timeout_s)"
+        )
+        task_app.gate.set()
+        assert siblings(await later) == [0, 1]
+    assert task_app.cancelled == []
+
+
+async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_whose_lane_finds_it_well():
+    task_app = Forgetting()
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=1)
+        collection = asyncio.ensure_future(collector.collect(plan(0, 3)))
+        await task_app.until_accepted(1)
+        task_app.lost_acks = 1
+        await collector.ack("run", [stored(request) for request in plan(7, 8)])
+        assert task_app.lost_acks == 0
+        task_app.gate.set()
+        assert siblings(await collection) == [0, 1, 2]
+
+
+def stored(request: RolloutRequest) -> Rollout:
+    return Rollout(
+        **request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}),
+        instance_id="i",
+        status="finished",
+    )
