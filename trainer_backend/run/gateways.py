@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -36,6 +37,7 @@ from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
 Tell = Callable[[str], None]
+NOBODY: Mapping[str, Any] = MappingProxyType({})
 
 # What a gateway's process gets in its environment, and how it ends.
 SETUP, GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY", "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
@@ -312,7 +314,7 @@ class ActorGateways(Protocol):
 
     inference: Inference
 
-    def serving(self, learner: Any, fixed: Any) -> AbstractAsyncContextManager[InferenceServer]:
+    def serving(self, learner: Any, fixed: Any = NOBODY) -> AbstractAsyncContextManager[InferenceServer]:
         """Serve the learner's policy, and fixed ones by name, until the context is left."""
 
 
@@ -334,7 +336,7 @@ class GatewayProcesses:
         self.inference = Inference(url, model, self._key, length, other_urls=tuple(others))
 
     @asynccontextmanager
-    async def serving(self, learner: Learner, fixed: Mapping[str, Any]) -> AsyncIterator[Gateways]:
+    async def serving(self, learner: Learner, fixed: Mapping[str, Any] = NOBODY) -> AsyncIterator[Gateways]:
         """Serve the learner's policy from its first publish on, until the context is left."""
         assert not fixed, "a job with fixed policies and [cluster] is refused"
         table = self._job.inference
@@ -355,14 +357,14 @@ class GatewayProcesses:
             await server.close()
 
     def _setup(self, number: int) -> dict[str, Any]:
-        """Of a gateway: no two have a server in common, or use more threads than one would."""
-        count, table = len(self._listeners), self._job.inference
-        share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
-        return {
-            "job_name": self._job.job.name,
-            "model": self._job.model,
-            "inference": table.model_copy(update=share),
-        }
+        share = share_of(self._job.inference, number, len(self._listeners))
+        return {"job_name": self._job.job.name, "model": self._job.model, "inference": share}
+
+
+def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
+    """[inference] of one gateway: no two control the same server; together they use the threads of one."""
+    share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
+    return table.model_copy(update=share)
 
 
 @contextmanager

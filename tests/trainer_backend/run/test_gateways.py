@@ -25,7 +25,7 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
-from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways
+from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways, share_of
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_digest, plan_id
 
@@ -131,7 +131,7 @@ async def in_processes(
     with actor_gateways(job, directory, reporter.say) as gateways:
         planner = Planner.of(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
-        async with gateways.serving(learner, {}) as server:
+        async with gateways.serving(learner) as server:
             await server.publish(0)
             story.totals.append(await server.totals())
             story.two[1] = await collector.collect(planner.training(1))
@@ -233,7 +233,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
     with actor_gateways(job, directory, reporter.say) as gateways:
-        async with gateways.serving(learner_of(job), {}) as server:
+        async with gateways.serving(learner_of(job)) as server:
             publish = asyncio.ensure_future(server.publish(0))
             killed: set[int] = set()
             while not publish.done():
@@ -277,6 +277,15 @@ def test_a_rollout_asks_one_gateway_of_all_by_its_place_in_the_plan():
     request = requests_at(urls)[0]
     assert actor.for_rollout(retried(request).rollout_id).url == asked[0]
     assert all(request.policy.inference_key is not None for request in requests_at(urls))
+
+
+def test_no_two_gateways_control_the_same_server():
+    urls = [f"http://h:{port}" for port in range(1, 6)]
+    table = tiny_job(inference={"engine": "vllm", "urls": urls, "threads": 5, "max_model_len": 256}).inference
+    shares = [share_of(table, number, 2) for number in range(2)]
+    assert [share.urls for share in shares] == [tuple(urls[::2]), tuple(urls[1::2])]
+    assert [share.threads for share in shares] == [2, 2]
+    assert share_of(table, 0, 1) == table
 
 
 def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways():
