@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import SinksTable
+from trainer_backend.run.timeline import PREFIX
 
 
 class Sink(Protocol):
@@ -67,12 +68,12 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
     A table such as eval/success_rates gives one tag per entry. Rows of kinds other than `iteration` have
     their kind before the name, so that an evaluation's rollout/finished differs from the iteration's. Lists
-    (a reward for every turn is no curve), texts, and numbers that are not finite are left out.
+    (a reward for every turn is no curve), texts, times of day, and numbers that are not finite are left out.
     """
     kind = row["kind"]
     tags: dict[str, float] = {}
     for name, value in row.items():
-        if name in ("kind", "iteration"):
+        if name in ("kind", "iteration") or name.startswith(PREFIX):
             continue
         prefix = {"iteration": "", "evaluation": "eval/"}.get(kind, f"{kind}/")
         tag = name if name.startswith(prefix) else prefix + name

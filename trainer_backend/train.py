@@ -382,7 +382,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     requests = run.planner.evaluation(str(progress.iteration))
     name = f"evaluation_{progress.iteration}"
     spool = run.spool(name, requests, range(progress.policy_version, progress.policy_version + 1))
-    with run.timeline.working("collect"):
+    with run.timeline.working("collect") as span:
         collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
     if collection is None:
         return
@@ -395,6 +395,8 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
         **evaluation_metrics(collection.rollouts),
         **collection_metrics(collection),
         "time/evaluate_s": time.monotonic() - started,
+        "timeline/collect_start": span.start,
+        "timeline/collect_end": span.end,
     }
     run.record(row)
     spool.remove()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from trainer_backend.run.timeline import PREFIX
+
 Kind = Literal["iteration", "evaluation"]
 Form = Literal["number", "percent", "seconds"]
 
@@ -255,10 +257,17 @@ def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
 
 
 def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Make a panel for every metric of an iteration that no panel of `PANELS` draws."""
+    """Make a panel for every metric of an iteration that no panel of `PANELS` draws.
+
+    Times of day have none: pages/timeline.py draws them.
+    """
     pairs = sorted(set(metrics))
     drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
-    names = [name for kind, name in pairs if kind == "iteration" and name not in drawn]
+    names = [
+        name
+        for kind, name in pairs
+        if kind == "iteration" and name not in drawn and not name.startswith(PREFIX)
+    ]
     return [Panel(f"rest:{name}", name, "", (Line(name, name.rpartition("/")[2]),)) for name in names]
 
 

@@ -163,6 +163,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             ends_of(story.iterations),
             story.evaluations,
             {name: series for (_, name), series in curves.items() if name.startswith(RATES)},
+            newest=story.iterations,
         ),
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ from trainer_backend.pages.run_view import (
     success_rates,
 )
 from trainer_backend.pages.series import Chart, Curves, chart_of, table
+from trainer_backend.pages.timeline import SHOWN, timeline_of
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
@@ -83,24 +84,31 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             iteration_ends(store, job_id),
             evaluations(store, job_id),
             _rate_curves(store, job_id),
+            newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
         ),
         **run_frame(request, job_id, ""),
     )
 
 
 def figures_of(
-    iterations: Ends, evaluations: Sequence[Mapping[str, Any]], rates: Mapping[str, Series]
+    iterations: Ends,
+    evaluations: Sequence[Mapping[str, Any]],
+    rates: Mapping[str, Series],
+    *,
+    newest: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The figures and tables of the page of a run.
 
     Args:
         rates: curves of the success rates over the evaluations, by metric.
+        newest: rows of the last iterations, the oldest first.
     """
     held_out = ends_of(evaluations)
     return {
         "key": key_figures(iterations, held_out, outcome_name(held_out.last or iterations.last)),
         "rates": success_rates(held_out, rates),
         "evaluations": evaluation_table(evaluations),
+        "timeline": timeline_of(newest, evaluations),
     }
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["collect", "learn"]
+# Metrics that begin so are times of day, which make no curve.
+PREFIX = "timeline/"
 
 
 @dataclass(slots=True)

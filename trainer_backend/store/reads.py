@@ -146,6 +146,19 @@ def metric_lines(
         return tuple(MetricLine(*row) for row in connection.execute(query))
 
 
+def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
+    """Return the rows of the last iterations, oldest first."""
+    table = MetricRow
+    with store.read() as connection:
+        query = (
+            select(table.number, table.kind, table.iteration, table.row)
+            .where(table.job == job_number(connection, job_id), table.kind == kind)
+            .order_by(table.iteration.desc())
+            .limit(limit)
+        )
+        return tuple(MetricLine(*row) for row in reversed(connection.execute(query).all()))
+
+
 def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
     """Return the newest row of a kind, with its lists (`decision/unique_by_turn`) and texts."""
     return last_lines(store, [job_id], [kind])[job_id].get(kind)

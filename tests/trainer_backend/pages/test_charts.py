@@ -43,6 +43,7 @@ def test_what_stands_in_no_panel_is_drawn_alone_so_nothing_measured_is_hidden():
     known = [
         ("iteration", "loss/policy"), ("iteration", "my/own"), ("evaluation", "eval/decisions"),
         ("iteration", "episode/outcome_reward_low"), ("iteration", "episode/outcome_reward"),
+        ("iteration", "timeline/learn_end"),  # a time of day makes no curve; it is drawn in the two lanes
     ]  # fmt: skip
     assert [panel.key for panel in rest_of(known)] == ["rest:my/own"]
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.pages.hand_made import empty_run
+from tests.trainer_backend.pages.hand_made import empty_run, iteration_row
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import append_log
@@ -233,3 +233,22 @@ def test_static_files_are_kept_for_good_under_the_digest_that_pages_name(shown: 
     assert shown.client.get("/static/old/turnwise.css").headers["cache-control"] == "no-store"
     for name in ("none.css", "%2e%2e/pages.py", "vendor"):
         assert shown.client.get(f"/static/x/{name}").status_code == 404
+
+
+def test_two_lanes_show_when_a_run_collected_and_learned_and_follow_it(shown: Shown, job_id, tmp_path):
+    run = numbered_run(tmp_path / "timed")
+    for iteration in (3, 4):
+        start = 1.8e9 + 30.0 * iteration
+        times = {"collect_start": 0.0, "collect_end": 20.0, "learn_start": 20.0, "learn_end": 30.0}
+        row = iteration_row(iteration, 1.0) | {
+            f"timeline/{name}": start + after for name, after in times.items()
+        }
+        run.append_metrics(row | {"time/wait_collect_s": 20.0, "time/wait_learner_s": 10.0})
+    timed = shown.add(run, state="running")
+    assert 'id="timeline"' not in shown.page(f"/runs/{job_id}")  # its rows have no times
+    text = shown.page(f"/runs/{timed}")
+    (lanes,) = re.findall(r'<figure class="chart timeline".*?</figure>', text, re.S)
+    assert f'data-live="/runs/{timed}" data-on="metrics"' in lanes
+    assert re.findall(r'<text x="[^"]*" y="\d+">(\d)</text>', lanes) == ["3", "4", "3", "4"]
+    assert "They took turns: 67 % of the time was collecting, 33 % learning." in lanes
+    assert "rest:timeline" not in shown.page(f"/runs/{timed}/rest")

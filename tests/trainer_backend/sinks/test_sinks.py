@@ -42,6 +42,7 @@ def test_a_row_becomes_the_numbers_that_a_curve_can_be_drawn_of():
         "eval/rollout/finished": 4.0,
     }
     assert scalars({**FIRST, "loss/entropy": float("nan")}) == {}
+    assert scalars({**SECOND, "timeline/learn_end": 1.8e9}) == {"loss/entropy": 1.0}  # a time of day
 
 
 def opened(job: Any, directory: RunDirectory, reporter: ListReporter, **boards: Any) -> SinkReporter:

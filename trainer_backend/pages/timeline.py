@@ -1,0 +1,206 @@
+"""Pure: the newest iterations of a run in two lanes, collecting above learning, and who waited for whom."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from trainer_backend.pages.figures import MINUS, NONE, duration, number
+
+Row = Mapping[str, Any]
+# What a bar shows; evaluations are played in the lane of collecting.
+Work = Literal["collect", "evaluate", "learn"]
+
+SHOWN = 12  # iterations
+_MOST_TICKS = 4  # besides the end; more would touch on a phone
+_STEPS_S = tuple(
+    count * unit_s
+    for unit_s, counts in (
+        (1, (1, 2, 5, 10, 20, 30)), (60, (1, 2, 5, 10, 20, 30)), (3600, (1, 2, 3, 6, 12)),
+        (86_400, (1, 2, 5, 10, 20, 50, 100)),
+    )
+    for count in counts
+)  # fmt: skip
+_LEAST_WIDTH = 0.2  # in percent; what took no time at all is seen too
+# The least share of the axis, in percent, that holds the number of a bar: on a phone, and on a screen.
+_ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # at the sides, and for each digit
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Work on one iteration. `start` and `width` are percents of the axis.
+
+    Attributes:
+        label: the number of the iteration; of an evaluation, "E"; empty where no page has room for it.
+        roomy: whether a narrow page has room for the label too.
+        words: what it was, when, and how long.
+    """
+
+    work: Work
+    start: float
+    width: float
+    label: str
+    roomy: bool
+    words: str
+
+    @property
+    def middle(self) -> float:
+        """Where the label stands."""
+        return round(self.start + self.width / 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark of the axis, in percent of it, and the time before its end."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineView:
+    """The figure; `bars` are empty where the run has nothing to draw.
+
+    Attributes:
+        words: which share of the time both worked, and who waited for whom.
+        summary: the picture in words.
+        end: the time of day at the end of the axis.
+        table: for each iteration, the newest first: its number, when and how long it was collected and
+            learned from.
+    """
+
+    bars: tuple[Bar, ...] = ()
+    ticks: tuple[Tick, ...] = ()
+    words: str = ""
+    summary: str = ""
+    end: str = ""
+    table: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def evaluates(self) -> bool:
+        return any(bar.work == "evaluate" for bar in self.bars)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    work: Work
+    iteration: int
+    start: float
+    end: float
+
+
+def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> TimelineView:
+    """Draw the last `SHOWN` iterations of the newest start of a run.
+
+    Those of earlier starts are left out: between two starts may lie days.
+
+    Args:
+        iterations: rows of metrics, the oldest first.
+        evaluations: likewise; those in the time of the iterations, and after it, are drawn.
+    """
+    rows = _of_last_start([row for row in iterations if _span(row, "learn") and _span(row, "collect")])
+    if not rows:
+        return TimelineView()
+    collected, learned = _spans(rows, "collect"), _spans(rows, "learn")
+    begin = min(span.start for span in (*collected, *learned))
+    held_out = [span for span in _spans(evaluations, "evaluate") if span.end > begin]
+    spans = [*collected, *held_out, *learned]
+    end = max(span.end for span in spans)
+    words = _who_waited(rows)
+    return TimelineView(
+        tuple(_bar(span, begin, end) for span in spans),
+        _ticks(end - begin),
+        words,
+        f"{_numbers(rows)} in two lanes over {duration(end - begin)}, collecting above learning. {words}",
+        f"{_clock(end)} UTC",
+        tuple(
+            (str(one.iteration), _when(one), _when(other))
+            for one, other in reversed(list(zip(collected, learned, strict=True)))
+        ),
+    )
+
+
+def _of_last_start(rows: Sequence[Row]) -> Sequence[Row]:
+    last = rows[-1].get("recovery/resumes") if rows else None
+    return [row for row in rows if row.get("recovery/resumes") == last][-SHOWN:]
+
+
+def _spans(rows: Iterable[Row], work: Work) -> list[_Span]:
+    return [span for row in rows if (span := _span(row, work)) is not None]
+
+
+def _span(row: Row, work: Work) -> _Span | None:
+    """When a row's work was done; None in a row that does not tell it."""
+    lane = "collect" if work == "evaluate" else work
+    start, end = row.get(f"timeline/{lane}_start"), row.get(f"timeline/{lane}_end")
+    if not isinstance(start, float) or not isinstance(end, float) or not 0 < start <= end < math.inf:
+        return None
+    return _Span(work, row["iteration"], start, end)
+
+
+def _bar(span: _Span, begin: float, end: float) -> Bar:
+    whole = max(end - begin, 1e-6)
+    start = max(span.start, begin)
+    width = 100 * (span.end - start) / whole
+    label = "E" if span.work == "evaluate" else str(span.iteration)
+    has_room, roomy = (width >= sides + len(label) * digit for sides, digit in (_ROOM_WIDE, _ROOM_NARROW))
+    what = {"collect": "collected", "learn": "learned from", "evaluate": "evaluated"}[span.work]
+    return Bar(
+        span.work,
+        round(100 * (start - begin) / whole, 2),
+        max(round(width, 2), _LEAST_WIDTH),
+        label if has_room else "",
+        roomy,
+        f"iteration {span.iteration}, {what}: {_when(span)}",
+    )
+
+
+def _ticks(whole_s: float) -> tuple[Tick, ...]:
+    """Even marks from the end backwards, and the end."""
+    step = next((step for step in _STEPS_S if whole_s / step <= _MOST_TICKS), whole_s / _MOST_TICKS)
+    count = int(whole_s / step)
+    marks = [
+        Tick(round(100 * (1 - place * step / whole_s), 2), f"{MINUS}{duration(place * step)}")
+        for place in range(count, 0, -1)
+    ]
+    return (*marks, Tick(100.0, "0"))
+
+
+def _who_waited(rows: Sequence[Row]) -> str:
+    """The shares of the working time, over all rows; each row tells its own."""
+    for_rollouts = sum(row.get("time/wait_collect_s", 0.0) for row in rows)
+    for_learner = sum(row.get("time/wait_learner_s", 0.0) for row in rows)
+    both = sum(map(_both_s, rows))
+    worked = both + for_rollouts + for_learner
+    if not worked:
+        return ""
+    shares = [number(round(part / worked, 2), "percent") for part in (both, for_rollouts, for_learner)]
+    if both / worked < 0.005:
+        return f"They took turns: {shares[1]} of the time was collecting, {shares[2]} learning."
+    return (
+        f"Both worked {shares[0]} of the time; {shares[1]} of it the learner waited for rollouts, and "
+        f"{shares[2]} nothing was collected while it worked."
+    )
+
+
+def _both_s(row: Row) -> float:
+    """The seconds in which both worked, from their share and the seconds in which one did."""
+    share = row.get("perf/overlap", 0.0)
+    if share >= 1.0:  # nobody waited
+        return float(row["timeline/learn_end"] - row["timeline/learn_start"])
+    alone = row.get("time/wait_collect_s", 0.0) + row.get("time/wait_learner_s", 0.0)
+    return float(alone * share / (1.0 - share))
+
+
+def _numbers(rows: Sequence[Row]) -> str:
+    first, last = rows[0]["iteration"], rows[-1]["iteration"]
+    return f"Iteration {last}" if first == last else f"Iterations {first} to {last}"
+
+
+def _when(span: _Span | None) -> str:
+    return NONE if span is None else f"{_clock(span.start)}, {number(span.end - span.start, 'seconds')}"
+
+
+def _clock(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%H:%M:%S")
