@@ -15,8 +15,9 @@ from trainer_backend.collect.work import Collection
 from trainer_backend.errors import RunNotWritten, TaskAppError
 
 
-def plan(first: int, end: int) -> list[RolloutRequest]:
-    return [request_of(number, group=number) for number in range(first, end)]
+def plan(first: int, end: int, *, iteration: int = 0) -> list[RolloutRequest]:
+    requests = [request_of(number, group=number) for number in range(first, end)]
+    return [request.model_copy(update={"iteration": iteration}) for request in requests]
 
 
 def ids(first: int, end: int) -> list[str]:
@@ -78,7 +79,7 @@ async def test_a_collection_that_begins_later_is_sent_at_once_and_one_that_is_ca
         collector = Collector(TaskApps.of([client]), timeout_s=30)
         first = asyncio.ensure_future(collector.collect(plan(0, 4)))
         await task_app.until_accepted(4)
-        second = asyncio.ensure_future(collector.collect(plan(4, 9), rank=1))
+        second = asyncio.ensure_future(collector.collect(plan(4, 9, iteration=1)))
         await task_app.until_accepted(9)  # although the poll of before has not been answered
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -113,8 +114,8 @@ async def test_a_collection_goes_on_although_what_its_app_is_to_play_next_is_can
     async with served(task_app) as client:
         collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=3)
         first = asyncio.ensure_future(collector.collect(plan(0, 2), lambda *_: has_ended.set()))
-        second = asyncio.ensure_future(collector.collect(plan(2, 3), rank=1))
-        third = asyncio.ensure_future(collector.collect(plan(3, 4), rank=2))
+        second = asyncio.ensure_future(collector.collect(plan(2, 3, iteration=1)))
+        third = asyncio.ensure_future(collector.collect(plan(3, 4, iteration=2)))
         await task_app.is_polled.wait()
         second.cancel()  # its place is for the third one, whose request waits for this cancellation
         await has_ended.wait()
@@ -136,7 +137,7 @@ async def test_what_one_collection_cannot_keep_does_not_end_the_other():
         kept: list[str] = []
         both = asyncio.gather(
             collector.collect(plan(0, 9), keep=full),
-            collector.collect(plan(9, 20), keep=lambda rollout: kept.append(rollout.rollout_id), rank=1),
+            collector.collect(plan(9, 20, iteration=1), keep=lambda rollout: kept.append(rollout.rollout_id)),
             return_exceptions=True,
         )
         await task_app.until_accepted(6)
@@ -156,9 +157,9 @@ async def test_a_later_collection_fills_the_places_that_the_first_one_leaves():
     async with served(task_app) as client:
         collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=2)
         parts = await asyncio.gather(
-            collector.collect(plan(0, 3), rank=1),
-            collector.collect(plan(3, 6), rank=2),
-            collector.collect(plan(6, 9), rank=1),
+            collector.collect(plan(0, 3, iteration=1)),
+            collector.collect(plan(3, 6, iteration=2)),
+            collector.collect(plan(6, 9, iteration=1)),
         )
     assert [siblings(part) for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     order = [item.sibling for item in task_app.ended]
@@ -172,7 +173,7 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the
         collector = Collector(TaskApps.of([client]), timeout_s=30)
 
         async def both() -> list[BaseException]:
-            parts = collector.collect(plan(0, 3)), collector.collect(plan(3, 8), rank=1)
+            parts = collector.collect(plan(0, 3)), collector.collect(plan(3, 8, iteration=1))
             return await asyncio.gather(*parts, return_exceptions=True)
 
         assert ["status 401: not now" in str(error) for error in await both()] == [True] * 2
@@ -183,15 +184,15 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the
     assert str(errors[0]).endswith("status 500: out of order; 8 of 8 rollouts were not finished")
 
 
-async def test_the_deadline_of_a_collection_begins_when_none_of_a_lower_rank_is_under_way():
+async def test_the_deadline_of_a_collection_begins_when_no_earlier_iteration_is_under_way():
     task_app = Forgetting()
     async with served(task_app) as client:
         collector = Collector(TaskApps.of([client]), timeout_s=1.0, max_running=1)
-        later = asyncio.ensure_future(collector.collect(plan(0, 2), rank=2))
+        later = asyncio.ensure_future(collector.collect(plan(0, 2, iteration=2)))
         await task_app.until_accepted(1)
         # Begun after the other, it runs into its deadline first, since the clock of the other stands still.
         with pytest.raises(TaskAppError) as caught:
-            await collector.collect(plan(2, 5), rank=1)
+            await collector.collect(plan(2, 5, iteration=1))
         assert (
             str(caught.value) == "3 of 3 rollouts were not finished within 1 s (services.iteration_timeout_s)"
         )
