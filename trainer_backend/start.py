@@ -166,7 +166,7 @@ async def _checked_servers(table: InferenceTable) -> list[str]:
     """A line about each vLLM server of the job, which can be trained with."""
     if table.engine == "local":
         return []
-    from trainer_backend.run.replicas import check_servers
+    from trainer_backend.run.vllm_servers import check_servers
 
     return await check_servers(table)
 

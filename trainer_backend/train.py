@@ -28,6 +28,7 @@ from trainer_backend.run.iteration_metrics import (
     refuse_round,
 )
 from trainer_backend.run.run import Run
+from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
@@ -41,11 +42,12 @@ _AFTER = " after"
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
 
-    A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
-    so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
+    A stop is heeded between stages, while rollouts are collected and while weights are published, never in
+    the middle of an update, so what is saved is always the end of an iteration. That holds for errors of
+    rollouts and updates too.
     """
     saving, ahead = run.saving, Ahead(run, stop)
-    await run.server.publish(progress.policy_version)
+    await until(stop, run.server.publish(progress.policy_version))
     saving.mark_best()  # a kill may have come between an evaluation and this
     try:
         while True:
@@ -94,14 +96,14 @@ class Ahead:
     """
 
     def __init__(self, run: Run, stop: asyncio.Event) -> None:
-        self.run, self._stop = run, stop
+        self.run, self.stop = run, stop
         self.last_row = Moment(0.0, {})
         self._begun: dict[int, Iteration] = {}
 
     def begin_early(self, progress: Progress) -> None:
         """Begin what may be collected while the learner works; with `max_staleness` 0 there is nothing."""
         staleness = self.run.planner.table.max_staleness
-        if staleness and not self._stop.is_set():
+        if staleness and not self.stop.is_set():
             last = min(progress.iteration + 1 + staleness, self.run.saving.last_iteration)
             for number in range(progress.iteration + 1, last + 1):
                 self._begin(number, progress)
@@ -119,7 +121,7 @@ class Ahead:
 
     def _begin(self, number: int, progress: Progress) -> None:
         if number not in self._begun:
-            self._begun[number] = Iteration(self.run, number, progress, self._stop)
+            self._begun[number] = Iteration(self.run, number, progress, self.stop)
 
 
 class Iteration:
@@ -300,7 +302,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
             policy_version=progress.policy_version + (steps > 0),
             updates=progress.updates + steps,
         )
-        error = await _publish(run, progress) if steps else None  # 12
+        error = await _publish(ahead, progress) if steps else None  # 12
         publish_s = time.monotonic() - updated
     # Of iterations that are collected at the same time, each tells what happened since the row before.
     since, now = max(ahead.last_row, result.begun), await moment(run.server)
@@ -346,10 +348,10 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
     return staleness
 
 
-async def _publish(run: Run, progress: Progress) -> TrainerError | None:
-    """Have the new weights served; return the error where nobody serves them."""
+async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
+    """Have the new weights served, unless a stop comes first; return the error where nobody serves them."""
     try:
-        await run.server.publish(progress.policy_version)
+        await until(ahead.stop, ahead.run.server.publish(progress.policy_version))
     except LearnerLost:
         raise
     except TrainerError as error:

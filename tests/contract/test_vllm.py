@@ -1,5 +1,7 @@
 """A job whose actor samples at vLLM servers (fakes, real weights): exact tokens, versions, a lost replica."""
 
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
+from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -44,6 +47,29 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     saved = load_file(directory.checkpoints / "iteration_2" / "model.safetensors")
     served = load_file(directory.weights / "version_2" / "model.safetensors")
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
+
+
+def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_and_end_with_it(model_folders, tmp_path):
+    folder, environment = model_folders["qwen3"], tmp_path / "environment"
+    python = fake_environment(environment)
+    (environment / "deadly").touch()
+    own = {"replicas": 2, "vllm_python": python, "vllm": {"max_num_seqs": 8}}
+    directory, reporter, progress = train_job(vllm_job(folder, **own), tmp_path / "run")
+    assert progress.iteration == 2 and not (environment / "deadly").exists()
+    for row in rows_of(directory, "iteration"):
+        assert row["mismatch/logprob_max"] < 1e-4
+        assert (row["rollout/finished"], row["rollout/failed"]) == (4, 0)
+    for number in (1, 2):
+        for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
+            for step in rollout.trajectory.steps:
+                assert step.policy_logprobs.versions == ((0, number - 1),)
+    assert sorted(path.name for path in directory.weights.iterdir()) == ["start", "version_1", "version_2"]
+    lines = "\n".join(reporter.lines)
+    (url,) = set(re.findall(r"vLLM server (\S+) ended with exit code 9; it is started anew", lines))
+    assert f"replica {url} is lost" in lines
+    for address in set(re.findall(r"http://127\.0\.0\.1:(\d+): vLLM 0\.32\.0", lines)):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(address)))
 
 
 def test_an_update_that_nobody_can_serve_is_saved_before_the_run_ends(model_folders, tmp_path):

@@ -386,6 +386,21 @@ async def test_a_stop_in_the_last_evaluation_leaves_work(tmp_path: Path):
     assert work_left(run, progress)
 
 
+async def test_a_stop_ends_a_publish_that_takes_for_ever_and_saves_the_update(tmp_path: Path):
+    stop = asyncio.Event()
+
+    class Wedged(Server):
+        async def publish(self, policy_version: int) -> None:
+            if policy_version == 2:
+                asyncio.get_running_loop().call_soon(stop.set)
+                await asyncio.Event().wait()
+
+    run = replace(run_of(tmp_path), server=Wedged())
+    async with asyncio.timeout(60):
+        progress = await train(run, Progress(), stop)
+    assert (progress.iteration, progress.policy_version, saved(run)[-1]) == (2, 2, "iteration_2")
+
+
 async def test_rollouts_that_cannot_be_credited_are_kept_to_look_at(tmp_path: Path):
     run = run_of(tmp_path, training__step_rewards_mode="decision_stepwise")  # which these do not carry
     with pytest.raises(TrainerError, match="no decision_rewards"):

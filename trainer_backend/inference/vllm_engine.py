@@ -352,14 +352,7 @@ class VllmEngine(RemoteEngine):
             RemoteUnavailable: it does not answer.
         """
         release = (await self._control("GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).get("version")
-        numbers = _RELEASE.match(str(release))
-        if numbers is None:
-            raise RemoteRefused(f"{self.url} is no vLLM server: its /version has no version")
-        if not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
-            raise RemoteRefused(
-                f"{self.url} runs vLLM {release}; releases from {_dotted(OLDEST)} to before "
-                f"{_dotted(BEYOND)} are supported"
-            )
+        refuse_release(str(release), self.url)
         # A trainer that was killed amid a publish leaves the server paused, and every request waiting.
         await self._control("POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
         models = (await self._control("GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).get("data") or []
@@ -403,6 +396,18 @@ class VllmEngine(RemoteEngine):
                 f"{self.url} returns log-probs before the temperature, which cannot be weighed",
                 hint="Start it with --logprobs-mode processed_logprobs.",
             )
+
+
+def refuse_release(release: str, where: str) -> None:
+    """Refuse a release whose routes may be others."""
+    numbers = _RELEASE.match(release)
+    if numbers is None:
+        raise RemoteRefused(f"{where} is no vLLM: its version is {release!r:.40}")
+    if not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
+        raise RemoteRefused(
+            f"{where} runs vLLM {release}; releases from {_dotted(OLDEST)} to before {_dotted(BEYOND)} are "
+            "supported"
+        )
 
 
 def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import Table
+from trainer_backend.job.tables import InferenceTable, Table
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import LOSSES, READS, aggregation, allocation, estimator, not_read, policy_loss
 
@@ -403,6 +403,7 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield key and sentence for each key with a value other than its default that nothing reads."""
     algorithm, training = config.algorithm, config.training
     yield from _not_read_with(config)
+    yield from _not_read_by_the_engine(config.inference)
     if config.rollout.reward_function is not None and estimator(algorithm.advantage).needs_branches:
         yield (
             "rollout.reward_function",
@@ -449,6 +450,19 @@ def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield key, f"{key} {reason}; known to: {', '.join(readers)}"
 
 
+def _not_read_by_the_engine(table: InferenceTable) -> Iterator[Finding]:
+    """Check the keys about vLLM servers, and about those that the run starts."""
+    readers = {
+        "weight_update": "engine = 'vllm'",
+        "replica_wait_s": "engine = 'vllm'",
+        **dict.fromkeys(("replicas", "vllm_python", "vllm"), "engine = 'vllm' without urls"),
+    }
+    for key, reader in readers.items():
+        unread = table.engine == "local" or (table.urls and reader.endswith("urls"))
+        if unread and _is_set(table, key):
+            yield f"inference.{key}", f"inference.{key} is read with {reader}, and nothing reads it here"
+
+
 def _is_set(table: Table, key: str) -> bool:
     """Return whether the key differs from its default."""
-    return bool(getattr(table, key) != type(table).model_fields[key].get_default())
+    return bool(getattr(table, key) != type(table).model_fields[key].get_default(call_default_factory=True))

@@ -31,9 +31,9 @@ everything; several fixed policies are several `[[rollout_only]]`. The task app 
 
 Several files are merged key by key. A later file overrides an earlier one, and `--set` overrides all files; a
 reward switch overrides the same switch in every place. A relative path (`model.path`,
-`rollout_only.model_path`, `services.task_plugins`, the paths of `[data]`) starts at the folder of its file if
-something is there; otherwise, as with `--set`, it starts at the working directory. A run stores absolute
-paths. `job.runs_dir` always starts at the working directory.
+`rollout_only.model_path`, `services.task_plugins`, `inference.vllm_python`, the paths of `[data]`) starts at
+the folder of its file if something is there; otherwise, as with `--set`, it starts at the working directory.
+A run stores absolute paths. `job.runs_dir` always starts at the working directory.
 """
 
 

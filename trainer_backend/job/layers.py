@@ -36,6 +36,7 @@ ALTERNATIVES = (
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
     "model.path",
+    "inference.vllm_python",
     "rollout_only.model_path",
     "services.task_plugins",
     "data.path",

@@ -161,16 +161,49 @@ class ClusterTable(Table):
     )
 
 
+_VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
+_OF_THE_CONTRACT = "without it, exact tokens and log-probs could not be had"
+# Arguments of vLLM's server that a run sets, with the reason.
+VLLM_OWN = {
+    **dict.fromkeys(("model", "served_model_name", "tokenizer"), "it is the model of [model]"),
+    **dict.fromkeys(("host", "port", "uds"), "it starts its servers on free ports of the loopback"),
+    "api_key": "it would be the one who has to know the key",
+    "max_model_len": "it is inference.max_model_len",
+    "dtype": "it is the learner's precision, or the canary would fail",
+    "enable_scale_out": _OF_THE_CONTRACT,
+    "logprobs_mode": _OF_THE_CONTRACT,
+    "max_logprobs": _OF_THE_CONTRACT,
+    "generation_config": _OF_THE_CONTRACT,
+    "enable_prompt_tokens_details": "metrics of reused prompt tokens are made of it",
+    "worker_extension_cls": "it loads the weights",
+}
+
+
 class InferenceTable(Table):
     """[inference]"""
 
     engine: Literal["local", "vllm"] = Field(
         default="local",
-        description="where the actor samples. local: in the trainer's process; vllm: at the servers of "
-        "`urls` (docs/vllm.md)",
+        description="where the actor samples. local: in the trainer's process; vllm: at vLLM servers "
+        "(docs/vllm.md)",
     )
     urls: tuple[str, ...] = Field(
-        default=(), max_length=256, repr=False, description="vLLM servers, a replica of the actor each"
+        default=(),
+        max_length=256,
+        repr=False,
+        description="vLLM servers, a replica of the actor each; absent: the run starts `replicas` of its own",
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=256, description="vLLM servers that the run starts where `urls` is empty"
+    )
+    vllm_python: Path | None = Field(
+        default=None,
+        description="the Python of the environment that has vLLM, for servers that the run starts",
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of servers that the run starts, under vLLM's own names, such as "
+        "`tensor_parallel_size = 2`",
     )
     weight_update: Literal["wait", "keep"] = Field(
         default="wait",
@@ -181,7 +214,8 @@ class InferenceTable(Table):
         default=300.0,
         gt=0,
         le=86_400,
-        description="how long the run waits when no vLLM server serves; then it saves and ends",
+        description="how long a vLLM server may take to start or to load weights, and how long the run waits "
+        "when none serves; then it saves and ends",
     )
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
     max_running: int = Field(default=64, ge=1, le=4096, description="requests that are decoded together")
@@ -208,8 +242,11 @@ class InferenceTable(Table):
                 raise ValueError(f"urls {error}") from error
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError("urls names a server twice")
-        if self.engine == "vllm" and not self.urls:
-            raise ValueError("engine is 'vllm', and urls names no server; docs/vllm.md says how to start one")
+        if self.engine == "vllm" and not self.urls and not self.vllm_python:
+            raise ValueError(
+                "engine is 'vllm', and it has neither urls of servers nor a vllm_python to start them with "
+                "(docs/vllm.md)"
+            )
         if self.engine == "local" and self.urls:
             raise ValueError(
                 "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
@@ -217,6 +254,20 @@ class InferenceTable(Table):
         if self.engine == "vllm" and self.deterministic:
             raise ValueError("deterministic cannot be had of vLLM: equal seeds give other tokens there")
         return self
+
+    @field_validator("vllm")
+    @classmethod
+    def _arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what is no argument, and what the run itself sets."""
+        for name, value in arguments.items():
+            if not _VLLM_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of an argument; write it as vLLM does, without --")
+            if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+                raise ValueError(f"{name} holds lists or tables in a list; vLLM has no such argument")
+            key = name.replace("-", "_")
+            if key in VLLM_OWN:
+                raise ValueError(f"{name} is the run's own to set: {VLLM_OWN[key]}")
+        return arguments
 
     @property
     def slots(self) -> int:

@@ -322,8 +322,12 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"(--allow-model: {allowed})"
         )
     yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
-    if config.inference.urls:  # who may load weights into a server may stop it for all that it serves
-        yield "inference.urls is for jobs of `turnwise train`; a posted job may control no vLLM server"
+    # Who may load weights into a server may stop it for all that it serves; to start one runs any program.
+    if config.inference.engine == "vllm":
+        yield (
+            "inference.engine = 'vllm' is for jobs of `turnwise train`; a posted job may start and control "
+            "no vLLM server"
+        )
     for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
         if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
             yield (

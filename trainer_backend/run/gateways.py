@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
 from pydantic import SecretStr
@@ -34,6 +34,9 @@ from trainer_backend.protocols import InferenceServer, Learner
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
+
+if TYPE_CHECKING:  # torch
+    from trainer_backend.run.vllm_servers import VllmServers
 
 Result = TypeVar("Result")
 Tell = Callable[[str], None]
@@ -253,16 +256,25 @@ class Gateways:
     Args:
         inference: how the actor is asked there.
         folders: where the learner's versions are written.
+        servers: vLLM servers that the run starts itself, which the gateways have among them.
     """
 
-    def __init__(self, inference: Inference, gateways: Sequence[Gateway], folders: WeightFolders) -> None:
-        self.inference, self.gateways, self._folders = inference, gateways, folders
+    def __init__(
+        self,
+        inference: Inference,
+        gateways: Sequence[Gateway],
+        folders: WeightFolders,
+        servers: "VllmServers | None" = None,
+    ) -> None:
+        self.inference, self.gateways, self._folders, self._servers = inference, gateways, folders, servers
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
         """Write the policy as a model folder, and have every gateway serve it; the first one starts them."""
-        version = await asyncio.to_thread(self._folders.write, policy_version)
+        version = await self._folders.write(policy_version)
+        if self._servers is not None:
+            await self._servers.start(version.folder)
         await self.while_serving(self._load(version))
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -280,6 +292,8 @@ class Gateways:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         for gateway in self.gateways:
             await gateway.close()
+        if self._servers is not None:
+            await self._servers.stop()
 
     async def _load(self, version: PolicyVersion) -> None:
         if self._keepers:
@@ -339,25 +353,31 @@ class GatewayProcesses:
     async def serving(self, learner: Learner, fixed: Mapping[str, Any] = NOBODY) -> AsyncIterator[Gateways]:
         """Serve the learner's policy from its first publish on, until the context is left."""
         assert not fixed, "a job with fixed policies and [cluster] is refused"
-        table = self._job.inference
+        table, servers = self._job.inference, None
+        if table.engine == "vllm":
+            from trainer_backend.run.vllm_servers import own_servers  # torch
+
+            servers = own_servers(table, self._job.model, self._directory, self._tell)
+            if servers is not None:
+                table = table.model_copy(update={"urls": servers.urls})
         tokens = table.max_model_len - 1 if table.engine == "vllm" else 0
         folders = WeightFolders(learner, self._directory.weights, prompt_tokens=tokens)
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         gateways = [
             Gateway(
-                f"gateway_{number}", listener, self._setup(number), keys,
+                f"gateway_{number}", listener, self._setup(table, number), keys,
                 log_file=self._directory.gateway_log(number), tell=self._tell,
             )
             for number, listener in enumerate(self._listeners)
         ]  # fmt: skip
-        server = Gateways(self.inference, gateways, folders)
+        server = Gateways(self.inference, gateways, folders, servers)
         try:
             yield server
         finally:
             await server.close()
 
-    def _setup(self, number: int) -> dict[str, Any]:
-        share = share_of(self._job.inference, number, len(self._listeners))
+    def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
+        share = share_of(table, number, len(self._listeners))
         return {"job_name": self._job.job.name, "model": self._job.model, "inference": share}
 
 
@@ -388,7 +408,7 @@ def actor_gateways(job: JobConfig, directory: RunDirectory, tell: Tell) -> Itera
         schedule = job.rollout_allocation_schedule
         yield PolicyServer(
             job.job.name, listeners[0], job.inference,
-            schedule=schedule, weights=directory.weights, tell=tell,
+            schedule=schedule, directory=directory, tell=tell,
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.run.replicas import ReplicaPublisher
 from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
@@ -103,7 +104,7 @@ class PolicyServer:
         table: [inference], the limits of an engine.
         schedule: says whether several policies may sample at the same time; None: the actor is alone.
         key: what callers must know; None: a fresh one.
-        weights: where versions for vLLM servers are written.
+        directory: of the run, for the versions and logs of vLLM servers.
         tell: is given a line for each vLLM server that is lost or serves again.
 
     Attributes:
@@ -118,10 +119,10 @@ class PolicyServer:
         *,
         schedule: AllocationTable | None = None,
         key: SecretStr | None = None,
-        weights: Path | None = None,
+        directory: RunDirectory | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._weights, self._tell = weights, tell
+        self._directory, self._tell = directory, tell
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
         self._key = key or SecretStr(secrets.token_urlsafe(32))
         self.inference = Inference(listener.url, model_of(job_name, ACTOR), self._key, table.max_model_len)
@@ -163,8 +164,8 @@ class PolicyServer:
 
     def _source(self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy]) -> Source:
         """The servers that sample for the actor, or an engine of this process."""
-        if self.table.engine == "vllm" and self._weights is not None:
-            return ReplicaPublisher(self.table, learner, self._weights, self._tell)
+        if self.table.engine == "vllm" and self._directory is not None:
+            return ReplicaPublisher(self.table, learner, self._directory, self._tell)
         return LocalActor(learner, self.limits(engines=1 + len(fixed)))
 
 

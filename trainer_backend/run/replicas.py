@@ -1,11 +1,7 @@
-"""The actor at vLLM servers: they are checked before a run begins, and load each version from a folder."""
+"""The actor at vLLM servers, which load each version from a folder."""
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.inference.versions import PolicyVersion
@@ -13,72 +9,53 @@ from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.run.vllm_servers import own_servers
 from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.rundir.layout import RunDirectory
 
 # Differences of log-probs that arithmetic explains, by the precision that serves.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
-# A server that is being started answers after minutes.
-_LOOK_S = 1.0
-
-
-async def check_servers(table: InferenceTable) -> list[str]:
-    """Check each server of inference.urls, and wait up to `replica_wait_s` for one that is still starting.
-
-    Returns:
-        A line about each.
-
-    Raises:
-        JobError: one does not answer in time, or cannot be trained with.
-    """
-    return list(await asyncio.gather(*(_check(engine, table) for engine in _engines(table))))
-
-
-async def _check(engine: VllmEngine, table: InferenceTable) -> str:
-    deadline = time.monotonic() + table.replica_wait_s
-    try:
-        while True:
-            try:
-                return await engine.refuse_unfit()
-            except (EngineBusy, RemoteUnavailable) as error:
-                if time.monotonic() > deadline:
-                    raise JobError(
-                        f"inference.urls: no vLLM server answered within {table.replica_wait_s:g} s "
-                        f"(inference.replica_wait_s): {error.detail}",
-                        hint="docs/vllm.md says how to start one.",
-                    ) from error
-                await asyncio.sleep(_LOOK_S)
-            except RemoteRefused as error:
-                raise JobError(f"inference.urls: {error.detail}", hint=error.hint) from error
-    finally:
-        await engine.close()
 
 
 class ReplicaPublisher:
     """Gives the learner's weights to the replicas of the actor.
 
     Args:
-        weights: the folder of the versions.
+        directory: of the run, for versions and logs.
         tell: is given a line for each replica that is lost or serves again.
     """
 
     def __init__(
-        self, table: InferenceTable, learner: LocalLearner, weights: Path, tell: Callable[[str], None]
+        self,
+        table: InferenceTable,
+        learner: LocalLearner,
+        directory: RunDirectory,
+        tell: Callable[[str], None],
     ) -> None:
         facts = learner.facts()
+        self._servers = own_servers(table, facts.table, directory, tell)
+        if self._servers is not None:
+            table = table.model_copy(update={"urls": self._servers.urls})
         self.engine, self._model = pool_of(table, facts, tell), facts.table
-        self._folders = WeightFolders(learner, weights, prompt_tokens=table.max_model_len - 1)
+        self._folders = WeightFolders(learner, directory.weights, prompt_tokens=table.max_model_len - 1)
 
     async def publish(self, policy_version: int) -> None:
-        """Write the policy as a model folder, and have every replica serve it."""
-        version = await asyncio.to_thread(self._folders.write, policy_version)
+        """Write the policy as a model folder, and have every replica serve it; at first, start servers."""
+        version = await self._folders.write(policy_version)
+        if self._servers is not None:
+            await self._servers.start(version.folder)
         await self.engine.publish(publication_of(version, self._model))
 
     def totals(self) -> dict[str, float]:
         return self.engine.totals()
 
     async def look_after(self) -> None:
-        """Bring lost replicas back, until it is cancelled."""
-        await self.engine.look_after()
+        """Bring lost replicas back, until it is cancelled; then servers of the run end."""
+        try:
+            await self.engine.look_after()
+        finally:
+            if self._servers is not None:
+                await self._servers.stop()
 
 
 def pool_of(table: InferenceTable, facts: PolicyFacts, tell: Callable[[str], None]) -> ReplicaPool:

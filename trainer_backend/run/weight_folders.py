@@ -1,5 +1,6 @@
 """The policy's versions as model folders, RUN/weights/version_n, for engines that load from disk."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -26,8 +27,18 @@ class WeightFolders:
     def __init__(self, learner: Learner, path: Path, *, prompt_tokens: int = 0) -> None:
         self._learner, self._path, self._prompt_tokens = learner, path, prompt_tokens
 
-    def write(self, number: int) -> PolicyVersion:
-        """Write the policy of now under this version; it blocks."""
+    async def write(self, number: int) -> PolicyVersion:
+        """Write the policy of now under this version.
+
+        No thread can be cancelled: whoever cancels this waits, since after a stop the learner is saved.
+        """
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, number))
+        try:
+            return await asyncio.shield(writing)
+        finally:
+            await asyncio.gather(writing, return_exceptions=True)
+
+    def _write(self, number: int) -> PolicyVersion:
         folder = self._path / f"version_{number}"
         self._learner.publish(folder)
         # By age, not by number: a run that goes on from an older checkpoint writes lower numbers anew.

@@ -70,6 +70,10 @@ class RunDirectory:
         """The log of the learner's own process."""
         return self.path / "learner.log"
 
+    def vllm_log(self, number: int) -> Path:
+        """The log of a vLLM server that this run starts itself, counted from 0."""
+        return self.path / f"vllm_{number}.log"
+
     @property
     def report(self) -> Path:
         return self.path / "report"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class FakeVllm:
         raw: its log-probs are those before the temperature.
         streams_wait: it sends the last token of a stream after the request was aborted.
         rpc_status: of calls to its workers.
+        deadly_file: the process that finds and removes this file at its third sample dies of it.
         loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
     """
 
@@ -66,6 +68,7 @@ class FakeVllm:
         self.paused: list[str] = []
         self.loads: list[str] = []
         self.served: list[tuple[list[int], str]] = []
+        self.deadly_file: Path | None = None
         self._running = asyncio.Event()
         self._running.set()
 
@@ -148,6 +151,9 @@ class FakeVllm:
             self.probes += 1
         else:
             self.served.append((ids, began))
+            if len(self.served) == 3 and self.deadly_file is not None and self.deadly_file.exists():
+                self.deadly_file.unlink()
+                os._exit(9)
             await asyncio.to_thread(self.holds.wait)
             if self.fails_once:
                 self.fails_once = False
@@ -222,11 +228,11 @@ class FakeVllm:
 
 
 @contextmanager
-def fake_vllm(folder: Path, **settings: Any) -> Iterator[tuple[FakeVllm, str]]:
+def fake_vllm(folder: Path, *, port: int = 0, **settings: Any) -> Iterator[tuple[FakeVllm, str]]:
     """A fake that serves a model folder, and its base URL."""
     fake = FakeVllm(folder, **settings)
     fake.engine.start()
-    with ServerThread(fake.app(), Listener("127.0.0.1", 0)) as url:
+    with ServerThread(fake.app(), Listener("127.0.0.1", port)) as url:
         try:
             yield fake, url
         finally:

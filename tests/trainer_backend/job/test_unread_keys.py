@@ -67,6 +67,26 @@ def test_a_key_without_effect_is_refused(algorithm, training, message):
         job_of(algorithm, training)
 
 
+@pytest.mark.parametrize(
+    ("inference", "message"),
+    [
+        ({"replica_wait_s": 5.0}, "inference.replica_wait_s is read with engine = 'vllm', and nothing"),
+        ({"weight_update": "keep"}, "inference.weight_update is read with engine = 'vllm', and nothing"),
+        ({"replicas": 2}, "inference.replicas is read with engine = 'vllm' without urls, and nothing"),
+        (
+            {"engine": "vllm", "urls": ["http://a:1"], "vllm": {"seed": 1}},
+            "inference.vllm is read with engine = 'vllm' without urls, and nothing",
+        ),
+        ({"engine": "vllm"}, "it has neither urls of servers nor a vllm_python to start them with"),
+        ({"vllm": {"max-model-len": 9}}, "max-model-len is the run's own to set: it is inference.max_model_"),
+        ({"vllm": {"--seed": 9}}, "'--seed' is no name of an argument; write it as vLLM does, without --"),
+    ],
+)
+def test_a_key_of_other_servers_is_refused(inference, message):
+    with pytest.raises(JobError, match=message):
+        parse_job({"model": MODEL, "inference": inference}, where="job.toml")
+
+
 def test_what_is_read_is_taken_and_a_resolved_job_reads_back():
     loaded = job_of({"advantage": "gigpo", "omega": 0.3, "loss": "gspo"}, {"clip_dual": 3.0})
     again = parse_job(tomli.loads(dump_job(loaded.config)), where="run")

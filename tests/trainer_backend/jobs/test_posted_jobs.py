@@ -252,7 +252,9 @@ def test_a_fixed_policy_s_server_key_and_folder_are_bounded_as_all_others_are(bo
     assert "rollout_only.api_key_env names a variable" in told and "LLM_KEY" not in told
     assert "names a server that posted jobs may not ask" in told
     replica = {"engine": "vllm", "urls": ["http://llm:8000"]}
-    assert "a posted job may control no vLLM server" in refused(bounds, model=named, inference=replica)
+    for table in (replica, {"engine": "vllm", "vllm_python": "/bin/sh"}):
+        told = refused(bounds, model=named, inference=table)
+        assert "a posted job may start and control no vLLM server" in told
     folder = {"model_path": str(tmp_path.parent)}
     told = refused(bounds, rollout_only=folder, rollout_allocation_schedule=schedule)
     assert "rollout_only.model_path names a file outside of what posted jobs may read" in told

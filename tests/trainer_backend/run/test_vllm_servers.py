@@ -1,0 +1,194 @@
+"""vLLM servers that a run starts: their command line, devices, environment, and end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
+from trainer_backend.errors import JobError
+from trainer_backend.job.tables import InferenceTable
+from trainer_backend.run.vllm_servers import VllmServers, arguments, check_environment, visible_devices
+
+SERVER = "vllm/entrypoints/openai/api_server.py"
+
+
+def table(python: Path, **keys) -> InferenceTable:
+    return InferenceTable(engine="vllm", vllm_python=python, max_model_len=64, **keys)
+
+
+def test_a_table_is_a_command_line_in_the_way_of_vllm():
+    words = {
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "enable-prefix-caching": False,
+        "lora_modules": ["a=b", "c=d"],
+        "hf_overrides": {"rope_theta": 1e6},
+    }
+    assert list(arguments(words)) == [
+        "--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching",
+        "--lora-modules", "a=b", "c=d", "--hf-overrides", '{"rope_theta": 1000000.0}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "servers", "each", "names"),
+    [
+        ("", 2, 1, [None, None]),
+        ("0123", 2, 1, ["3", "2"]),
+        ("0123", 2, 2, ["3,2", "1,0"]),  # the learner's is shared by the last
+        ("0", 2, 1, ["0", "0"]),
+        ("01", 1, 4, [None]),
+    ],
+)
+def test_the_learner_s_accelerator_is_shared_last(devices, servers, each, names):
+    assert visible_devices(list(devices), servers, each) == names
+
+
+async def test_an_environment_without_vllm_is_refused_before_anything_is_played(tmp_path):
+    python = fake_environment(tmp_path / "vllm")
+    assert "vLLM 0.32.0" in await check_environment(table(python))
+    info = next((tmp_path / "vllm").glob("*.dist-info"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.1\n")
+    with pytest.raises(JobError, match=r"runs vLLM 0\.20\.1; releases from 0\.32 to before 0\.34"):
+        await check_environment(table(python))
+    for file in info.iterdir():
+        file.unlink()
+    with pytest.raises(JobError, match="has no vLLM"):
+        await check_environment(table(python))
+    with pytest.raises(JobError, match="cannot be run: No such file"):
+        await check_environment(table(tmp_path / "python3"))
+
+
+async def answer(url: str) -> str:
+    """Wait until a server answers; return its answer."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{url}/version") as response:
+                    return await response.text()
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+
+
+# It gives one answer to everything that a server is asked before it is taken, with its command line in it.
+ECHO = """
+import http.server, json, sys
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        asked = json.loads(self.rfile.read(length) or "{}")
+        logprob = -asked.get("sampling_params", {}).get("temperature", 1.0)
+        entry = {"token_id": 1, "logprob": logprob}
+        content = [{**entry, "top_logprobs": [entry]}]
+        answer = {
+            "version": "0.32.0",
+            "command": " ".join(sys.argv),
+            "data": [{"id": "actor", "max_model_len": 64}],
+            "choices": [{"token_ids": [1], "logprobs": {"content": content}}],
+        }
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    do_GET = do_POST
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Echo).serve_forever()
+"""
+
+
+async def test_a_server_that_dies_is_started_anew_from_a_copy_that_stays(tmp_path):
+    python = fake_environment(tmp_path)
+    (tmp_path / SERVER).write_text(ECHO)
+    version, start = tmp_path / "version_0", tmp_path / "start"
+    version.mkdir()
+    (version / "config.json").write_text("{}")
+    lines: list[str] = []
+    servers = VllmServers(
+        table(python, vllm={"seed": 3}), start, [tmp_path / "log"],
+        dtype="float32", devices=[], tell=lines.append,
+    )  # fmt: skip
+    try:
+        await servers.start(version)
+        (version / "config.json").unlink()
+        assert (start / "config.json").read_text() == "{}"
+        (url,) = servers.urls
+        words = await command(url)
+        assert f"--model {start} " in words and words.endswith(" --seed 3")
+        assert "--max-model-len 64 --dtype float32 " in words
+        process = process_at(url)
+        os.kill(process, signal.SIGKILL)
+        while process_at(url) in (None, process):
+            await asyncio.sleep(0.05)
+        assert await command(url) == words
+    finally:
+        await servers.stop()
+    assert process_at(url) is None
+    assert lines[1:] == [
+        f"replica {url}: vLLM 0.32.0, context 64",
+        f"vLLM server {url} ended with exit code -9; it is started anew",
+    ]
+
+
+async def command(url: str) -> str:
+    """The command line of a server, once it answers."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    return str(json.loads(await response.read())["command"])
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_server_that_does_not_start_is_told_with_its_last_line(tmp_path):
+    wrong = table(fake_environment(tmp_path / "vllm"), vllm={"no_such_argument": 1})
+    (tmp_path / "version_0").mkdir()
+    servers = VllmServers(
+        wrong, tmp_path / "start", [tmp_path / "log"], dtype="float32", devices=[], tell=lambda line: None
+    )
+    with pytest.raises(JobError, match=r"exit code 2 before it was ready: .*arguments: --no-such-argument 1"):
+        await servers.start(tmp_path / "version_0")
+    await servers.stop()
+
+
+def process_at(url: str) -> int | None:
+    """The process that was started for a port, by its command line."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_text().split("\0")
+        except OSError:
+            continue
+        if "turnwise_serve" in words and url.rpartition(":")[2] in words:
+            return int(file.parent.name)
+    return None
+
+
+STUB = """
+import subprocess, sys
+subprocess.Popen(["sleep", "600"])
+print("up", flush=True)
+sys.stdin = None
+import threading; threading.Event().wait()
+"""
+
+
+def test_a_server_and_its_engine_end_with_the_run_that_started_them(tmp_path):
+    python = fake_environment(tmp_path)
+    (tmp_path / SERVER).write_text(STUB)
+    worker = Path(__file__).parents[3] / "trainer_backend/inference/vllm_worker"
+    with subprocess.Popen(
+        [python, "-m", "turnwise_serve"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(worker)},
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == b"up\n"
+        process.stdin.close()
+        assert process.wait(timeout=60) == -signal.SIGKILL
+        assert process.stdout.read() == b""  # the engine held it open too, and is gone

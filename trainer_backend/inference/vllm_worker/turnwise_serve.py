@@ -1,0 +1,28 @@
+"""Starts vLLM's server for the run that is its parent: `python -m turnwise_serve --model FOLDER ...`.
+
+This file runs in vLLM's own environment and imports nothing of Turnwise. Standard input is a pipe that only
+the parent holds: it closes however the parent ends, and then the server and its engine processes are killed,
+which would otherwise keep the memory of a GPU.
+"""
+
+import os
+import runpy
+import signal
+import threading
+
+
+def end_with_parent() -> None:
+    """Kill this process and those that it has started once standard input closes."""
+
+    def watch() -> None:
+        while os.read(0, 65_536):
+            pass
+        # The parent has started this process as the leader of a group.
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":  # processes of the engine import this module too
+    end_with_parent()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

