@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults bench
+.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -63,6 +63,9 @@ study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task ap
 
 study-faults: $(VENV)/.ready ## service, job, task app and database of 20 short jobs killed at random points: each must end as if not (half an hour; resumable)
 	$(BIN)/python -m bench.study_faults
+
+study-vllm: $(VENV)/.ready ## real vLLM servers: exactness, swaps in flight, a killed server (10 minutes; VLLM_PYTHON=VENV/bin/python, docs/vllm.md)
+	$(BIN)/python -m bench.study_vllm --vllm-python "$(VLLM_PYTHON)"
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste gpu \

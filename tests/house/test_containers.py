@@ -16,6 +16,7 @@ from task_app.settings import settings_from_environ
 from tests.house.sources import PACKAGES
 from trainer_backend.job.load import load_job
 from trainer_backend.jobs.settings import Flags, settings_from
+from trainer_backend.run.vllm_servers import CONTRACT, arguments
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
@@ -234,6 +235,29 @@ def test_the_page_scrapes_both_services_by_the_names_and_keys_that_compose_gives
         one["static_configs"][0]["targets"][0].partition(":")[0]: one["authorization"]["credentials_file"]
         for one in scraped["scrape_configs"]
     } == given
+
+
+def test_the_vllm_service_is_started_as_a_run_starts_its_own_and_publishes_no_port():
+    vllm, trainer = GPU["services"]["vllm"], SERVICES["trainer-backend"]
+    words = dict(word.removeprefix("--").partition("=")[::2] for word in vllm["command"])
+    for name, value in CONTRACT.items():
+        assert words[name.replace("_", "-")] == ("" if value is True else str(value))
+    assert "ports" not in vllm and vllm["profiles"] == ["vllm"]
+    assert vllm["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
+    # The worker's folder, and the runs under the trainer's path, as the trainer's user.
+    mounts = dict(volume.split(":")[:2] for volume in vllm["volumes"])
+    worker = next(name for name in mounts if name.startswith("./"))
+    assert (ROOT / worker / "turnwise_vllm.py").is_file()
+    assert vllm["environment"]["PYTHONPATH"] == mounts[worker]
+    assert f"runs:{mounts['runs']}" in trainer["volumes"]
+    assert f"useradd --uid {vllm['user']} " in DOCKERFILE
+    assert vllm["read_only"] is True and vllm["cap_drop"] == ["ALL"]
+
+
+def test_the_page_starts_a_vllm_server_as_a_run_starts_its_own():
+    (command,) = re.findall(r"api_server \\\n(.*?)```", (ROOT / "docs/vllm.md").read_text(), re.S)
+    words = " ".join(command.replace("\\\n", " ").split())
+    assert " ".join(arguments(CONTRACT)) in words
 
 
 def test_compose_1_29_reads_it_too():

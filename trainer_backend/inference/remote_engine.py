@@ -36,6 +36,7 @@ _VERSION = 0
 PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_KEEP_ALIVE_S = 2.0
 _AUTH_ERRORS = frozenset({401, 403})
 _MOST_REPLY_BYTES = 16 << 20
 EXCERPT = 300
@@ -175,9 +176,10 @@ class RemoteEngine:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Callers limit their concurrency; a limit here would only hide a queue.
+            # Callers limit their concurrency; a limit here would only hide a queue. vLLM closes a connection
+            # that was idle for 5 s, and a request that is sent at that moment fails.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=self.timeout
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S), timeout=self.timeout
             )
         return self._session
 

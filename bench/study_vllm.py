@@ -1,0 +1,329 @@
+"""Real vLLM servers, started by a run: exactness, swaps in flight, and a server that is killed.
+
+    python -m bench.study_vllm --vllm-python VENV/bin/python        (make study-vllm VLLM_PYTHON=...)
+
+A job trains a tiny model on two servers of its own, of which one is killed amid the second iteration and has
+to come back. Every sampled token's log-prob is then computed anew by transformers in fp32, with the weights
+of the version that it is said to be of: so a decision of other weights shows. After that, weights are swapped
+under running requests, with weight_update = "wait" and "keep", some of them with stop strings.
+bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench import kit
+from bench.kit import ROOT
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.stop_strings import StopStrings
+from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.run.vllm_servers import VllmServers, check_environment
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.start import run_job
+
+LIMIT = 1e-4
+EPISODES, TEMPERATURE = 8, 0.7
+IN_FLIGHT, SWAPS = 12, 3
+# One thread and 1 GiB a server: two of them and the trainer share a small machine.
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+class Killer:
+    """Prints what the run says, and kills one of its servers amid the rollouts of iteration 2."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.killed = 0
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+        print(text, flush=True)
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        print(row["kind"], row.get("iteration"), flush=True)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        if name == "collect 2" and done and not self.killed:
+            os.kill(server_processes()[0], signal.SIGKILL)
+            self.killed = 1
+
+    def lost(self) -> int:
+        """How often a replica was lost."""
+        return sum(" is lost: " in line for line in self.lines)
+
+    def came_back(self) -> int:
+        """How many of the killed servers serve again."""
+        killed = re.findall(r"vLLM server (\S+) ended with exit code -9", "\n".join(self.lines))
+        return sum(any(f"replica {url} serves version" in line for line in self.lines) for url in killed)
+
+
+def server_processes() -> list[int]:
+    """The servers that this process has started."""
+    processes = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, status = (folder / "cmdline").read_text(), (folder / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        if "\0turnwise_serve\0" in words and f"\nPPid:\t{os.getpid()}\n" in status:
+            processes.append(int(folder.name))
+    return sorted(processes)
+
+
+def job_of(python: str, iterations: int) -> JobConfig:
+    document = {
+        "job": {"name": "study-vllm"},
+        "model": {"preset": "tiny-0.3m", "device": "cpu"},
+        "inference": {
+            "engine": "vllm",
+            "replicas": 2,
+            "vllm_python": python,
+            "vllm": {"enforce_eager": True, "max_num_seqs": 32},
+        },
+        "rollout": {
+            "env_config": {"text": "compact", "max_actions": 2},
+            "max_turns": 4,
+            "max_tokens": 24,
+            "temperature": TEMPERATURE,
+            "episodes_per_batch": EPISODES,
+        },
+        "training": {
+            "iterations": iterations,
+            "group_size": 4,
+            "learning_rate": 1e-3,
+            "checkpoint_every": 1,
+            "keep_checkpoints": iterations + 1,
+            "step_rewards_enabled": True,
+            "step_rewards_mode": "decision_stepwise",
+        },
+        "algorithm": {"advantage": "stepwise"},
+        "evaluation": {"instances": 2, "every_n_iters": iterations},
+    }
+    return parse_job(document, where="study").config
+
+
+@cache
+def model_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference(folder: Path, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> list[float]:
+    """Log-probs of `ids` after the prompt, by one forward pass of transformers in fp32."""
+    logits = model_of(folder)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def apart(first: Sequence[float], second: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(first, second, strict=True))
+
+
+def decisions(directory: RunDirectory, iteration: int) -> Iterator[tuple[list[int], Any]]:
+    """The prompt and the exact tokens of every decision of an iteration."""
+    for rollout in read_rollouts(directory.rollouts_file(f"iteration_{iteration}")):
+        ids: list[int] = []
+        for step in rollout.trajectory.steps if rollout.trajectory is not None else ():
+            tokens = step.policy_logprobs
+            ids = [*ids[: tokens.prompt_ids_reused], *tokens.prompt_token_ids]
+            yield ids, tokens
+            ids = [*ids, *tokens.token_ids]
+
+
+def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict[str, Any]:
+    """What the run's files say of it."""
+    rows = [row for row in directory.metrics() if row["kind"] == "iteration"]
+    worst, old, count, moved = 0.0, 0, 0, []
+    for number in range(1, iterations + 1):
+        folder = directory.checkpoints / f"iteration_{number - 1}"
+        for prompt, tokens in decisions(directory, number):
+            count += 1
+            own = reference(folder, prompt, tokens.token_ids, TEMPERATURE)
+            worst = max(worst, apart(own, tokens.logprobs))
+            old += tokens.versions != ((0, number - 1),)
+            if number > 1:
+                before = reference(folder.with_name(f"iteration_{number - 2}"), prompt, tokens.token_ids, 1.0)
+                moved.append(apart(before, reference(folder, prompt, tokens.token_ids, 1.0)))
+    return {
+        "iterations": len(rows),
+        "decisions": count,
+        "rollouts_lost": iterations * EPISODES - sum(int(row["rollout/finished"]) for row in rows),
+        "servers_killed": killer.killed,
+        "servers_back": killer.came_back(),
+        "replicas_lost": killer.lost(),
+        "logprob_max": worst,
+        "decisions_of_old_weights": old,
+        # By how much a decision of the version before would have been off: the check can fail.
+        "versions_apart_median": sorted(moved)[len(moved) // 2],
+    }
+
+
+async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> dict[str, Any]:
+    """Swap weights under running requests at one server, in both ways."""
+    lines: list[str] = []
+    start = log.with_name("start")
+    servers = VllmServers(table, start, [log], dtype="float32", devices=[], tell=print)
+    try:
+        await servers.start(folders[0])
+        results = {}
+        for mode in ("wait", "keep"):
+            engine = engine_at(servers.urls[0], folders[0], weight_update=mode)
+            pool = ReplicaPool([engine], wait_s=300.0, tell=lines.append)
+            results[mode] = await in_flight(pool, folders)
+            await pool.close()
+        return results | {"replicas_lost": len(lines)}
+    finally:
+        await servers.stop()
+
+
+def engine_at(url: str, folder: Path, **settings: Any) -> VllmEngine:
+    tokenizer = load_tokenizer(folder)
+    return VllmEngine(
+        url, stop_ids=[tokenizer.eos_token_id], vocabulary=len(tokenizer), max_model_len=1024,
+        wait_s=300.0, **settings,
+    )  # fmt: skip
+
+
+async def in_flight(pool: ReplicaPool, folders: Sequence[Path]) -> dict[str, Any]:
+    chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
+    canary_ids = tuple(chance.randrange(len(tokenizer)) for _ in range(64))
+
+    async def publish(version: int) -> None:
+        folder = folders[version]
+        logprobs = tuple(reference(folder, canary_ids[:1], canary_ids[1:], 1.0))
+        await pool.publish(Publication(version, folder, Canary(canary_ids, logprobs, LIMIT)))
+
+    async def request(place: int, tell: Callable[[object], None] | None = None) -> tuple[Any, ...]:
+        prompt = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(3, 200))]
+        temperature = chance.choice([0.5, 0.7, 1.0, 1.3])
+        stop = StopStrings(tokenizer.decode, ["zz", "e w", "st"]) if place % 3 == 1 else None
+        generation = await pool.generate(
+            prompt,
+            Sampling(temperature=temperature, max_tokens=300),
+            request_id=str(place),
+            extras=Extras(stop=stop, on_token=tell),
+        )
+        return prompt, temperature, generation
+
+    worst, lost, changed, old, stops = 0.0, 0, 0, 0, 0
+    await publish(0)
+    for version in range(1, SWAPS + 1):
+        runs = asyncio.Event()
+        tasks = [asyncio.ensure_future(request(0, lambda token, runs=runs: runs.set()))]  # type: ignore[misc]
+        tasks += [asyncio.ensure_future(request(place)) for place in range(1, IN_FLIGHT)]
+        await runs.wait()
+        await publish(version)
+        tasks.append(asyncio.ensure_future(request(2)))  # asked once the new weights serve
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        lost += sum(isinstance(answer, BaseException) for answer in answers)
+        for prompt, temperature, generation in (a for a in answers if not isinstance(a, BaseException)):
+            worst = max(worst, largest_difference(folders, prompt, temperature, generation))
+            changed += len(generation.versions) > 1
+            stops += generation.stop_string is not None
+        if not isinstance(answers[-1], BaseException):
+            old += answers[-1][2].versions != ((0, version),)
+    return {
+        "swaps": SWAPS,
+        "requests": SWAPS * (IN_FLIGHT + 1),
+        "requests_lost": lost,
+        "requests_of_two_versions": changed,
+        "ended_by_a_stop_string": stops,
+        "logprob_max": worst,
+        "requests_of_old_weights": old,
+    }
+
+
+def largest_difference(
+    folders: Sequence[Path], prompt: list[int], temperature: float, generation: Generation
+) -> float:
+    """Of a request's log-probs, each against the weights of the version that its token is said to be of."""
+    starts = [*(start for start, _ in generation.versions), len(generation.token_ids)]
+    worst = 0.0
+    for (start, version), end in zip(generation.versions, starts[1:], strict=True):
+        own = reference(folders[version], prompt, generation.token_ids, temperature)[start:end]
+        worst = max(worst, apart(own, generation.logprobs[start:end]))
+    return worst
+
+
+def study(python: str, iterations: int) -> dict[str, Any]:
+    """Run the job, then the swaps with the weights that it made."""
+    job, killer = job_of(python, iterations), Killer()
+    release = asyncio.run(check_environment(job.inference))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = create_run(job, Path(folder) / "run")
+        asyncio.run(run_job(job, directory, killer, resume=False))
+        left = len(server_processes())
+        trained = judged_job(directory, iterations, killer)
+        folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+        table = job.inference.model_copy(update={"replicas": 1})
+        swapped = asyncio.run(swaps(table, folders, Path(folder) / "vllm.log"))
+    modes = [swapped["wait"], swapped["keep"]]
+    return {
+        "study": "vllm",
+        "vllm": release.partition(" of ")[0],
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        "job": trained,
+        "swap": swapped,
+        "holds": {
+            "log-probs within 1e-4 of fp32 transformers": max(
+                trained["logprob_max"], *(mode["logprob_max"] for mode in modes)
+            )
+            <= LIMIT,
+            "a decision of old weights would show": trained["versions_apart_median"] > 10 * LIMIT,
+            "no request lost at a swap in flight": sum(mode["requests_lost"] for mode in modes) == 0
+            and swapped["replicas_lost"] == 0,
+            "a swap met requests in flight": swapped["keep"]["requests_of_two_versions"] > 0,
+            "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
+            and trained["iterations"] == iterations,
+            "the killed replica, and no other, was lost and serves again": 1
+            == trained["servers_killed"]
+            == trained["servers_back"]
+            == trained["replicas_lost"],
+            "nothing served with old weights": trained["decisions_of_old_weights"] == 0
+            and sum(mode["requests_of_old_weights"] for mode in modes) == 0,
+            "no server left behind": left == 0,
+        },
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--vllm-python", "", "the Python of vLLM's environment"),
+        ("--iterations", 30, "of the job; a killed server needs a minute or two to come back"),
+        ("--results", ROOT / "bench" / "results" / "vllm.json"),
+        arguments=arguments,
+    )
+    if not options.vllm_python:
+        raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
+    for name, value in SMALL.items():
+        os.environ.setdefault(name, value)
+    found = study(options.vllm_python, options.iterations)
+    options.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 0 if all(found["holds"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
