@@ -65,15 +65,14 @@ def save_weights(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    weights: dict[str, torch.Tensor] | None,
+    adapter: Adapter | None,
 ) -> None:
-    """Write a model folder as `save_checkpoint` does, for servers to load.
-
-    Args:
-        weights: instead of the model's own, such as those with adapters merged.
-    """
+    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it."""
     with _whole(folder, "model folder") as aside:
-        save_model_folder(aside, model, tokenizer, weights=weights)
+        merged = None if adapter is None else adapter.merged()
+        save_model_folder(aside, model, tokenizer, weights=merged)
+        if adapter is not None:
+            adapter.save(aside / FOLDER)
 
 
 @contextmanager

@@ -236,8 +236,7 @@ class LocalLearner:
 
     def publish(self, folder: Path) -> None:
         """Write the policy as a whole model folder, or a CheckpointError and nothing; adapters are merged."""
-        merged = None if self._adapter is None else self._adapter.merged()
-        save_weights(folder, self.model, self.tokenizer, merged)
+        save_weights(folder, self.model, self.tokenizer, self._adapter)
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""

@@ -11,8 +11,9 @@ from trainer_backend.core.logprobs import wide_product
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import CheckpointError, ModelFolderError
 from trainer_backend.inference.chat_check import refuse_without_tools
+from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.learner.adapter_folder import FOLDER
+from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
 from trainer_backend.models.folder import load_model_folder
@@ -108,6 +109,12 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
     served = copy_to_serve(model, placement.held)
     served.to(placement.device)  # type: ignore[arg-type]
     return served
+
+
+def new_weights(folder: Path, placement: Placement) -> WeightSource:
+    """What an engine of `folder_to_serve` loads of a later folder of the same run: the adapters, or all."""
+    has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
+    return read_adapter(folder / FOLDER) if has_adapters else folder
 
 
 class Float32Head(nn.Module):

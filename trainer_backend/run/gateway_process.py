@@ -28,6 +28,8 @@ from trainer_backend.inference.control import Controlled, ControlledGateway
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.learner.device import place
+from trainer_backend.learner.loading import new_weights
 from trainer_backend.run.gateways import (
     BREAKDOWN,
     CONTROL_KEY,
@@ -41,7 +43,7 @@ from trainer_backend.run.policy_server import engine_of_folder, first_breakdown,
 from trainer_backend.run.replicas import pool_of, publication_of
 
 # As many conversations as a gateway remembers, and the run's own control.
-_BOUNDS = ConnectionBounds(max_connections=20_100)
+BOUNDS = ConnectionBounds(max_connections=20_100)
 _LOOK_S = 0.2
 
 
@@ -63,10 +65,11 @@ class FolderActor:
         self._engine, tokenizer = engine_of_folder(
             setup.model, setup.inference, version.folder, version=version.number
         )
-        self.policy = ServedPolicy(self._engine, tokenizer)
+        self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
 
     async def load(self, version: PolicyVersion) -> None:
-        await self._engine.load_weights(version.number, version.folder)
+        source = await asyncio.to_thread(new_weights, version.folder, self._placement)
+        await self._engine.load_weights(version.number, source)
 
     def totals(self) -> Mapping[str, float]:
         return {**asdict(self._engine.counters), **self.policy.figures.totals()}
@@ -98,7 +101,7 @@ async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     name, policy = model_of(setup.job_name, ACTOR), actor.policy
     gateway = create_gateway({name: policy}, key=setup_key(GATEWAY_KEY))
     app = ControlledGateway(gateway, actor, key=setup_key(CONTROL_KEY))
-    server = Server(app, _BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
+    server = Server(app, BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
     policy.engine.start()
     watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
     broken = asyncio.ensure_future(first_breakdown([policy]))

@@ -12,12 +12,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.weights import copy_weights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in
+from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in, new_weights
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.precision import held_dtype, tokens_for
@@ -140,6 +141,27 @@ def test_a_checkpoint_is_played_as_it_was_trained_where_its_weights_are_rounded(
     found = played.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+async def test_an_engine_that_began_with_a_published_folder_loads_the_next_one_unrounded(
+    tokenizer, tmp_path: Path, dtype: torch.dtype | None
+):
+    learner, placement = updated(tokenizer), Placement(torch.device("cpu"), dtype)
+    learner.publish(tmp_path / "version_0")
+    model = folder_to_serve(load_model_folder(tmp_path / "version_0")[0], tmp_path / "version_0", placement)
+    engine = LocalEngine(model, stop_ids=learner.facts().stop_ids)
+    engine.start()
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
+    learner.publish(tmp_path / "version_1")
+    await engine.load_weights(1, new_weights(tmp_path / "version_1", placement))
+    engine.stop()
+    if dtype is None:
+        torch.testing.assert_close(logits(model), logits(learner.model), rtol=0, atol=1e-5)
+        return
+    served = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    assert served.keys() == learner.weights().keys()
+    assert all(torch.equal(served[name], tensor.to(dtype)) for name, tensor in learner.weights().items())
 
 
 def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
