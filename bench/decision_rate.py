@@ -62,6 +62,9 @@ class CpuReporter:
             now = cpu_seconds()
             self._collected = {who: seconds - self._before.get(who, 0) for who, seconds in now.items()}
 
+    def process(self, name: str, **state: Any) -> None:
+        pass
+
     def metrics(self, row: dict[str, Any]) -> None:
         if row["kind"] == "iteration":
             self.rows.append((row, self._collected))

@@ -50,6 +50,8 @@ class Watching:
 
     def stage(self, name: str, done: int, total: int) -> None: ...
 
+    def process(self, name: str, **state: Any) -> None: ...
+
     def metrics(self, row: dict[str, Any]) -> None:
         """An iteration's row follows that of the evaluation before it: what lies between is the iteration."""
         now = time.process_time()

@@ -42,6 +42,7 @@ class ListReporter:
         self.lines: list[str] = []
         self.stages: list[tuple[str, int, int]] = []
         self.rows: list[dict[str, Any]] = []
+        self.processes: list[tuple[str, str, str]] = []
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -51,6 +52,9 @@ class ListReporter:
 
     def metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+
+    def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
+        self.processes.append((role, name, state))
 
 
 def tiny_job(**overrides: Any) -> JobConfig:

@@ -14,6 +14,7 @@ from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
+from trainer_backend.rundir.state import ProcessRole
 
 Result = TypeVar("Result")
 
@@ -151,3 +152,16 @@ class Reporter(Protocol):
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Report a row of metrics.jsonl that was just written."""
+
+    def process(
+        self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
+        host: str = "",
+    ) -> None:  # fmt: skip
+        """Report a process that works for the run, or a change of one; in the state `GONE` it is forgotten.
+
+        Args:
+            name: together with the role it says which process it is.
+            version: of the policy that it has; None: as it was reported before.
+            word: the last thing that it said, or that is said about it.
+            host: where it is, if its name does not say it; empty: as it was reported before.
+        """

@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from service_kit.logs import configure_logs_from
+from trainer_backend.collect.apps import App, Show
+from trainer_backend.collect.apps import State as AppState
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import describe, task_apps
@@ -120,6 +123,7 @@ async def _run(
     with actor_gateways(job, directory, reporter.say) as gateways:
         planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
+            apps.watch(shown_by(reporter))
             most = job.rollout.max_concurrent_rollouts
             collector = Collector(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
             if reporter.left_behind:
@@ -189,6 +193,21 @@ def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:
     started_from = checkpoints / "iteration_0"
     if newest != started_from and needs_start:
         refuse_damaged(started_from)
+
+
+def shown_by(reporter: Reporter) -> Show:
+    """What reports a task app as a process of the run."""
+
+    def show(app: App, state: AppState) -> None:
+        reporter.process(
+            app.label,
+            role="task app",
+            state=state,
+            word=app.fault or "",
+            host=urlsplit(app.client.url).netloc,
+        )
+
+    return show
 
 
 def echo_of_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self, overload
+from typing import Literal, Self, overload
 from urllib.parse import urlsplit
 
 import structlog
@@ -23,6 +23,9 @@ _LEAST_WEIGHT = 1 / 64
 _AT_THE_START = 6
 
 Tell = Callable[[str], None]
+State = Literal["starting", "serving", "lost", "gone"]
+# Is given an app whose state has changed, or the word about it.
+Show = Callable[["App", State], None]
 
 
 def log_sentence(sentence: str) -> None:
@@ -30,25 +33,47 @@ def log_sentence(sentence: str) -> None:
     log.warning("task_apps", told=sentence)
 
 
+def _show_nobody(app: "App", state: State) -> None:
+    pass
+
+
 class App:
     """A task app as the trainer knows it.
 
     Attributes:
-        fault: its last wrong answer; None: it takes work.
+        show: is called when `fault` has changed.
         retired: whether its name no longer leads to it; once it fails, it is dropped.
         instance_id: the process that answered last.
         at_most: rollouts that it runs at a time.
         weight: its number of unfinished rollouts relative to the other apps.
     """
 
-    def __init__(self, client: TaskAppClient, label: str = "") -> None:
+    def __init__(self, client: TaskAppClient, label: str = "", *, fault: str | None = None) -> None:
         self.client = client
         self.label = label or urlsplit(client.url).netloc
-        self.fault: str | None = None
+        self._fault, self._has_answered = fault, fault is None
+        self.show: Show = _show_nobody
         self.retired = False
         self.instance_id = ""
         self.at_most = _MANY
         self.weight = 1.0
+
+    @property
+    def fault(self) -> str | None:
+        """Its last wrong answer; None: it takes work."""
+        return self._fault
+
+    @fault.setter
+    def fault(self, fault: str | None) -> None:
+        self._fault = fault
+        self._has_answered |= fault is None
+        self.show(self, self.state)
+
+    @property
+    def state(self) -> State:
+        if self._fault is None:
+            return "serving"
+        return "lost" if self._has_answered else "starting"
 
     def judge(self, *, finished: bool) -> None:
         """Update the weight after a rollout ended here while the other apps had work too.
@@ -90,6 +115,7 @@ class TaskApps(Sequence[TaskAppClient]):
         self._urls, self._key, self._timeout_s, self._label = tuple(urls), api_key, timeout_s, label
         self.lost_wait_s, self.tell, self._resolve = lost_wait_s, tell, resolve
         self.members: tuple[App, ...] = ()
+        self._show: Show = _show_nobody
         self._look_up_every_s, self._last_lookup_s = look_up_every_s, 0.0
         self._addresses: dict[str, list[Address]] = {}
         self._stack = AsyncExitStack()
@@ -134,6 +160,13 @@ class TaskApps(Sequence[TaskAppClient]):
     def _clients(self) -> tuple[TaskAppClient, ...]:
         return tuple(app.client for app in self.members if app.fault is None)
 
+    def watch(self, show: Show) -> None:
+        """Call `show` with each app now, and with one whose state changes from now on."""
+        self._show = show
+        for app in self.members:
+            app.show = show
+            show(app, app.state)
+
     async def look_up(self) -> None:
         """Update `members`. New addresses start with a fault, since they have not answered yet.
 
@@ -168,6 +201,7 @@ class TaskApps(Sequence[TaskAppClient]):
     def forget(self, app: App) -> None:
         """Drop an app whose name no longer leads to it."""
         self.members = tuple(member for member in self.members if member is not app)
+        self._show(app, "gone")
 
     def is_twin(self, app: App) -> bool:
         """Return whether another address leads to the same process."""
@@ -187,8 +221,10 @@ class TaskApps(Sequence[TaskAppClient]):
 
     async def _new(self, address: Address) -> App:
         client = TaskAppClient(address.url, self._key, timeout_s=self._timeout_s, name=address.name)
-        app = App(await self._stack.enter_async_context(client), self._label)
-        app.fault = f"{app.client.url} has not answered yet"
+        fault = f"{address.url} has not answered yet"
+        app = App(await self._stack.enter_async_context(client), self._label, fault=fault)
+        app.show = self._show
+        app.show(app, app.state)
         return app
 
     async def _meet(self, app: App) -> None:

@@ -1,9 +1,11 @@
 """Metrics in Prometheus' format: the service's counts, and the last numbers of the running jobs."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -11,6 +13,7 @@ from starlette.responses import Response
 
 from service_kit.observed import metrics_response
 from trainer_backend.jobs.service import Service
+from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
 from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
@@ -29,11 +32,13 @@ class _Snapshot:
 
     Attributes:
         rows: the last row of each kind of the jobs that run or have just ended.
+        processes: of the jobs that run, how many have each role and state.
     """
 
     up: bool
     counts: Mapping[str, int]
     rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
+    processes: tuple[tuple[JobRow, Mapping[tuple[str, str], int]], ...] = ()
 
 
 def page(service: Service, *, version: str, accept: str) -> Response:
@@ -53,7 +58,12 @@ def _snapshot(service: Service) -> _Snapshot:
         rows = tuple((job, _last_rows(service, job)) for job in recent)
     except StoreUnavailable:
         return _Snapshot(False, {}, ())
-    return _Snapshot(True, counts, rows)
+    return _Snapshot(True, counts, rows, tuple((job, _processes(job)) for job in running))
+
+
+def _processes(job: JobRow) -> Mapping[tuple[str, str], int]:
+    state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
+    return Counter((one.role, one.state) for one in state.processes) if state is not None else {}
 
 
 def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
@@ -127,6 +137,11 @@ def _of_runs(snapshot: _Snapshot) -> Iterator[Metric]:
         for names, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
             for name, ours, value in _under_other_names(names, rows.get(kind, {})):
                 families.add(name, f"{ours} of the last row.", value, job)
+    for job, processes in snapshot.processes:
+        for (role, state), count in processes.items():
+            families.add(
+                f"{_PREFIX}_run_processes", "Processes of a run.", count, job, role=role, state=state
+            )
     yield from families.all.values()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
@@ -12,7 +12,7 @@ from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, 
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import Spark, spark_of
 from trainer_backend.pages.story import best_of
-from trainer_backend.rundir.state import LogLine, RunState
+from trainer_backend.rundir.state import LogLine, ProcessRecord, ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
 
 
@@ -25,6 +25,7 @@ class Head:
         place: the id of the last event that this page shows.
         progress: the current stage, in words.
         actions: the verbs that are allowed now.
+        processes: of a live run, by role.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Head:
     facts: tuple[tuple[str, str], ...]
     code: str
     detail: str
+    processes: tuple[ProcessRecord, ...] = ()
 
 
 def head_of(
@@ -65,6 +67,7 @@ def head_of(
         actions=_actions(job) if can_control else (),
         facts=tuple(_facts(job, state, now)),
         code=job.code or "", detail=job.detail or "",
+        processes=_processes(state) if state is not None and job.state in ACTIVE else (),
     )  # fmt: skip
 
 
@@ -83,6 +86,10 @@ def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s
     if rate_s and total > done:
         parts.append(f"about {roughly((total - done) * rate_s)} left")
     return " · ".join(parts)
+
+
+def _processes(state: RunState) -> tuple[ProcessRecord, ...]:
+    return tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
 
 
 def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str, str]]:

@@ -17,10 +17,21 @@ from trainer_backend.plugins import SINKS
 from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.state import FINAL, RunState, StateName, append_log, read_state, write_state
+from trainer_backend.rundir.state import (
+    FINAL,
+    GONE,
+    ProcessRecord,
+    ProcessRole,
+    RunState,
+    StateName,
+    append_log,
+    read_state,
+    write_state,
+)
 from trainer_backend.sinks import OpenSink, Sink, SinkOptions
 
-# The progress of a stage is written at most this often; another stage is written at once.
+# The progress of a stage, and words of processes, are written at most this often; another stage, and another
+# state of a process, are written at once.
 _EVERY_S = 1.0
 _CRASHED = "crashed"
 
@@ -88,7 +99,8 @@ class RecordingReporter:
         """Record another start by this process: it counts as a resume, and has left rollouts behind."""
         with self._lock:
             self.left_behind = self._state.run_id
-            self._change("starting", stage="", done=0, total=0, starts=self._state.starts + 1)
+            starts = self._state.starts + 1
+            self._change("starting", stage="", done=0, total=0, starts=starts, processes=())
             self._write()
 
     def goes_on_from(self, iteration: int) -> None:
@@ -115,6 +127,25 @@ class RecordingReporter:
         with self._lock:
             if row["iteration"] != self._state.iteration:
                 self._change(self._state.state, iteration=row["iteration"])
+                self._write()
+
+    def process(
+        self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
+        host: str = "",
+    ) -> None:  # fmt: skip
+        self._reporter.process(name, role=role, state=state, version=version, word=word, host=host)
+        with self._lock:
+            records = {(one.role, one.name): one for one in self._state.processes}
+            before = records.get((role, name)) or ProcessRecord(role, name, "", "", None, "", "")
+            since = before.since if state == before.state else now()
+            records[role, name] = ProcessRecord(
+                role, name, host or before.host, state, before.version if version is None else version, word,
+                since,
+            )  # fmt: skip
+            if state == GONE:
+                del records[role, name]
+            self._change(self._state.state, processes=tuple(records.values()))
+            if state != before.state or self._clock() - self._written_s >= _EVERY_S:
                 self._write()
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
@@ -188,6 +219,12 @@ class SinkReporter:
 
     def stage(self, name: str, done: int, total: int) -> None:
         self._reporter.stage(name, done, total)
+
+    def process(
+        self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
+        host: str = "",
+    ) -> None:  # fmt: skip
+        self._reporter.process(name, role=role, state=state, version=version, word=word, host=host)
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._reporter.metrics(row)

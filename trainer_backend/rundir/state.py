@@ -23,6 +23,33 @@ StateName = Literal["starting", "training", "evaluating", "ended", "stopped", "f
 FINAL: frozenset[StateName] = frozenset({"ended", "stopped", "failed"})
 
 
+ProcessRole = Literal["gateway", "learner", "replica", "task app"]
+# A process that is in this state is not shown any more.
+GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """One of the processes that work for a run.
+
+    Attributes:
+        name: of all processes with its role it alone has this name.
+        host: where it is, if its name does not say it.
+        state: such as `starting`, `stale`, `serving` and `lost` of a replica.
+        version: of the policy that it has; None: it has none, or nobody knows.
+        word: the last thing that it said, or that was said about it; may be empty.
+        since: when `state` last changed; UTC, ISO 8601.
+    """
+
+    role: ProcessRole
+    name: str
+    host: str
+    state: str
+    version: int | None
+    word: str
+    since: str
+
+
 @dataclass(frozen=True, slots=True)
 class RunState:
     """The content of state.json.
@@ -37,6 +64,7 @@ class RunState:
         starts: how often the run was started or resumed, this start included.
         run_id: the id of this start at task apps; before its first request, the id of the previous start
             (empty: there was none).
+        processes: those of this start that were reported, in the order of their first report.
     """
 
     state: StateName
@@ -50,6 +78,7 @@ class RunState:
     since: str = ""
     starts: int = 1
     run_id: str = ""
+    processes: tuple[ProcessRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +110,15 @@ def read_state(folder: Path) -> RunState | None:
     try:
         stored = json.loads((folder / STATE_FILE).read_bytes())
         values = {field.name: stored[field.name] for field in fields(RunState)}
-        texts = {name: encodable(value) for name, value in values.items() if isinstance(value, str)}
-        state = RunState(**{**values, **texts})
+        processes = tuple(ProcessRecord(**_encodable(dict(one))) for one in stored["processes"])
+        state = RunState(**_encodable(values) | {"processes": processes})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return state if state.state in get_args(StateName) else None
+
+
+def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: encodable(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def write_state(folder: Path, state: RunState) -> None:

@@ -18,6 +18,7 @@ from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.statistics import Interval
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
+from trainer_backend.rundir.state import ProcessRole
 
 _MOST_ROWS = 14
 _TITLE_WIDTH = 12  # longer titles are wrapped between words
@@ -83,6 +84,12 @@ class ConsoleReporter:
         self._rows.append(row)
         if self._live is None:
             self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _columns([row])))
+
+    def process(
+        self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
+        host: str = "",
+    ) -> None:  # fmt: skip
+        """Show nothing: a process that is lost, and comes back, is said too."""
 
     def _print(self, line: Text) -> None:
         # Text instead of a string, because rich would read brackets as markup, drop them or raise.

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
-from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.wire import TaskAppLost
@@ -177,6 +177,7 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
 
     first, other = NeverSure(), Gated(instance="other")
     told: list[str] = []
+    shown: list[tuple[App, str, str | None]] = []
     back = asyncio.Event()
 
     def tell(sentence: str) -> None:
@@ -186,6 +187,7 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
 
     async with served(first) as a, served(other) as b:
         apps = TaskApps.of([a, b], lost_wait_s=30, tell=tell)
+        apps.watch(lambda app, state: shown.append((app, state, app.fault)))
         collecting = asyncio.ensure_future(Collector(apps, timeout_s=30, max_running=4).collect(plan(9)))
         async with other.noticed:
             await other.noticed.wait_for(lambda: len(other.ended) == 4)
@@ -198,6 +200,11 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
     assert {item.instance_id for item in found.rollouts} == {"back", "other"}
     assert len(told) == 2
     assert "2 of its rollouts are for the others" in told[0]
+    app, other_app = apps.members
+    assert [(one, state) for one, state, _ in shown] == [
+        (app, "serving"), (other_app, "serving"), (app, "lost"), (app, "serving"),
+    ]  # fmt: skip
+    assert "out of order" in str(shown[2][2])
 
 
 async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same_ids_and_seeds():

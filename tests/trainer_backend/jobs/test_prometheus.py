@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.house.test_docs import text_of
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate
 from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
+from trainer_backend.rundir.state import ProcessRecord, read_state, write_state
 
 
 async def samples(served) -> dict[str, float]:
@@ -89,6 +90,22 @@ async def test_what_both_kinds_of_rows_have_is_told_of_each(served):
     found = await samples(served)
     assert found[f"stop_max_decisions{labels}"] == 0.75
     assert found[f"errored_rollouts{labels}"] == 3
+
+
+async def test_the_processes_of_a_run_are_counted_by_role_and_state_while_it_runs(served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    run_dir = Path((await served.row(job_id)).run_dir)
+    states = (("replica", "a", "serving"), ("replica", "b", "serving"), ("replica", "c", "lost"))
+    records = tuple(ProcessRecord(role, name, "", state, 1, "", "") for role, name, state in states)
+    write_state(run_dir, replace(read_state(run_dir), processes=records))
+    await rows_written(served, job_id, {"kind": "iteration", "iteration": 1, "perf/overlap": 0.75})
+    labels = f'job_id="{job_id}",role="replica",run="waiting"'
+    found = await samples(served)
+    assert found[f'turnwise_trainer_run_processes{{{labels},state="serving"}}'] == 2
+    assert found[f'turnwise_trainer_run_processes{{{labels},state="lost"}}'] == 1
+    of_iteration = f'{{job_id="{job_id}",kind="iteration",run="waiting"}}'
+    assert found[f"turnwise_trainer_perf_overlap{of_iteration}"] == 0.75
 
 
 async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served):

@@ -8,7 +8,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import empty_run, iteration_row
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
-from trainer_backend.rundir.state import append_log
+from trainer_backend.rundir.state import ProcessRecord, RunState, append_log, write_state
 from trainer_backend.store import jobs
 
 ROLLOUT = "r/train/1/1/0"  # of world 2, one decision
@@ -125,12 +125,18 @@ def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shown: Shown,
 def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):
     run = empty_run(tiny_job(), tmp_path / "new")
     append_log(run.path, "memory: <enough>")
+    app = ProcessRecord("task app", "own", "127.0.0.1:8001", "lost", None, "no <answer>", "")
+    write_state(run.path, RunState("starting", 1, processes=(app,)))
     job_id = shown.add(run, state="running")
     text = shown.page(f"/runs/{job_id}")
     assert "No iteration has finished yet" in text
     assert f'data-events="/jobs/{job_id}/events?after=0.{(run.path / "run.log").stat().st_size}"' in text
     assert "memory: &lt;enough&gt;" in text
     assert "memory: &lt;enough&gt;" in shown.page(f"/runs/{job_id}/log")
+    (processes,) = re.findall(r'<ul class="processes".*?</ul>', shown.page(f"/runs/{job_id}/head"), re.S)
+    assert re.sub(r"<[^>]*>|\s+", " ", processes).split() == [
+        "task", "app", "own", "127.0.0.1:8001", "lost", "no", "&lt;answer&gt;",
+    ]  # fmt: skip
     assert "No rollouts are stored yet" in shown.page(f"/runs/{job_id}/rollouts")
 
 

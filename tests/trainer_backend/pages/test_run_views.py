@@ -14,7 +14,7 @@ from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_fr
 from trainer_backend.pages.run_view import Ends, head_of, key_figures, seconds_an_iteration, success_rates
 from trainer_backend.pages.runs import run_line
 from trainer_backend.pages.series import spark_of
-from trainer_backend.rundir.state import RunState
+from trainer_backend.rundir.state import ProcessRecord, RunState
 from trainer_backend.store.rows import JobRow, RunSummary, Series
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -70,6 +70,16 @@ def test_what_a_run_wrote_of_itself_is_not_believed_after_its_end():
     shown = head(ended, state, rate_s=10.0)
     assert (shown.progress, shown.live, shown.actions) == ("4 of 20 iterations", False, ())
     assert dict(shown.facts)["took"] == "3 min"
+
+
+def test_the_head_shows_processes_by_role_and_of_a_live_run_alone():
+    def record(role, name):
+        return ProcessRecord(role, name, "", "serving", None, "", "")
+
+    own, replica, gateway = record("task app", "own"), record("replica", "a"), record("gateway", "g")
+    state = RunState("training", 1, processes=(own, replica, gateway))
+    assert head(state=state).processes == (gateway, replica, own)
+    assert head(replace(JOB, state="succeeded", ended=NOON), state).processes == ()
 
 
 @pytest.mark.parametrize(

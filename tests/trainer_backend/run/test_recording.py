@@ -9,7 +9,7 @@ from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import TaskAppError
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.state import RunState, read_log, read_state
+from trainer_backend.rundir.state import GONE, RunState, read_log, read_state
 
 
 @pytest.fixture
@@ -62,6 +62,35 @@ def test_a_finished_iteration_is_told_and_since_when_the_state_is_what_it_is(run
     began = state_of(run).since
     reporter.metrics({"kind": "iteration", "iteration": 1})
     assert (state_of(run).iteration, state_of(run).since) == (1, began)
+
+
+def test_processes_are_recorded_each_for_itself_and_a_changed_state_at_once(run: RunDirectory):
+    clock, inner = Clock(), ListReporter()
+    reporter = RecordingReporter(run, inner, clock=clock)
+
+    def seen() -> list[tuple[str, str, str, int | None, str]]:
+        return [(one.name, one.host, one.state, one.version, one.word) for one in state_of(run).processes]
+
+    reporter.process("a", role="replica", state="serving", version=3, host="b.example")
+    reporter.process("a", role="gateway", state="starting", word="reads a model")  # another process
+    assert seen() == [("a", "b.example", "serving", 3, ""), ("a", "", "starting", None, "reads a model")]
+    clock.seconds = 0.9
+    reporter.process("a", role="gateway", state="starting", word="listens")
+    assert seen()[1][4] == "reads a model"  # a word alone is written once a second
+    clock.seconds = 1.0
+    reporter.process("a", role="gateway", state="starting", word="answers")
+    assert seen()[1][4] == "answers"
+    began = state_of(run).processes
+    reporter.stage("collect 1", 0, 8)
+    reporter.process("a", role="replica", state="lost", word="no answer")
+    assert seen() == [("a", "b.example", "lost", 3, "no answer"), ("a", "", "starting", None, "answers")]
+    assert state_of(run).processes[1].since == began[1].since
+    assert state_of(run).stage == "collect 1"
+    reporter.process("a", role="replica", state=GONE)
+    assert [name for name, *_ in seen()] == ["a"] and state_of(run).processes[0].role == "gateway"
+    assert len(inner.processes) == 6
+    RecordingReporter(run, inner)  # another start, other processes
+    assert seen() == []
 
 
 def test_the_next_start_knows_what_this_one_was_called_at_task_apps(run: RunDirectory):

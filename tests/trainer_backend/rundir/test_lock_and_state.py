@@ -11,7 +11,7 @@ import pytest
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError, RunNotWritten
 from trainer_backend.rundir.lock import FILE, holder, refuse_if_locked, run_lock
-from trainer_backend.rundir.state import RunState, read_state, read_status, write_state
+from trainer_backend.rundir.state import ProcessRecord, RunState, read_state, read_status, write_state
 
 HOLDS = """
 import sys
@@ -77,7 +77,12 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path):
 
 def test_a_state_comes_back_and_one_that_is_broken_or_of_another_version_is_none(tmp_path: Path):
     assert read_state(tmp_path) is None
-    state = RunState("training", 7, 3, "collect 4", 2, 8, since="2026-01-01T00:00:00+00:00", starts=2)
+    replica = ProcessRecord(
+        "replica", "http://a:1", "", "lost", None, "no \N{SNOWMAN}", "2026-01-01T00:00:00+00:00"
+    )
+    state = RunState(
+        "training", 7, 3, "collect 4", 2, 8, since="2026-01-01T00:00:00+00:00", starts=2, processes=(replica,)
+    )
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state
     for text in (
@@ -85,6 +90,7 @@ def test_a_state_comes_back_and_one_that_is_broken_or_of_another_version_is_none
         "[]",
         '{"state": "training"}',
         json.dumps({**json.loads((tmp_path / "state.json").read_text()), "state": "dancing"}),
+        json.dumps({**json.loads((tmp_path / "state.json").read_text()), "processes": ["replica"]}),
     ):
         (tmp_path / "state.json").write_text(text)
         assert read_state(tmp_path) is None
