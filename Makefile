@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
+.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -51,6 +51,9 @@ study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and eq
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)
 	$(BIN)/python -m bench.study_dialogue
+
+study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
+	$(BIN)/python -m bench.study_ahead
 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
 	$(BIN)/python -m bench.study_statelm

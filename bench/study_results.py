@@ -5,7 +5,9 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,7 +15,7 @@ from matplotlib.figure import Figure
 from bench.charts import COLOURS, png, whole_numbers
 from trainer_backend.core.statistics import mean_interval
 from trainer_backend.pages.report import stage_totals
-from trainer_backend.pages.story import read_story
+from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.layout import open_run
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
@@ -131,7 +133,19 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
         # The rate by turn in the last iteration, where answers are scored 0 or 1.
         _BY_TURN: story.iterations[-1].get(_BY_TURN) if story.iterations else None,
         "seconds": {name: round(value, 1) for name, value in stage_totals(story)},
+        "iteration_s": _iteration_s(story),
     }
+
+
+def _iteration_s(story: Story) -> float | None:
+    """Median seconds between the ends of two iterations in a row, with no evaluation between them."""
+    evaluated = {row["iteration"] for row in story.evaluations}
+    took = [
+        row["timeline/learn_end"] - before["timeline/learn_end"]
+        for before, row in pairwise(story.iterations)
+        if before["iteration"] not in evaluated and "timeline/learn_end" in before
+    ]
+    return round(median(took), 2) if took else None
 
 
 def _decisions(row: Mapping[str, Any]) -> int:
@@ -168,6 +182,7 @@ def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str,
             "decisions": [sum(row["decisions"] for row in runs[arm][seed]["training"]) for seed in by_seed],
             "decisions_an_iteration": _mean_of(runs[arm], by_seed, "decisions"),
             "steps_an_iteration": _mean_of(runs[arm], by_seed, "steps"),
+            "iteration_s": [runs[arm][seed]["iteration_s"] for seed in by_seed],
         }
         for arm, by_seed in ends.items()
     }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench import (
+    study_ahead,
     study_credit,
     study_dialogue,
     study_mixture,
@@ -26,7 +27,7 @@ from bench.study_results import Study
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job.load import load_job
 
-STUDIES = (study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
+STUDIES = (study_ahead, study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
 TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
