@@ -42,7 +42,7 @@ def main(study: Study, *arguments: object, settings: Sequence[str]) -> int:
 def run(*values: float) -> dict[str, Any]:
     """The curve of an arm that was evaluated every 4 iterations."""
     evaluations = [{"iteration": 4 * i, "m": value} for i, value in enumerate(values)]
-    return {"evaluations": evaluations, "training": [{"decisions": 7, "steps": 3}]}
+    return {"evaluations": evaluations, "training": [{"decisions": 7, "steps": 3}], "iteration_s": 1.5}
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
