@@ -108,7 +108,10 @@ def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -
 @pytest.mark.timeout(240)
 def test_six_iterations_are_three_and_a_kill_and_three_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
     run = killed(tmp_path, part="rollouts/iteration_4.spool.jsonl", number=2)  # two of four are kept
-    resumed, reporter, progress = train_job(exact_job(), run.path, resume=run)
+    # The engine of the second half loads its weights from folders, and samples the same.
+    job = exact_job(weight_transfer__backend="folder")
+    resumed, reporter, progress = train_job(job, run.path, resume=run)
+    assert sorted(path.name for path in run.weights.iterdir()) == ["version_5", "version_6"]
     assert f"resumed from {run.checkpoints}/iteration_3" in reporter.lines
     assert progress.iteration == 6
     rows = rows_of(resumed, "iteration")

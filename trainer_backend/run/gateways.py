@@ -408,7 +408,7 @@ def actor_gateways(job: JobConfig, directory: RunDirectory, tell: Tell) -> Itera
         schedule = job.rollout_allocation_schedule
         yield PolicyServer(
             job.job.name, listeners[0], job.inference,
-            schedule=schedule, directory=directory, tell=tell,
+            schedule=schedule, directory=directory if job.weights_by_folder else None, tell=tell,
         )  # fmt: skip
 
 

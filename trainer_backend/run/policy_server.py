@@ -28,6 +28,7 @@ from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.mixture_table import AllocationTable
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.capacity import MemoryPlan, serving_plan
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
@@ -35,6 +36,7 @@ from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.run.replicas import ReplicaPublisher
 from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
@@ -75,6 +77,22 @@ class LocalActor:
         """An engine of this process looks after itself."""
 
 
+class LocalFolderActor(LocalActor):
+    """As `LocalActor`, but new weights come by a folder, as they reach an engine in another process."""
+
+    def __init__(self, learner: LocalLearner, limits: EngineLimits, weights: Path) -> None:
+        super().__init__(learner, limits)
+        self._folders, self._has_adapters = WeightFolders(learner, weights), learner.config.lora is not None
+
+    async def publish(self, policy_version: int) -> None:
+        """Write the policy as a model folder, and load it between two requests."""
+        version = await self._folders.write(policy_version)
+        folder = version.folder
+        # Its engine is a copy of the learner's model, with the adapters beside the base in any precision.
+        source = await asyncio.to_thread(read_adapter, folder / FOLDER) if self._has_adapters else folder
+        await self.engine.load_weights(policy_version, source)
+
+
 class ActorServer:
     """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
 
@@ -104,7 +122,8 @@ class PolicyServer:
         table: [inference], the limits of an engine.
         schedule: says whether several policies may sample at the same time; None: the actor is alone.
         key: what callers must know; None: a fresh one.
-        directory: of the run, for the versions and logs of vLLM servers.
+        directory: of the run, where versions are written for an engine that loads them; None: an engine of
+            this process copies them.
         tell: is given a line for each vLLM server that is lost or serves again.
 
     Attributes:
@@ -164,9 +183,12 @@ class PolicyServer:
 
     def _source(self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy]) -> Source:
         """The servers that sample for the actor, or an engine of this process."""
-        if self.table.engine == "vllm" and self._directory is not None:
-            return ReplicaPublisher(self.table, learner, self._directory, self._tell)
-        return LocalActor(learner, self.limits(engines=1 + len(fixed)))
+        limits = self.limits(engines=1 + len(fixed))
+        if self._directory is None:
+            return LocalActor(learner, limits)
+        if self.table.engine == "local":
+            return LocalFolderActor(learner, limits, self._directory.weights)
+        return ReplicaPublisher(self.table, learner, self._directory, self._tell)
 
 
 class FolderPolicy:
