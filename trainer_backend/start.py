@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -60,8 +60,14 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         stop_on_signals(recording.say) as stop,
     ):
         configure_logs_from()
+
+        async def start(resume: bool) -> Ended:
+            async with learner_factory(job, directory) as learners:
+                return await _run(job, directory, recording, learners, stop, resume=resume)
+
+        most = job.learner.max_restarts
         try:
-            ended = await _run_again(job, directory, recording, stop, resume=resume)
+            ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
             recording.end("stopped", detail=str(stopped))
             raise
@@ -69,15 +75,23 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         return ended
 
 
-async def _run_again(
-    job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, stop: asyncio.Event, *, resume: bool
+async def again_after_losses(
+    start: Callable[[bool], Awaitable[Ended]],
+    reporter: RecordingReporter,
+    stop: asyncio.Event,
+    *,
+    most: int,
+    resume: bool,
 ) -> Ended:
-    """Run a job; after the loss of the learner's process go on from the newest checkpoint, some times."""
-    most = job.learner.max_restarts
+    """Start a run, and start it again from its newest checkpoint where the learner's process was lost.
+
+    Args:
+        start: runs the job to its end; its argument says whether it resumes.
+        most: how often it is started again.
+    """
     for restarts in count():
         try:
-            async with learner_factory(job, directory) as learners:
-                return await _run(job, directory, reporter, learners, stop, resume=resume or restarts > 0)
+            return await start(resume or restarts > 0)
         except LearnerLost as lost:
             if restarts == most or stop.is_set():
                 raise
@@ -147,8 +161,8 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            served = () if fixed is None else (fixed.policies,)
-            async with gateways.serving(learner, *served) as actor:
+            served = {} if fixed is None else fixed.policies
+            async with gateways.serving(learner, served) as actor:
                 urls = ", ".join(actor.inference.urls)
                 reporter.say(f"gateway: {urls} serves {actor.inference.model}")
                 run = Run(

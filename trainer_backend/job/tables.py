@@ -292,8 +292,8 @@ class LearnerTable(Table):
         default=600.0,
         gt=0,
         le=86_400,
-        description="seconds that the learner's process may be silent in a call; of all calls, the warm-up "
-        "alone reports progress",
+        description="seconds that the learner's process may be silent in a call, of which the warm-up alone "
+        "reports progress; loading a model may always take 3600",
     )
     max_restarts: int = Field(
         default=3,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from shared_schemas.base import Body
+from shared_schemas.json_text import encodable
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
@@ -96,8 +97,8 @@ class ErrorBody(Body):
         return cls(
             classes=tuple(kind.__name__ for kind in type(error).__mro__ if issubclass(kind, TrainerError)),
             code=error.code,
-            detail=error.detail,
-            where=error.where,
+            detail=encodable(error.detail),
+            where=error.where and encodable(error.where),
             hint=error.hint,
             steps_taken=getattr(error, "steps_taken", None),
             errno=error.__cause__.errno if isinstance(error.__cause__, OSError) else None,

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -51,7 +52,7 @@ from trainer_backend.learner.calls import (
 )
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.protocols import Progress
+from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
@@ -76,11 +77,7 @@ class Host:
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
-        if self._learner is None:
-            raise LearnerFailed(
-                f"{name!r} needs a learner, and there is none yet: 'fresh' or 'resumed' first"
-            )
-        return getattr(self._learner, name)(*arguments)
+        return getattr(self._made(), name)(*arguments)
 
     def _open(self, job: str) -> None:
         self._factory = LocalFactory(parse_job(tomli.loads(job), where="the job").config)
@@ -95,9 +92,15 @@ class Host:
         self._learner, progress = self._opened().resumed(checkpoint)
         return progress
 
-    def _update(self, episodes: Any, iteration: int, policy_version: int | None) -> Any:
-        assert self._learner is not None
-        return self._learner.update(episodes, iteration=iteration, policy_version=policy_version)
+    def _update(
+        self, episodes: list[CreditedEpisode], iteration: int, policy_version: int | None
+    ) -> dict[str, float]:
+        return self._made().update(episodes, iteration=iteration, policy_version=policy_version)
+
+    def _made(self) -> LocalLearner:
+        if self._learner is None:
+            raise LearnerFailed("there is no learner yet: 'fresh' or 'resumed' comes first")
+        return self._learner
 
     def _opened(self) -> LocalFactory:
         if self._factory is None:
@@ -191,7 +194,7 @@ class Calls:
             )
 
     def _run(self, call: Call, body: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        types = CALLS[call.name]
+        types, began = CALLS[call.name], time.monotonic()
 
         def tell(done: int, total: int) -> None:
             loop.call_soon_threadsafe(call.tell, line_of("progress", f"[{done}, {total}]".encode()))
@@ -207,7 +210,7 @@ class Calls:
             line = _error_line(error)
         except _Halted:
             line = _error_line(LearnerFailed(f"{call.name!r} was stopped"))
-        except BaseException as error:  # whoever waits must hear of it
+        except Exception as error:  # of a library; whoever waits must hear of it
             log.exception("call_failed", call=call.name)
             problem = "the arguments do not fit" if isinstance(error, ValidationError) else str(error)
             line = _error_line(
@@ -215,6 +218,7 @@ class Calls:
                     f"an error inside the learner in {call.name!r}: {type(error).__name__}: {problem}"
                 )
             )
+        log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         loop.call_soon_threadsafe(call.end, line)
 
 

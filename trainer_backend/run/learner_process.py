@@ -29,11 +29,13 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 
 Tell = Callable[[int, int], None]
 
-_START_S = 120.0
+_START_S = 300.0
 _STOP_S = 10.0
 _CONNECT_S = 10.0
 # Of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
+# Calls that read a model, or fetch one from the hub, which has a pace of its own.
+_LOADING, _LOAD_S = frozenset({"plan_memory", "fresh", "resumed"}), 3600.0
 
 
 class LearnerConnection:
@@ -50,11 +52,11 @@ class LearnerConnection:
     """
 
     def __init__(self, url: str, key: str, *, silence_s: float, log_file: Path, session: str) -> None:
-        self._log_file, self._session, self._number = log_file, session, 0
+        self._log_file, self._silence_s, self._number = log_file, silence_s, 0
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
-            timeout=httpx.Timeout(silence_s, connect=min(silence_s, _CONNECT_S)),
+            timeout=_CONNECT_S,
             trust_env=False,  # no proxy for the loopback
         )
 
@@ -67,14 +69,14 @@ class LearnerConnection:
             tell: receives the progress; its error ends the call.
         """
         self._number += 1
-        body = CALLS[name].arguments.dump_json(arguments)
+        progress, body = _Progress(tell), CALLS[name].arguments.dump_json(arguments)
+        silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
         for _ in range(_ATTEMPTS):
             try:
-                return self._attempt(name, body, tell)
+                return self._attempt(name, body, progress, silence_s)
             except httpx.ConnectError as error:
                 raise self._lost(name, "has ended") from error
             except httpx.TimeoutException as error:
-                silence_s = self._client.timeout.read
                 raise self._lost(name, f"said nothing for {silence_s:g} s (learner.timeout_s)") from error
             except httpx.TransportError:
                 continue
@@ -83,34 +85,27 @@ class LearnerConnection:
     def close(self) -> None:
         self._client.close()
 
-    def _attempt(self, name: str, body: bytes, tell: Tell | None) -> Any:
+    def _attempt(self, name: str, body: bytes, progress: "_Progress", silence_s: float) -> Any:
         number = {NUMBER_HEADER: str(self._number)}
-        halt: BaseException | None = None
-        with self._client.stream("POST", f"/calls/{name}", content=body, headers=number) as reply:
+        timeout = httpx.Timeout(silence_s, connect=min(silence_s, _CONNECT_S))
+        with self._client.stream(
+            "POST", f"/calls/{name}", content=body, headers=number, timeout=timeout
+        ) as reply:
             if not reply.is_success:
                 reply.read()
                 raise self._refusal(reply)
             for line in _lines(reply.iter_bytes()):
                 kind, _, text = line.partition(b" ")
                 if kind == b"progress":
-                    halt = halt or self._told(tell, *json.loads(text))
-                elif halt is not None:
-                    raise halt  # now that the call has ended
+                    if progress.is_unwelcome(*json.loads(text)):
+                        self._client.post("/stop", headers=number)
+                elif progress.error is not None:
+                    raise progress.error  # now that the call has ended
                 elif kind == b"result":
                     return CALLS[name].result.validate_json(text)[0]
                 else:
                     raise self._with_log(ErrorBody.model_validate_json(text).error())
         raise httpx.RemoteProtocolError("the reply ended before the call")
-
-    def _told(self, tell: Tell | None, done: int, total: int) -> BaseException | None:
-        """Pass progress on; where that raises, ask for the end of the call, and return the error."""
-        try:
-            if tell is not None:
-                tell(done, total)
-        except BaseException as error:
-            self._client.post("/stop", headers={NUMBER_HEADER: str(self._number)})
-            return error
-        return None
 
     def _refusal(self, reply: httpx.Response) -> TrainerError:
         try:
@@ -130,6 +125,27 @@ class LearnerConnection:
             f"the learner's process {what} in the call {name!r}; the last line of its log, {self._log_file}: "
             f"{last_line(self._log_file)!r}"
         )
+
+
+class _Progress:
+    """Passes the progress of a call on, until that raises.
+
+    Attributes:
+        error: what was raised; the call is to end then.
+    """
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell
+        self.error: Exception | None = None
+
+    def is_unwelcome(self, done: int, total: int) -> bool:
+        """Whether the call is to end."""
+        if self.error is None and self._tell is not None:
+            try:
+                self._tell(done, total)
+            except Exception as error:
+                self.error = error
+        return self.error is not None
 
 
 class RemoteLearner:

@@ -168,6 +168,7 @@ class Host:
 
     def __init__(self) -> None:
         self.updates, self.begun, self.go_on = 0, threading.Event(), threading.Event()
+        self.lost_replies = 0
 
     def do(self, name: str, *arguments: Any) -> Any:
         if name == "publish":
@@ -182,7 +183,19 @@ class Host:
 def served(host: Host) -> Iterator[Callable[..., Any]]:
     """What connects to a server of this learner."""
     app = create_app(Calls(host), Keys([SecretStr("key")], variable=LEARNER_KEY))  # type: ignore[arg-type]
-    with ServerThread(app, Listener("127.0.0.1", 0)) as url, ExitStack() as stack:
+
+    async def cut(scope: Any, receive: Any, send: Any) -> None:
+        """Break off the first replies in their middle."""
+
+        async def send_the_head(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+
+        is_lost = scope["type"] == "http" and host.lost_replies > 0
+        host.lost_replies -= is_lost
+        await app(scope, receive, send_the_head if is_lost else send)
+
+    with ServerThread(cut, Listener("127.0.0.1", 0)) as url, ExitStack() as stack:
 
         def connect(*, silence_s: float = 60.0, session: str = "one", key: str = "key") -> LearnerConnection:
             log = Path("the.log")
@@ -194,7 +207,20 @@ def served(host: Host) -> Iterator[Callable[..., Any]]:
         host.go_on.set()
 
 
-def test_a_reply_that_is_lost_is_given_again_and_the_update_is_done_once():
+def test_a_call_whose_connection_breaks_is_repeated_and_done_once():
+    host = Host()
+    host.go_on.set()
+    host.lost_replies = 2
+    with served(host) as connect:
+        link = connect()
+        assert link.ask("update", [], 1, None)["loss"] == math.inf
+        assert (host.updates, host.lost_replies) == (1, 0)
+        host.lost_replies = 3
+        with pytest.raises(LearnerLost, match="process broke off 3 connections in the call 'update'"):
+            link.ask("update", [], 2, None)
+
+
+def test_everybody_who_asks_for_a_call_by_its_number_gets_its_answer_and_it_is_done_once():
     host, results = Host(), []
     with served(host) as connect:
         first, again = connect(), connect()  # the same call by its number, on another connection
@@ -269,6 +295,7 @@ def test_an_error_keeps_its_class_its_place_and_what_another_attempt_may_change(
     stopped.steps_taken = 3
     full = CheckpointError("not written")
     full.__cause__ = OSError(28, "No space left on device")
+    ErrorBody.of(JobError("half of a character: \ud83d")).model_dump_json()
     length = ContextLengthExceeded(prompt_tokens=1, max_tokens=2, max_model_len=2)
 
     class OfThatProcess(JobError):

@@ -20,16 +20,18 @@ from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection
-from trainer_backend.errors import CheckpointError, TaskAppError
+from trainer_backend.errors import CheckpointError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.protocols import Progress
 from trainer_backend.run.beginning import Beginning, FixedSetup, ModelSetup, Stopped
+from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.state import read_status
-from trainer_backend.start import run_job
+from trainer_backend.start import Ended, again_after_losses, run_job
 
 
 class Interrupting(ListReporter):
@@ -224,3 +226,46 @@ def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path)
             asyncio.run(run_job(job, directory, reporter, resume=False))
     assert (reporter.lines, reporter.stages) == ([], [])
     assert not (directory.path / "task_app.log").exists()
+
+
+async def starts_until(
+    directory: RunDirectory, losses: int, *, most: int, stopped: bool = False
+) -> list[bool]:
+    """Whether each start of a run resumed that loses its learner so often."""
+    starts: list[bool] = []
+    stop = asyncio.Event()
+
+    async def start(resume: bool) -> Ended:
+        starts.append(resume)
+        if len(starts) > losses:
+            return Ended(Progress(), stopped=False)
+        if stopped:
+            stop.set()
+        raise LearnerLost("the learner's process has ended")
+
+    reporter = ListReporter()
+    with RecordingReporter.opened(directory, reporter) as recording:
+        recording.runs_as("tiny.1")
+        try:
+            await again_after_losses(start, recording, stop, most=most, resume=False)
+        except LearnerLost:
+            starts.append(False)
+        assert recording.resumes == len(reporter.lines) == starts.count(True)
+        assert recording.left_behind == ("tiny.1" if True in starts else "")
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("losses", "most", "stopped", "starts"),
+    [
+        (2, 3, False, [False, True, True]),
+        (9, 1, False, [False, True, False]),  # the last is the error
+        (9, 0, False, [False, False]),
+        (9, 3, True, [False, False]),
+    ],
+)
+async def test_a_run_that_loses_its_learner_resumes_so_often_and_not_after_a_stop(
+    tmp_path: Path, losses: int, most: int, stopped: bool, starts: list[bool]
+):
+    directory = create_run(tiny_job(), tmp_path / "run")
+    assert await starts_until(directory, losses, most=most, stopped=stopped) == starts

@@ -1,0 +1,43 @@
+"""`python -m tests.contract.cluster_run JOB.toml RUN STAGE`: train; kill the learner once at a stage.
+
+The last line is `torch: True` or `torch: False`: whether this process, the orchestrator, has imported it.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from trainer_backend.job.load import load_job
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.start import run_job
+
+
+def kill_the_learner() -> None:
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if b"trainer_backend.learner.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
+
+
+class Killing:
+    """Prints the lines of a run."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        if name == self._stage:
+            self._stage = ""
+            kill_the_learner()
+
+    def metrics(self, row: dict[str, object]) -> None: ...
+
+
+if __name__ == "__main__":
+    job = load_job(Path(sys.argv[1])).config
+    asyncio.run(run_job(job, create_run(job, Path(sys.argv[2])), Killing(sys.argv[3]), resume=False))
+    print("torch:", "torch" in sys.modules)
