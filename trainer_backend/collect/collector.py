@@ -37,8 +37,10 @@ _LAST_WORD_S = 5.0
 class Collector:
     """Lets the task apps in `apps` take rollouts from one queue, in whole groups where possible.
 
+    Collections of one run may be under way at the same time, in one event loop.
+
     Args:
-        timeout_s: deadline of one collection, while none of a lower rank is under way.
+        timeout_s: deadline of one collection (`collect` says of which part of it).
         max_running: limit of unfinished rollouts at all task apps together; None: no limit.
     """
 
@@ -56,10 +58,10 @@ class Collector:
     ) -> Collection:
         """Run all requests, which belong to one run, to their end.
 
-        Several collections of a run may be under way at the same time. Each one gets its own rollouts; an
-        error or a cancellation that ends one early cancels its rollouts at the task apps and leaves the
-        others alone. When no task app answers, all of them end. Earlier iterations are served first, and
-        evaluations, whose iteration is 0, before all: the deadline of one begins when none is before it.
+        If an error or a cancellation ends it early, its running rollouts are cancelled at the task apps.
+        Other collections go on, but for an error of the task apps, which ends all that are under way.
+        Earlier iterations are served first, and evaluations, whose iteration is 0, before all. The clock of
+        the deadline runs from the moment when no earlier iteration is under way.
 
         Args:
             progress: receives the number of ended rollouts.
@@ -135,10 +137,11 @@ class _Crew:
         self._set_clocks()
 
     async def leave(self, plan: Plan) -> None:
-        """Withdraw a plan if it is unfinished; after the last plan, end the crew."""
-        self._work.withdraw(plan)
-        self._set_clocks()
-        if not self._work.plans:
+        """Withdraw a plan if it is unfinished; if it is the last one, end the crew."""
+        if any(other is not plan for other in self._work.plans):
+            self._work.withdraw(plan)
+            self._set_clocks()
+        else:
             self.over = True
             self._is_idle.set()
             await asyncio.shield(self._task)
@@ -149,19 +152,27 @@ class _Crew:
         return Lane(self._apps, desk, self._work, self._change)
 
     async def _run(self) -> None:
+        error = None
         try:
             await self._serve()
         except ExceptionGroup as errors:
+            error = first_of(errors)
+        finally:
             self.over = True
             for plan in [*self._work.plans]:
-                self._work.withdraw(plan, first_of(errors))
-        # Without its last message, a task app finds out by itself.
+                self._work.withdraw(plan, error)
+            self._set_clocks()
+            await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Send each task app a last message, within a time limit; without it the app finds out by itself."""
+        lost_too = self._work.any_withdrawn
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
-                await asyncio.gather(*(lane.tidy(lost_too=self._work.any_withdrawn) for lane in self._lanes))
+                await asyncio.gather(*(lane.tidy(lost_too=lost_too) for lane in self._lanes))
 
     async def _serve(self) -> None:
-        """Work until no plan is left, or no task app answers for too long."""
+        """Work until nobody waits for a plan, or no task app answers for too long."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._run_lane(lane)) for lane in self._lanes]
 

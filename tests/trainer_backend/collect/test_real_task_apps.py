@@ -82,6 +82,7 @@ async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(un
     assert [len(part.rollouts) for part in parts] == [12, 12]
     assert sorted(played(parts[0]) + played(parts[1]), key=place) == sorted(undisturbed, key=place)
     assert [part.failures for part in parts] == [{}, {}]
+    assert [[figures.finished for figures in part.apps.values()] for part in parts] == [[12], [12]]
 
 
 async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_collection(tmp_path, undisturbed):
