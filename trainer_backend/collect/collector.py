@@ -40,7 +40,7 @@ class Collector:
     Collections of one run may be under way at the same time, in one event loop.
 
     Args:
-        timeout_s: deadline of one collection (`collect` says of which part of it).
+        timeout_s: deadline of one collection; `collect` says when its clock runs.
         max_running: limit of unfinished rollouts at all task apps together; None: no limit.
     """
 
