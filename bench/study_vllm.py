@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,8 @@ from trainer_backend.start import run_job
 LIMIT = 1e-4
 EPISODES, TEMPERATURE = 8, 0.7
 IN_FLIGHT, SWAPS = 12, 3
+# After the beginning of an iteration's collection, which takes seconds.
+KILL_S = 1.0
 # One thread and 1 GiB a server: two of them and the trainer share a small machine.
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
@@ -64,9 +67,13 @@ class Killer:
         print(row["kind"], row.get("iteration"), flush=True)
 
     def stage(self, name: str, done: int, total: int) -> None:
-        if name == "collect 2" and done and not self.killed:
-            os.kill(server_processes()[0], signal.SIGKILL)
+        if name == "collect 2" and not self.killed:
             self.killed = 1
+            threading.Timer(KILL_S, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
+
+    def requests_met_it(self) -> bool:
+        """Whether the server was lost by a request that it was sampling, not by the next publish."""
+        return any(" is lost: vLLM at " in line for line in self.lines)
 
     def lost(self) -> int:
         """How often a replica was lost."""
@@ -172,6 +179,7 @@ def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict
         "servers_killed": killer.killed,
         "servers_back": killer.came_back(),
         "replicas_lost": killer.lost(),
+        "killed_amid_requests": killer.requests_met_it(),
         "logprob_max": worst,
         "decisions_of_old_weights": old,
         # By how much a decision of the version before would have been off: the check can fail.
@@ -295,6 +303,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
             and swapped["replicas_lost"] == 0,
             "a swap met requests in flight": swapped["keep"]["requests_of_two_versions"] > 0,
             "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
+            and trained["killed_amid_requests"]
             and trained["iterations"] == iterations,
             "the killed replica, and no other, was lost and serves again": 1
             == trained["servers_killed"]

@@ -12,6 +12,7 @@ from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError, WeightsRefused
+from trainer_backend.job.tables import ClusterTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -49,12 +50,17 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
 
 
-def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_and_end_with_it(model_folders, tmp_path):
+# With [cluster] there is one server, and rollouts wait until it serves again.
+@pytest.mark.parametrize("cluster", [None, ClusterTable()])
+def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_and_end_with_it(
+    cluster, model_folders, tmp_path
+):
     folder, environment = model_folders["qwen3"], tmp_path / "environment"
     python = fake_environment(environment)
     (environment / "deadly").touch()
-    own = {"replicas": 2, "vllm_python": python, "vllm": {"max_num_seqs": 8}}
-    directory, reporter, progress = train_job(vllm_job(folder, **own), tmp_path / "run")
+    own = {"replicas": 2 if cluster is None else 1, "vllm_python": python, "vllm": {"max_num_seqs": 8}}
+    job = vllm_job(folder, **own).model_copy(update={"cluster": cluster})
+    directory, reporter, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 2 and not (environment / "deadly").exists()
     for row in rows_of(directory, "iteration"):
         assert row["mismatch/logprob_max"] < 1e-4

@@ -210,7 +210,8 @@ class JobConfig(Table):
             )
 
     def _refuse_idle_gateways(self) -> None:
-        gateways, servers = self.services.gateways, len(self.inference.urls) or self.inference.replicas
+        gateways, urls = self.services.gateways, self.inference.urls
+        servers, key = (len(urls), "urls") if urls else (self.inference.replicas, "replicas")
         if gateways > 1 and self.cluster is None:
             raise ValueError(
                 f"services.gateways is {gateways}, and without [cluster] a run is one process with one "
@@ -218,8 +219,8 @@ class JobConfig(Table):
             )
         if self.inference.engine == "vllm" and gateways > servers:
             raise ValueError(
-                f"services.gateways is {gateways}, and inference.urls or inference.replicas has {servers} "
-                "servers: each gateway has servers of its own"
+                f"services.gateways is {gateways}, and inference.{key} names {servers} servers: each gateway "
+                "has servers of its own"
             )
         if self.services.gateway_port and self.services.gateway_port + gateways - 1 > 65535:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Where the learner computes and in which precision: `model.device`, looked at before anything starts."""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ class Found:
         return f"torch {torch.__version__} ({built}) sees {', '.join(gpus) or 'no GPU'}"
 
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A device and its precisions.
@@ -53,6 +57,13 @@ class Placement:
     def held(self) -> torch.dtype:
         """The dtype of matrices that nobody trains: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
+
+    def names(self) -> list[str]:
+        """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them; none where the device is no GPU."""
+        if self.device.type != "cuda":
+            return []
+        visible = os.environ.get(VISIBLE_DEVICES)
+        return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
 
     def logits_bytes(self) -> int:
         """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service_kit.children import Child
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.learner.device import place
+from trainer_backend.learner.device import VISIBLE_DEVICES, place
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
@@ -52,7 +50,6 @@ CONTRACT = {
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
 }
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY}
 
 
@@ -123,7 +120,7 @@ async def check_environment(table: InferenceTable) -> str:
         refuse_release(release, where)
     except RemoteRefused as error:
         raise JobError(error.detail) from error
-    return f"vLLM {release} of {table.vllm_python}; the run starts {table.replicas} of its servers"
+    return f"vLLM {release} of {table.vllm_python}; servers that the run starts: {table.replicas}"
 
 
 @dataclass(slots=True)
@@ -179,7 +176,7 @@ class VllmServers:
         if self._keepers:
             return
         await asyncio.to_thread(_copy, version, self._folder)
-        self._tell(f"vLLM: {len(self.urls)} servers are started, which takes minutes")
+        self._tell(f"vLLM servers are started, which takes minutes: {', '.join(self.urls)}")
         tasks = [asyncio.ensure_future(self._begin(server)) for server in self._servers]
         try:
             for line in await asyncio.gather(*tasks):
@@ -232,7 +229,7 @@ class VllmServers:
     async def _spawn(self, server: _Server) -> Child:
         environment = _environment() | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
         if server.devices is not None:
-            environment[_VISIBLE] = server.devices
+            environment[VISIBLE_DEVICES] = server.devices
         with server.log_file.open("ab") as log:
             server.child = await Child.start(
                 self._command(server.port), stdout=log, stderr=log, env=environment
@@ -268,16 +265,12 @@ def own_servers(
     if table.urls:
         return None
     placement = place(model.device)
-    devices: list[str] = []
-    if placement.device.type == "cuda":
-        visible = os.environ.get(_VISIBLE)
-        devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     return VllmServers(
         table,
         directory.weights / "start",
         [directory.vllm_log(number) for number in range(table.replicas)],
-        dtype=str(placement.low or torch.float32).removeprefix("torch."),
-        devices=devices,
+        dtype=str(placement.held).removeprefix("torch."),
+        devices=placement.names(),
         tell=tell,
     )
 
