@@ -137,6 +137,9 @@ class InferenceServer(Protocol):
         Raises EngineStopped if the engine has failed, since further requests would be useless.
         """
 
+    def watch(self, reporter: "Reporter") -> None:
+        """Report its processes, if it has any, and each change of one from now on."""
+
     async def totals(self) -> Mapping[str, float]:
         """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 

@@ -62,7 +62,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         configure_logs_from()
 
         async def start(resume: bool) -> Ended:
-            async with learner_factory(job, directory) as learners:
+            async with learner_factory(job, directory, recording) as learners:
                 return await _run(job, directory, recording, learners, stop, resume=resume)
 
         most = job.learner.max_restarts
@@ -101,7 +101,9 @@ async def again_after_losses(
 
 
 @asynccontextmanager
-async def learner_factory(job: JobConfig, directory: RunDirectory) -> AsyncIterator[LearnerFactory]:
+async def learner_factory(
+    job: JobConfig, directory: RunDirectory, reporter: Reporter
+) -> AsyncIterator[LearnerFactory]:
     """What makes the learner of a run: this process, or with [cluster] a child until the context is left."""
     if job.cluster is None:
         # torch: with [cluster] only the learner's process imports it.
@@ -109,7 +111,9 @@ async def learner_factory(job: JobConfig, directory: RunDirectory) -> AsyncItera
 
         yield LocalFactory(job)
         return
+    reporter.process("learner", role="learner", state="starting")
     async with LearnerProcess(job, directory.learner_log) as process:
+        reporter.process("learner", role="learner", state="serving")
         yield process
 
 
@@ -163,6 +167,7 @@ async def _run(
             saving = Saving(job.training, job.evaluation, directory, learner)
             served = {} if fixed is None else fixed.policies
             async with gateways.serving(learner, served) as actor:
+                actor.watch(reporter)
                 urls = ", ".join(actor.inference.urls)
                 reporter.say(f"gateway: {urls} serves {actor.inference.model}")
                 run = Run(

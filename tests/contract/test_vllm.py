@@ -15,6 +15,7 @@ from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.job.tables import ClusterTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.state import read_state
 
 
 def vllm_job(folder: Path, *urls: str, **keys):
@@ -43,6 +44,13 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
             for step in rollout.trajectory.steps:
                 assert step.policy_logprobs.versions == ((0, number - 1),)
     assert any("is lost" in line for line in reporter.lines)
+    state = read_state(directory.path)
+    assert state is not None
+    app, first, other = state.processes
+    assert (app.role, app.state, first.role, other.role) == ("task app", "serving", "replica", "replica")
+    assert (first_url, first.state, first.version) == (f"http://{first.name}", "serving", 2)
+    assert (second_url, other.state, other.version) == (f"http://{other.name}", "lost", 0)
+    assert second_url in other.word
     # The last two versions, and the newest is what the last checkpoint holds.
     assert sorted(path.name for path in directory.weights.iterdir()) == ["version_1", "version_2"]
     saved = load_file(directory.checkpoints / "iteration_2" / "model.safetensors")

@@ -46,6 +46,10 @@ class ReplicaEngine(FrozenEngine, Protocol):
         """Return the log-probs of ids[1:], each given those before it."""
 
 
+# Is given a replica that has another state, and the version that it serves from now on, or None.
+Show = Callable[["Replica", int | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Canary:
     """A fixed prompt, scored by the learner with the weights that are published.
@@ -108,6 +112,7 @@ class ReplicaPool:
     ) -> None:
         self.replicas = tuple(map(Replica, engines))
         self._wait_s, self._tell = wait_s, tell
+        self._show: Show = lambda replica, version: None
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._published: Publication | None = None
         self._breakdown: Future[str] = Future()
@@ -166,6 +171,12 @@ class ReplicaPool:
             finally:
                 replica.running -= 1
 
+    def watch(self, show: Show) -> None:
+        """Call `show` with each replica now, and with one whose state changes from now on, in any thread."""
+        self._show = show
+        for replica in self.replicas:
+            show(replica, None)
+
     async def publish(self, publication: Publication) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
@@ -177,7 +188,7 @@ class ReplicaPool:
         self._published = publication
         for replica in self.replicas:
             if replica.state == "serving":
-                replica.state = "stale"
+                self._become(replica, "stale")
         start = time.monotonic()
         while True:
             tasks = self._bring_all()
@@ -259,7 +270,7 @@ class ReplicaPool:
     async def _load(self, replica: Replica, publication: Publication) -> None:
         """Load a version into a replica, test it, and have it serve."""
         lost = replica.state == "lost"
-        replica.state = "stale"
+        replica.state = "stale"  # not shown: a lost one may only be tried
         try:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
@@ -268,14 +279,15 @@ class ReplicaPool:
             await self._test(replica, publication.canary)
         # A reply of another form is a reason to lose the replica, and none to stop looking after the others.
         except (TrainerError, LookupError, TypeError, ValueError, AttributeError) as error:
-            replica.state, replica.last_error = "lost", str(error)
+            replica.last_error = str(error)
+            self._become(replica, "lost")
             if not lost:
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if publication is not self._published:
             return  # stale again: who published the next version waits to load it
         replica.loads += 1
-        replica.state = "serving"
+        self._become(replica, "serving", publication.version)
         self._wake()
         if lost:
             self._tell(f"replica {replica.engine.url} serves version {publication.version} again")
@@ -343,8 +355,12 @@ class ReplicaPool:
     def _lose(self, replica: Replica, error: TrainerError) -> None:
         replica.last_error = error.detail
         if replica.state == "serving":
-            replica.state = "lost"
+            self._become(replica, "lost")
             self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
+
+    def _become(self, replica: Replica, state: State, version: int | None = None) -> None:
+        replica.state = state
+        self._show(replica, version)
 
     def _wake(self) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import SecretStr
@@ -30,7 +31,7 @@ from trainer_backend.errors import EngineTimeout, InferenceError, JobError, Weig
 from trainer_backend.inference.versions import LOAD, TOTALS, PolicyVersion
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
-from trainer_backend.protocols import InferenceServer, Learner
+from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
@@ -114,6 +115,7 @@ class Gateway:
     Attributes:
         restarts: how many of its processes died and were followed by another.
         pid: of its process; None before the first one.
+        reporter: is given its process, and each change of it.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Gateway:
         self._log_file, self._tell = log_file, tell
         self.restarts = 0
         self.pid: int | None = None
+        self.reporter: Reporter | None = None
         self._version: PolicyVersion | None = None
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
@@ -140,6 +143,7 @@ class Gateway:
     async def keep(self, version: PolicyVersion) -> str:
         """Serve this version and what is loaded after it, until cancelled; return why that cannot go on."""
         self._version, in_vain = version, 0
+        self._report("starting")
         while True:
             served, code = await self._run_one(self._version)
             self._ready.clear()
@@ -153,7 +157,9 @@ class Gateway:
                     f"{self._log_file} ends with: {self._last_line()}"
                 )
             self.restarts += 1
-            self._tell(f"{self.name} ended with exit code {code}, and is started again")
+            word = f"ended with exit code {code}, and is started again"
+            self._tell(f"{self.name} {word}")
+            self._report("starting", word)
 
     async def load(self, version: PolicyVersion) -> None:
         """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
@@ -170,6 +176,7 @@ class Gateway:
                 await asyncio.sleep(_LOOK_S)  # its end is about to be seen
                 continue
             self._version = version
+            self._report("serving")
             return
 
     async def ready(self) -> None:
@@ -217,8 +224,16 @@ class Gateway:
 
     def _be_ready(self, version: PolicyVersion) -> None:
         self._ready.set()
+        self._report("serving")
         if self.restarts:
             self._tell(f"{self.name} serves version {version.number} again")
+
+    def _report(self, state: str, word: str = "") -> None:
+        if self.reporter is not None and self._version is not None:
+            address, version = urlsplit(self._listener.url).netloc, self._version.number
+            self.reporter.process(
+                self.name, role="gateway", state=state, version=version, word=word, host=address
+            )
 
     async def _start(self, version: PolicyVersion) -> Child:
         setup = GatewaySetup(**self._setup, version=version)
@@ -279,6 +294,10 @@ class Gateways:
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
+
+    def watch(self, reporter: Reporter) -> None:
+        for gateway in self.gateways:
+            gateway.reporter = reporter
 
     async def totals(self) -> dict[str, float]:
         """The sums over the gateways, and how often one was started again."""

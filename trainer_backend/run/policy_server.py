@@ -34,6 +34,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.protocols import Reporter
 from trainer_backend.run.replicas import ReplicaPublisher
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
@@ -58,6 +59,9 @@ class Source(Protocol):
     async def look_after(self) -> None:
         """Run while the actor is served, and be cancelled at its end."""
 
+    def watch(self, reporter: Reporter) -> None:
+        """As `protocols.InferenceServer` has it."""
+
 
 class LocalActor:
     """An engine of this process, with a copy of the learner's weights."""
@@ -75,6 +79,9 @@ class LocalActor:
 
     async def look_after(self) -> None:
         """An engine of this process looks after itself."""
+
+    def watch(self, reporter: Reporter) -> None:
+        """It has no process of its own."""
 
 
 class LocalFolderActor(LocalActor):
@@ -107,6 +114,9 @@ class ActorServer:
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
+
+    def watch(self, reporter: Reporter) -> None:
+        self._source.watch(reporter)
 
     async def totals(self) -> dict[str, float]:
         """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""

@@ -1,14 +1,16 @@
 """The actor at vLLM servers, which load each version from a folder."""
 
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
-from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.pool import Canary, Publication, Replica, ReplicaPool
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.protocols import Reporter
 from trainer_backend.run.vllm_servers import own_servers
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
@@ -48,6 +50,16 @@ class ReplicaPublisher:
 
     def totals(self) -> dict[str, float]:
         return self.engine.totals()
+
+    def watch(self, reporter: Reporter) -> None:
+        """Report each replica, and each change of one from now on."""
+
+        def show(replica: Replica, version: int | None) -> None:
+            word = replica.last_error if replica.state == "lost" else ""
+            name = urlsplit(replica.engine.url).netloc
+            reporter.process(name, role="replica", state=replica.state, version=version, word=word)
+
+        self.engine.watch(show)
 
     async def look_after(self) -> None:
         """Bring lost replicas back, until it is cancelled; then servers of the run end."""

@@ -1,6 +1,7 @@
 """A vLLM server as an engine, and replicas behind one: exact tokens, versions, faults, over real HTTP."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -250,8 +251,11 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     folders, models
 ):
     lines: list[str] = []
+    states: list[tuple[str, int | None]] = []
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, lines) as pool:
+            second = pool.replicas[1]
+            pool.watch(lambda one, version: states.append((one.state, version)) if one is second else None)
             await pool.publish(publication(0, folders, models))
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
             fakes[1].down = True
@@ -269,6 +273,9 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
             generation = await sample(pool, "r9")
     assert generation.versions == ((0, 1),)
     assert "is lost" in lines[0]
+    assert [state for state, _ in itertools.groupby(states)] == [
+        ("starting", None), ("serving", 0), ("lost", None), ("serving", 1),
+    ]  # fmt: skip
 
 
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):

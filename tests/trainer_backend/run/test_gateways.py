@@ -82,6 +82,7 @@ class Story:
     strangers: list[int] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    states: list[tuple[str, str]] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
 
@@ -132,6 +133,7 @@ async def in_processes(
         planner = Planner.of(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
         async with gateways.serving(learner) as server:
+            server.watch(reporter)
             await server.publish(0)
             story.totals.append(await server.totals())
             story.two[1] = await collector.collect(planner.training(1))
@@ -154,6 +156,7 @@ async def in_processes(
                 story.strangers += [status for status, _ in replies]
             story.pids = [gateway.pid for gateway in server.gateways]
     story.lines = reporter.lines
+    story.states = [(name, state) for role, name, state in reporter.processes if role == "gateway"]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +204,12 @@ def test_a_gateway_that_is_killed_amid_rollouts_loses_none_and_serves_the_same_a
         "gateway_0 ended with exit code -9, and is started again",
         "gateway_0 serves version 1 again",
     ]
+
+
+def test_a_gateway_is_shown_when_it_starts_serves_another_version_and_dies(story: Story):
+    served = ["starting", "serving", "serving"]  # of versions 0 and 1
+    assert [state for name, state in story.states if name == "gateway_0"] == [*served, "starting", "serving"]
+    assert [state for name, state in story.states if name == "gateway_1"] == served
 
 
 def test_totals_go_on_over_a_restart(story: Story):

@@ -89,8 +89,11 @@ def test_processes_are_recorded_each_for_itself_and_a_changed_state_at_once(run:
     reporter.process("a", role="replica", state=GONE)
     assert [name for name, *_ in seen()] == ["a"] and state_of(run).processes[0].role == "gateway"
     assert len(inner.processes) == 6
-    RecordingReporter(run, inner)  # another start, other processes
-    assert seen() == []
+    for start_again in (reporter.starts_again, lambda: RecordingReporter(run, inner)):
+        reporter.process("b", role="replica", state="serving")
+        assert len(seen()) > 0
+        start_again()  # another start has other processes
+        assert seen() == []
 
 
 def test_the_next_start_knows_what_this_one_was_called_at_task_apps(run: RunDirectory):
