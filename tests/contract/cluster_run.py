@@ -36,6 +36,8 @@ class Killing:
 
     def metrics(self, row: dict[str, object]) -> None: ...
 
+    def process(self, name: str, **state: object) -> None: ...
+
 
 if __name__ == "__main__":
     job = load_job(Path(sys.argv[1])).config

@@ -13,6 +13,7 @@ from tests.contract.test_killed_and_resumed import actions_of, exact_job, paths,
 from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.spool import read_ledger
+from trainer_backend.rundir.state import read_state
 
 SHORT = {"lora": None, "training__iterations": 2, "evaluation__every_n_iters": 2}
 
@@ -49,6 +50,10 @@ def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bi
         assert all(torch.equal(ours[key], expected[key]) for key in expected), name
     lines, others = read_ledger(run.path), read_ledger(whole.path)
     assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
+    state = read_state(run.path)
+    assert state is not None
+    processes = sorted((one.role, one.name, one.state, one.version) for one in state.processes)
+    assert processes[:2] == [("gateway", "gateway_0", "serving", 2), ("learner", "learner", "serving", None)]
     rows = rows_of(run, "iteration")
     assert [row["recovery/resumes"] for row in rows] == [0.0, 1.0]
     assert [row["recovery/rollouts_reused"] for row in rows] == [0.0, 4.0], "nothing is played twice"
