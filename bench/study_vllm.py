@@ -66,6 +66,8 @@ class Killer:
     def metrics(self, row: dict[str, Any]) -> None:
         print(row["kind"], row.get("iteration"), flush=True)
 
+    def process(self, name: str, **state: Any) -> None: ...
+
     def stage(self, name: str, done: int, total: int) -> None:
         if name == "collect 2" and not self.killed:
             self.killed = 1
