@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -111,10 +112,15 @@ async def learner_factory(
 
         yield LocalFactory(job)
         return
-    reporter.process("learner", role="learner", state="starting")
-    async with LearnerProcess(job, directory.learner_log) as process:
-        reporter.process("learner", role="learner", state="serving")
-        yield process
+    report = partial(reporter.process, "learner", role="learner")
+    report(state="starting")
+    try:
+        async with LearnerProcess(job, directory.learner_log) as process:
+            report(state="serving", word=f"process {process.pid}")
+            yield process
+    except LearnerLost as lost:
+        report(state="lost", word=str(lost))
+        raise
 
 
 async def _run(

@@ -36,7 +36,9 @@ class Killing:
 
     def metrics(self, row: dict[str, object]) -> None: ...
 
-    def process(self, name: str, **state: object) -> None: ...
+    def process(self, name: str, *, role: str, state: str, **others: object) -> None:
+        if role == "learner":
+            print(f"learner: {state}", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bi
     assert done.stdout.endswith("torch: False\n"), "the orchestrator needs none"
     lost = "the learner's process has ended in the call 'update'; the last line of its log, "
     assert lost in done.stdout and "the run goes on from its newest checkpoint (1 of 3)" in done.stdout
+    states = [line.removeprefix("learner: ") for line in done.stdout.splitlines() if "learner: " in line[:9]]
+    assert states == ["starting", "serving", "lost", "starting", "serving"]
     run = open_run(tmp_path / "run")
     for number in (1, 2):
         assert plan_of(run, number) == plan_of(whole, number)
