@@ -5,7 +5,8 @@
 Gateways are processes as those of a run with [cluster], with the same limits of connections, and an engine
 that samples nothing: it waits between half of --wait-s and one and a half of it. The conversations begin
 within one --wait-s, so that nearly all of them are open at the same time; each turn appends the answer and an
-observation. Nobody repeats a failed request: each is an error.
+observation. Nobody repeats a failed request: each is an error. For 10,000 conversations take `--wait-s 60`:
+one client opens them all, and a gateway closes a connection that has sent no head within 15 s.
 
     errors    requests without an answer                                                     0
     cpu       CPU time of a gateway for a decision (Linux only)                              <= 2 ms
@@ -55,14 +56,14 @@ class Waiting:
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._random = wait_s, random.Random(0)
+        self._tokens = tuple(self._random.randrange(20, 300) for _ in range(ANSWER_TOKENS))
         self.breakdown: Future[str] = Future()
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
         await asyncio.sleep(self._wait_s * self._random.uniform(0.5, 1.5))
-        tokens = tuple(self._random.randrange(20, 300) for _ in range(ANSWER_TOKENS))
-        return Generation(tokens, (-1.0,) * ANSWER_TOKENS, "length", ((0, 0),))
+        return Generation(self._tokens, (-1.0,) * ANSWER_TOKENS, "length", ((0, 0),))
 
     def start(self) -> None: ...
 
