@@ -204,21 +204,22 @@ class VllmEngine(RemoteEngine):
     async def _patiently(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
         """The answer, however long it takes, as long as the server answers others."""
         task = asyncio.ensure_future(sample)
-        probe: asyncio.Future[Any] | None = None
+        tasks: list[asyncio.Future[Any]] = [task]
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=self._wait_s)
+                await asyncio.wait(tasks[:1], timeout=self._wait_s)
                 if not task.done() and not self._loads:
                     body = self._body([1], Sampling(max_tokens=1), 0)
                     probe = asyncio.ensure_future(self._control("POST", _GENERATE, body=body))
-                    await asyncio.wait({task, probe}, return_when=asyncio.FIRST_COMPLETED)
+                    tasks = [task, probe]
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     if probe.done():
                         probe.result()
             return task.result()
         finally:
-            for item in (task, probe) if probe is not None else (task,):
+            for item in tasks:
                 item.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _control(
         self,

@@ -50,7 +50,9 @@ CONTRACT = {
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
 }
-_KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY}
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
+_KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 
 
 async def check_servers(table: InferenceTable) -> list[str]:
@@ -113,6 +115,7 @@ async def check_environment(table: InferenceTable) -> str:
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     release = printed.decode(errors="replace").strip()
     if process.returncode or not release:
         raise JobError(f"{where} has no vLLM", hint="docs/vllm.md says how to install it.")
@@ -220,9 +223,8 @@ class VllmServers:
             code = await server.child.ended()
             await self._end(server)
             self._tell(f"vLLM server {server.url} ended with exit code {code}; it is started anew")
-            pause = (
-                _PAUSE_S if time.monotonic() - start > _LONGEST_PAUSE_S else min(2 * pause, _LONGEST_PAUSE_S)
-            )
+            lasted = time.monotonic() - start > _LONGEST_PAUSE_S
+            pause = _PAUSE_S if lasted else min(2 * pause, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
             await self._spawn(server)
 
@@ -308,8 +310,8 @@ def _devices_of_one(table: Mapping[str, Any]) -> int:
     """The accelerators of one server, by vLLM's parallel sizes."""
     count = 1
     for key, value in table.items():
-        if key.replace("-", "_") in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            count *= int(value)
+        if key.replace("-", "_") in _PARALLEL and isinstance(value, int):
+            count *= value
     return count
 
 

@@ -116,7 +116,7 @@ async def test_tokens_are_told_as_they_come_but_the_last(folders):
     ("fault", "settings", "words"),
     [
         ({"release": "0.20.1"}, {}, "runs vLLM 0.20.1"),
-        ({"release": "gateway"}, {}, "is no vLLM server"),
+        ({"release": "gateway"}, {}, "is no vLLM: its version is 'gateway'"),
         ({"max_model_len": 64}, {}, "has a context of 64 tokens, and inference.max_model_len is 128"),
         ({"raw": True}, {}, "before the temperature"),
         ({"has_worker": False}, {}, "cannot load weights"),
