@@ -73,9 +73,6 @@ class Killer:
             self.killed = 1
             threading.Timer(KILL_S, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
 
-    def process(self, name: str, **what: Any) -> None:
-        """What a process does, which its lines tell too."""
-
     def requests_met_it(self) -> bool:
         """Whether the server was lost by a request that it was sampling, not by the next publish."""
         return any(" is lost: vLLM at " in line for line in self.lines)

@@ -313,7 +313,7 @@ def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways(
                 "cluster": {},
                 "inference": {"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256},
             },
-            r"services\.gateways is 2, and inference\.urls or inference\.replicas has 1 servers",
+            r"services\.gateways is 2, and inference\.urls names 1 servers",
         ),
         (
             {"services__gateways": 2, "services__gateway_port": 65535, "cluster": {}},
