@@ -192,6 +192,7 @@ class LearnerProcess:
     Raises (on entry):
         JobError: the device that the job names is not there.
         LearnerFailed: the process did not start.
+        LearnerLost: a signal ended it, or it was silent.
     """
 
     def __init__(self, job: JobConfig, log_file: Path) -> None:
@@ -258,7 +259,8 @@ class LearnerProcess:
             raise LearnerFailed(f"the learner's process did not start within {_START_S:g} s") from error
         if address is None:
             code = await child.ended()
-            raise LearnerFailed(
+            # One that a signal ended, the system short of memory, is worth another start.
+            raise (LearnerLost if code < 0 else LearnerFailed)(
                 f"the learner's process ended with exit code {code} before it was ready: "
                 f"{last_line(self._log_file)!r}",
                 hint=f"Its log is {self._log_file}.",

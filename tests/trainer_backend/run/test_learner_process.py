@@ -154,11 +154,15 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
             await asyncio.to_thread(learner.save, tmp_path / "iteration_0", Progress())
 
 
-async def test_a_process_that_does_not_start_is_told_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "kind", "code"), [("PYTHONHOME", LearnerFailed, 1), ("PYTHONPATH", LearnerLost, -9)]
+)
+async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_killed_one_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, kind: type[TrainerError], code: int
 ):
-    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
-    with pytest.raises(LearnerFailed, match=r"ended with exit code 1 before it was ready: '.*Its log is"):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setenv(variable, str(tmp_path))
+    with pytest.raises(kind, match=rf"ended with exit code {code} before it was ready: '.*Its log is"):
         async with LearnerProcess(JOB, tmp_path / "learner.log"):
             raise AssertionError
 
