@@ -99,6 +99,18 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     )
 
 
+def test_collecting_ahead_is_refused_where_the_order_of_things_counts():
+    ahead = {"training": {"max_staleness": 2}}
+    assert "training.max_staleness = 2 with inference.deterministic: which version samples" in refusal(
+        ahead | {"inference": {"deterministic": True}}
+    )
+    schedule = {"type": "adaptive"}
+    fixed = {"rollout_only": {"name": "t", "model_path": "m"}, "rollout_allocation_schedule": schedule}
+    told = "[rollout_allocation_schedule] type = 'adaptive' looks back on those; set max_staleness = 0"
+    assert told in refusal(ahead | fixed)
+    assert "training.max_staleness" in refusal({"training": {"max_staleness": -1}})
+
+
 def test_weights_go_by_folder_where_the_engine_is_in_another_process():
     def by_folder(**tables: dict[str, object]) -> bool:
         return parse_job({**MODEL, **tables}, where="x").config.weights_by_folder

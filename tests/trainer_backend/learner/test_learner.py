@@ -156,6 +156,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole_and_no_half_one(tokeniz
     try:
         with pytest.raises(CheckpointError, match="could not be written"):
             learner.save(folder, Progress(iteration=9))
+        with pytest.raises(CheckpointError, match="could not be written"):
+            learner.publish(tmp_path / "version_1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert json.loads((folder / "state.json").read_text())["iteration"] == 1
