@@ -171,8 +171,7 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            served = {} if fixed is None else fixed.policies
-            async with gateways.serving(learner, served) as actor:
+            async with gateways.serving(learner, {} if fixed is None else fixed.policies) as actor:
                 actor.watch(reporter)
                 urls = ", ".join(actor.inference.urls)
                 reporter.say(f"gateway: {urls} serves {actor.inference.model}")
