@@ -11,14 +11,19 @@ from typing import Any, Literal, NamedTuple, Self
 import httpx
 import psutil
 
-from bench.fault_processes import Database, Server, free_port
+from bench.fault_processes import Database, Server, children, free_port, holders
 from bench.kit import ROOT
 
-Kind = Literal["service", "job", "task_app", "database"]
+Kind = Literal["service", "job", "task_app", "database", "learner", "gateway"]
 KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")
 JOB_PROCESS = "trainer_backend.terminal.job_process"
+# The processes that a job with [cluster] starts, by the module that they run.
+OF_A_JOB: Mapping[Kind, str] = {
+    "learner": "trainer_backend.learner.process",
+    "gateway": "trainer_backend.run.gateway_process",
+}
 # What has not come to anything by then never will.
-PATIENCE_S = 600.0
+PATIENCE_S = 1800.0
 # A process of a job whose service is gone ends at once.
 _MOMENT_S, _ORPHANED_S = 1.0, 60.0
 _ANSWER_S = 5.0
@@ -44,7 +49,6 @@ class Installation:
     def __init__(self, folder: Path) -> None:
         self.runs, self._folder = folder / "runs", folder
         self.refusals: list[str] = []
-        self._ending: list[psutil.Process] = []
         app_port, port = free_port(), free_port()
         self.task_url = f"http://127.0.0.1:{app_port}"
         key, app_key = secrets.token_hex(16), secrets.token_hex(16)
@@ -108,25 +112,40 @@ class Installation:
         return answer if answer.is_success else None
 
     def job_process(self) -> psutil.Process | None:
-        return self._service.child(JOB_PROCESS)
+        return next(iter(children(self._service.pid, JOB_PROCESS)), None)
+
+    def processes(self, kind: Kind) -> list[psutil.Process]:
+        """The job's process, or those of this kind that it has started, oldest first."""
+        job = self.job_process()
+        if job is None or kind == "job":
+            return [] if job is None else [job]
+        return children(job.pid, OF_A_JOB[kind])
+
+    def is_there(self, kind: Kind) -> bool:
+        """Whether there is a process of this kind to be killed."""
+        return kind in self._killable or bool(self.processes(kind))
 
     def kill(self, kind: Kind) -> None:
-        """Kill the process with SIGKILL; a job's process ends with its service."""
+        """Kill the process, of several the oldest, with SIGKILL; a job's processes end with its service."""
         job = self.job_process()
-        if kind != "job":
+        if kind in self._killable:
             self._killable[kind].kill()
-        elif job is not None:
-            job.kill()
+        else:
+            for process in self.processes(kind)[:1]:
+                process.kill()
         if kind in ("job", "service") and job is not None:
-            self._ending += psutil.wait_procs([job], timeout=_MOMENT_S)[1]
+            psutil.wait_procs([job], timeout=_MOMENT_S)
 
-    def left_behind(self) -> list[int]:
-        """Processes of the job that outlived their service."""
-        return [process.pid for process in psutil.wait_procs(self._ending, timeout=_ORPHANED_S)[1]]
+    def left_behind(self) -> set[int]:
+        """Processes beside the service that write in its data directory, long after the job has ended."""
+        until_s = time.monotonic() + _ORPHANED_S
+        while (others := holders(self.runs) - {self._service.pid}) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        return others
 
     def start(self, kind: Kind) -> None:
-        """Start the killed process again; the supervisor itself restarts a job's process."""
-        if kind != "job":
+        """Start the killed process again; what belongs to a job is restarted by the supervisor or the job."""
+        if kind in self._killable:
             self._killable[kind].start()
 
     def keep_up(self) -> list[Kind]:

@@ -9,10 +9,11 @@ from pydantic import SecretStr
 
 from bench.fault_installation import Installation, Posted
 from bench.fault_watch import Seen, plan_id
-from shared_schemas.rollouts import RolloutRequest
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import PolicyLogprobs, Trajectory
 from task_app.policies.openai import decision_seed
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.rundir.files import read_texts
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import rollout_files
@@ -39,7 +40,7 @@ def judge(
     seen.hold("posted again it is the same job", holds={post.job_id for post in posts} == {job["id"]})
     seen.hold("and no second one", holds=posts[-1].code == 200)
     seen.hold(f"no such answers: {place.refusals}", holds=not place.refusals)
-    seen.hold("no process of the job outlives its service", holds=not place.left_behind())
+    seen.hold("no process of the job outlives it", holds=not place.left_behind())
     if job["state"] != "succeeded":
         return
     run = open_run(Path(job["run_dir"]))
@@ -70,30 +71,67 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
     judge_stage(run, "warmup", planner.warmup(), seen)
     for number in (0, every[-1]):
         judge_stage(run, f"evaluation_{number}", planner.evaluation(str(number)), seen)
+    version = 0
     for line in ledger:
         stage = f"iteration_{line.iteration}"
-        finished = judge_stage(run, stage, planner.training(line.iteration), seen)
-        seen.hold(f"{stage}: learned", holds=sorted(map(plan_id, line.rollout_ids)) == finished)
+        stored = judge_stage(run, stage, planner.training(line.iteration), seen)
+        finished = [item for item in stored if item.trajectory is not None]
+        names = sorted(plan_id(item.rollout_id) for item in finished)
+        seen.hold(f"{stage}: learned", holds=sorted(map(plan_id, line.rollout_ids)) == names)
+        ages = {version - sampler for item in finished for sampler in samplers(item)}
+        seen.ages |= ages
+        bound = range(planner.table.max_staleness + 1)
+        seen.hold(f"{stage}: tokens {sorted(ages)} versions old", holds=ages <= set(bound))
+        judge_kept(run, stored, stage, seen)
+        version = line.policy_version
 
 
-def judge_stage(run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen) -> list[str]:
-    """Check that every planned rollout is there once, and return the planned ids of the finished ones."""
+def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: Seen) -> None:
+    """Check that the iteration has what kills found of it, or that no checkpoint held the weights of that.
+
+    The latter has been set aside.
+    """
+    aside = [
+        Rollout.model_validate_json(line)
+        for path in run.rollouts.glob(f"{stage}.unused-*.jsonl")
+        for line in read_texts(path)[1:]
+    ]
+    for item in stored:
+        name = plan_id(item.rollout_id)
+        for kept in seen.kept.get(name, ()):
+            played = kept.rollout.trajectory
+            if played == item.trajectory:
+                continue
+            seen.counts["kept_and_set_aside"] += 1
+            is_young = max(samplers(kept.rollout), default=-1) > kept.saved_version
+            seen.hold(f"{stage}: kept, or of weights that no checkpoint held", holds=is_young)
+            is_there = any(plan_id(one.rollout_id) == name and one.trajectory == played for one in aside)
+            seen.hold(f"{stage}: kept, or set aside", holds=is_there)
+
+
+def samplers(rollout: Rollout) -> set[int]:
+    """The policy versions that sampled its tokens."""
+    steps = () if rollout.trajectory is None else rollout.trajectory.steps
+    calls = [step.policy_logprobs for step in steps if isinstance(step.policy_logprobs, PolicyLogprobs)]
+    return {version for call in calls for _, version in call.versions}
+
+
+def judge_stage(
+    run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen
+) -> list[Rollout]:
+    """Check that every planned rollout is there once, and return what is there."""
     stored = read_rollouts(run.rollouts_file(stage))
     names = sorted(plan_id(item.rollout_id) for item in planned)
     seen.hold(f"{stage}: planned", holds=sorted(plan_id(item.rollout_id) for item in stored) == names)
     requests = {plan_id(item.rollout_id): item for item in planned}
-    finished = []
     for item in stored:
         name = plan_id(item.rollout_id)
         if item.trajectory is None:
             seen.counts["failed_for_good"] += 1
             seen.hold(f"{stage}: failed, and no word of it", holds=item.failure is not None)
         else:
-            finished.append(name)
             judge_episode(stage, item.trajectory, requests.get(name), seen)
-        kept = seen.kept.get(name)
-        seen.hold(f"{stage}: kept", holds=kept is None or kept.trajectory == item.trajectory)
-    return sorted(finished)
+    return stored
 
 
 def judge_episode(stage: str, played: Trajectory, asked: RolloutRequest | None, seen: Seen) -> None:

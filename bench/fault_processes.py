@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,27 @@ from bench.kit import ROOT
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
+
+
+def children(pid: int, word: str) -> list[psutil.Process]:
+    """The children of a process whose commands hold `word`, oldest first; none if it has ended."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if word in child.cmdline():
+                    found.append((child.create_time(), child.pid, child))
+    return [child for *_, child in sorted(found, key=lambda item: item[:2])]
+
+
+def holders(folder: Path) -> set[int]:
+    """The processes of this machine that have a file under the folder open."""
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if Path(os.readlink(descriptor)).is_relative_to(folder):
+                found.add(int(descriptor.parts[2]))
+    return found
 
 
 class Server:
@@ -40,15 +62,9 @@ class Server:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def child(self, word: str) -> psutil.Process | None:
-        """The child process whose command holds `word`; None if there is none."""
-        try:
-            for child in psutil.Process(self._process.pid).children():
-                if word in child.cmdline():
-                    return child
-        except psutil.NoSuchProcess:
-            pass
-        return None
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
 
 class Database:

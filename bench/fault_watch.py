@@ -1,15 +1,18 @@
 """Looks at a job of bench/study_faults.py from its post to its end, kills when it is time, takes times."""
 
+import json
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.fault_installation import PATIENCE_S, Installation, Kind
+from bench.fault_installation import OF_A_JOB, PATIENCE_S, Installation, Kind
 from shared_schemas.rollouts import Rollout
+from trainer_backend.rundir.checkpoint_paths import STATE_FILE, latest_checkpoint
 from trainer_backend.rundir.files import read_texts
 from trainer_backend.rundir.state import RunState, read_state
 from trainer_backend.store.rows import ENDED
@@ -28,6 +31,17 @@ class Fault(NamedTuple):
     kind: Kind
 
 
+class Kept(NamedTuple):
+    """A finished rollout that a kill found on disk.
+
+    Attributes:
+        saved_version: that the newest checkpoint held then.
+    """
+
+    rollout: Rollout
+    saved_version: int
+
+
 @dataclass
 class Seen:
     """The events of one job, and its violated promises.
@@ -35,10 +49,12 @@ class Seen:
     Attributes:
         kills: by kind and stage, `job in collect`.
         losses: rollouts that were begun and asked for again, by cause.
-        recovery_s: by kind, from a kill to the first new rollout on disk; not where another kill came before
-            that, and not of the database, which no rollout waits for.
+        recovery_s: by kind, from a kill to the first new rollout on disk (of a learner or gateway: the first
+            one once its successor runs); not where another kill came before that, and not of the database,
+            which no rollout waits for.
         answers_s: by kind, until the service answers again out of its store.
-        kept: rollouts that a kill found finished, by their planned id.
+        kept: what kills found finished, by its planned id.
+        ages: how many versions the samplers of the tokens lay behind the policies that learned from them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -46,7 +62,8 @@ class Seen:
     losses: Counter[str] = field(default_factory=Counter)
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     answers_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    kept: dict[str, Rollout] = field(default_factory=dict)
+    kept: dict[str, list[Kept]] = field(default_factory=lambda: defaultdict(list))
+    ages: set[int] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
 
     def hold(self, what: str, *, holds: bool) -> None:
@@ -56,11 +73,17 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill before recovery, with the number of rollouts in each spool."""
+    """A kill before recovery.
+
+    Attributes:
+        lines: the number of rollouts in each spool, at the kill or when the successor was first seen.
+        without: the processes of this kind that are no successor.
+    """
 
     kind: Kind
     at_s: float
     lines: dict[str, int]
+    without: set[int] | None = None
 
 
 def drawn_faults(
@@ -117,9 +140,19 @@ class Watch:
             for iteration in range(state.iteration + 1):
                 self._reached_s.setdefault(iteration, now)
         wound = self._wound
-        if wound is not None and any(n > wound.lines.get(name, 0) for name, n in self._lines().items()):
+        if wound is None:
+            return
+        lines = self._lines()
+        if wound.without is not None:
+            if not self._pids(wound.kind) - wound.without:
+                return
+            wound.lines, wound.without = lines, None
+        if any(n > wound.lines.get(name, 0) for name, n in lines.items()):
             self._seen.recovery_s[wound.kind].append(round(now - wound.at_s, 2))
             self._wound = None
+
+    def _pids(self, kind: Kind) -> set[int]:
+        return {process.pid for process in self._place.processes(kind)}
 
     def _asked(self) -> dict[str, Any] | None:
         """The service's current view of the only job."""
@@ -138,17 +171,18 @@ class Watch:
         reached_s = self._reached_s.get(fault.iteration)
         if reached_s is None or time.monotonic() - reached_s < fault.delay_s:
             return False
-        return fault.kind != "job" or self._place.job_process() is not None
+        return self._place.is_there(fault.kind)
 
     def _strike(self, fault: Fault) -> None:
         kind = fault.kind
         self._seen.kills[f"{kind} in {self._stage()}"] += 1
         self._seen.counts[f"{kind}_killed"] += 1
+        before = self._pids(kind) if kind in OF_A_JOB else None
         at_s = time.monotonic()
         self._place.kill(kind)
         if kind != "database":
             self._seen.counts["overtaken"] += self._wound is not None
-            self._wound = Wound(kind, at_s, self._lines())
+            self._wound = Wound(kind, at_s, self._lines(), before)
         self._keep_in_mind()
         self._place.start(kind)
         if kind in ("service", "database"):
@@ -174,11 +208,20 @@ class Watch:
 
     def _keep_in_mind(self) -> None:
         """What stands in a spool has finished, and must be what its iteration learns from."""
+        saved_version = self._saved_version()
         for name, lines in self._spools().items():
             if name.startswith("iteration_"):
                 for line in lines:
                     rollout = Rollout.model_validate_json(line)
-                    self._seen.kept[plan_id(rollout.rollout_id)] = rollout
+                    self._seen.kept[plan_id(rollout.rollout_id)].append(Kept(rollout, saved_version))
+
+    def _saved_version(self) -> int:
+        """Of the newest checkpoint; one that a younger one replaces meanwhile is looked for again."""
+        run = self._run()
+        while run is not None and (newest := latest_checkpoint(run / "checkpoints")) is not None:
+            with suppress(OSError):
+                return int(json.loads((newest / STATE_FILE).read_text())["policy_version"])
+        return -1
 
 
 def plan_id(rollout_id: str) -> str:

@@ -1,6 +1,6 @@
 """Faults: short jobs of a trainer service in which each process is killed at random points, until all ended.
 
-    python -m bench.study_faults [--quick] [--seeds 0 1 2] [--out runs/faults]        (make study-faults)
+    python -m bench.study_faults [--processes | --quick] [--seeds 0 1] [--out runs/faults] (make study-faults)
 
 Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. It is
 posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
@@ -8,9 +8,15 @@ while it is posted, starts, collects, learns, saves, evaluates, one of four gets
 process of the job, the task app, the database. The service starts the process of the job again, the study the
 others. Then run directory and store must tell of the run that it would have been (fault_judge.py): every
 iteration once, every planned rollout once, finished or with its failure, none in two lines of the ledger, all
-that had been kept before a kill in its iteration, every seed as planned, no second job.
-bench/results/faults.json has the figures, by seed: what is there is not run again. Exit code 1 when something
-does not hold.
+that had been kept before a kill in its iteration, every seed as planned, no second job, no process left over.
+
+With --processes each job has learner and two gateways in processes of their own, [cluster], and collects an
+iteration ahead. Learner and gateways are killed too; the job's process starts them again. Then no token may
+be older than training.max_staleness, and of what had been kept only rollouts of weights that no checkpoint
+held may be missing in their iteration: those lie in an .unused- file.
+
+bench/results/faults.json and faults_processes.json have the figures, by seed: what is there is not run again.
+Exit code 1 when something does not hold.
 """
 
 import argparse
@@ -25,11 +31,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.fault_installation import KINDS, Installation, Kind
+from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
 from bench.fault_judge import judge
 from bench.fault_watch import Fault, Seen, Watch, drawn_faults
 from bench.kit import ROOT
@@ -41,30 +47,38 @@ SETTINGS = (
     "warmup.episodes=8", "training.threads=1", "evaluation.instances=2", "evaluation.every_n_iters=1000",
     "services.task_app_wait_s=60.0",
 )  # fmt: skip
+# A checkpoint every second iteration: of those collected ahead some have weights that no checkpoint holds.
+IN_PROCESSES = (
+    "cluster.launcher=local", "services.gateways=2", "inference.threads=2",
+    "training.max_staleness=1", "training.recovery_every=2",
+)  # fmt: skip
 # The figure of recovery: from a kill to the first new rollout.
 RECOVERY_S = 20.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long a job is, an iteration takes about, and what is killed once; the full one: and one more."""
+    """How long a job is, an iteration takes about, what is killed once, and how many of it once more."""
 
     iterations: int
     episodes: int
     iteration_s: float
     kinds: tuple[Kind, ...] = KINDS
+    more: int = 0
+    settings: tuple[str, ...] = ()
 
     def faults(self, seed: int) -> list[Fault]:
         draws = random.Random(seed)
-        more = (draws.choice(KINDS),) if self is FULL else ()
-        kinds = (*self.kinds, *more)
+        kinds = (*self.kinds, *(draws.choice(self.kinds) for _ in range(self.more)))
         return drawn_faults(draws, kinds, iterations=self.iterations, iteration_s=self.iteration_s)
 
 
-FULL = Size(iterations=6, episodes=16, iteration_s=2.0)
-QUICK = tuple(
-    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=kinds)
-    for kinds in (("service", "job"), ("task_app", "database"))
+FULL = Size(iterations=6, episodes=16, iteration_s=2.0, more=1)
+PROCESSES = replace(FULL, kinds=(*KINDS, *OF_A_JOB), settings=IN_PROCESSES)
+QUICK = (
+    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=("service", "job")),
+    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=("task_app", "database")),
+    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=tuple(OF_A_JOB), settings=IN_PROCESSES),
 )
 
 
@@ -85,7 +99,7 @@ def run_job(folder: Path, size: Size, seed: int) -> dict[str, Any]:
     return {
         "seconds": round(time.monotonic() - begun_s, 1), "counts": dict(seen.counts), "kept": len(seen.kept),
         "kills": dict(seen.kills), "losses": dict(seen.losses), "recovery_s": dict(seen.recovery_s),
-        "answers_s": dict(seen.answers_s), "wrong": seen.wrong,
+        "answers_s": dict(seen.answers_s), "ages": sorted(seen.ages), "wrong": seen.wrong,
     }  # fmt: skip
 
 
@@ -95,7 +109,7 @@ def job_text(size: Size, seed: int, task_url: str) -> str:
         f"training.iterations={size.iterations}", f"rollout.episodes_per_batch={size.episodes}",
         f"job.seed={seed}", f'services.task_url="{task_url}"',
     )  # fmt: skip
-    return dump_job(load_job(ROOT / "configs" / "crafter_cpu.toml", (*SETTINGS, *own)).config)
+    return dump_job(load_job(ROOT / "configs" / "crafter_cpu.toml", (*SETTINGS, *size.settings, *own)).config)
 
 
 def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Size]) -> dict[str, Any]:
@@ -115,8 +129,9 @@ def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Siz
 
 
 def summary(jobs: dict[str, Any]) -> dict[str, Any]:
-    recovery = {kind: times(job["recovery_s"].get(kind, ()) for job in jobs.values()) for kind in KINDS}
-    answers = {kind: times(job["answers_s"].get(kind, ()) for job in jobs.values()) for kind in KINDS}
+    kinds = (*KINDS, *OF_A_JOB)
+    recovery = {kind: times(job["recovery_s"].get(kind, ()) for job in jobs.values()) for kind in kinds}
+    answers = {kind: times(job["answers_s"].get(kind, ()) for job in jobs.values()) for kind in kinds}
     slow = sum(
         found > RECOVERY_S for job in jobs.values() for all_s in job["recovery_s"].values() for found in all_s
     )
@@ -153,18 +168,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="two jobs with two kills each; shows that it works"
+    arms = parser.add_mutually_exclusive_group()
+    arms.add_argument(
+        "--quick", action="store_true", help="three jobs, one in processes, with two kills each"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="default: 0 to 19")
+    arms.add_argument(
+        "--processes", action="store_true", help="jobs in processes of their own, collecting ahead"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=None, help="default: 0 to 19; of --processes: 0 to 7"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
     parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
     options = parser.parse_args(arguments)
-    name = "faults_quick" if options.quick else "faults"
+    name, sizes, count = "faults", (FULL,), 20
+    if options.quick:
+        name, sizes, count = "faults_quick", QUICK, len(QUICK)
+    elif options.processes:
+        name, sizes, count = "faults_processes", (PROCESSES,), 8
     folder = (options.out or ROOT / "runs" / name).resolve()
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
-    seeds = options.seeds or range(2 if options.quick else 20)
-    outcome = study(folder, results, seeds, QUICK if options.quick else (FULL,))
+    outcome = study(folder, results, options.seeds or range(count), sizes)
     print(json.dumps({key: value for key, value in outcome.items() if key != "jobs"}, indent=1))
     return 0 if all(outcome["holds"].values()) else 1
 

@@ -3,15 +3,20 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import study_faults
-from bench.fault_installation import KINDS
+from bench.fault_installation import KINDS, OF_A_JOB
 from bench.fault_judge import judge_run, judge_store
-from bench.fault_watch import Seen, drawn_faults
+from bench.fault_processes import children, holders
+from bench.fault_watch import Kept, Seen, drawn_faults, plan_id
+from shared_schemas.rollouts import Rollout
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.spool import LEDGER_FILE
@@ -50,6 +55,20 @@ def in_another_world(run: RunDirectory) -> None:
     write_rollouts(file, found)
 
 
+def sampled_by(rollout: Rollout, version: int) -> Rollout:
+    """The rollout with its first decision sampled by this version of the policy."""
+    first, *others = rollout.trajectory.steps
+    call = first.policy_logprobs.model_copy(update={"versions": ((0, version),)})
+    steps = (first.model_copy(update={"policy_logprobs": call}), *others)
+    return rollout.model_copy(update={"trajectory": rollout.trajectory.model_copy(update={"steps": steps})})
+
+
+def of_older_weights(run: RunDirectory) -> None:
+    file = run.rollouts_file("iteration_2")
+    first, *others = read_rollouts(file)
+    write_rollouts(file, [sampled_by(first, 0), *others])
+
+
 def test_a_run_that_nothing_was_done_to_is_the_one_that_was_planned(trained):
     seen = Seen()
     judge_run(trained[0], ITERATIONS, seen)
@@ -64,6 +83,7 @@ def test_a_run_that_nothing_was_done_to_is_the_one_that_was_planned(trained):
         (lambda run: with_last_line_twice(run.path / "metrics.jsonl"), "both evaluations"),
         (without_a_rollout, "iteration_1: planned"),
         (in_another_world, "evaluation_0: seed of the world"),
+        (of_older_weights, "iteration_2: tokens [0, 1] versions old"),
     ],
 )
 def test_what_was_lost_or_doubled_is_named(
@@ -73,6 +93,45 @@ def test_what_was_lost_or_doubled_is_named(
     run = open_run(tmp_path / "run")
     harm(run)
     assert told in wrong_of(run)
+
+
+def test_what_a_kill_found_may_be_missing_only_if_no_checkpoint_held_its_weights_and_it_was_set_aside(
+    trained, tmp_path: Path
+):
+    shutil.copytree(trained[0].path, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    stored = read_rollouts(run.rollouts_file("iteration_2"))[0]
+    other = sampled_by(stored, 3)
+
+    def wrong(rollout: Rollout, *, saved_version: int) -> list[str]:
+        seen = Seen()
+        seen.kept[plan_id(stored.rollout_id)].append(Kept(rollout, saved_version))
+        judge_run(run, ITERATIONS, seen)
+        return seen.wrong
+
+    assert wrong(stored, saved_version=2) == []
+    assert wrong(other, saved_version=2) == ["iteration_2: kept, or set aside"]
+    aside = run.rollouts / "iteration_2.unused-1.jsonl"
+    aside.write_text(f"{{}}\n{other.model_dump_json(exclude_unset=True)}\n")
+    assert wrong(other, saved_version=2) == []
+    assert wrong(other, saved_version=3) == ["iteration_2: kept, or of weights that no checkpoint held"]
+
+
+def test_processes_of_a_job_are_told_by_their_command_and_by_the_files_that_they_write(tmp_path: Path):
+    body = "import sys; print(flush=True); sys.stdin.read()"
+    with (tmp_path / "log").open("w") as log:
+        child = subprocess.Popen(
+            (sys.executable, "-c", body, OF_A_JOB["learner"]),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it runs
+        pid = psutil.Process().pid
+        assert [process.pid for process in children(pid, OF_A_JOB["learner"])] == [child.pid]
+        assert children(pid, OF_A_JOB["gateway"]) == []
+        assert holders(tmp_path) == {child.pid}
+    assert (children(pid, OF_A_JOB["learner"]), holders(tmp_path)) == ([], set())
 
 
 def test_the_store_is_held_against_the_run_directory(trained, tmp_path: Path):
@@ -94,6 +153,7 @@ def test_every_kind_is_killed_once_and_at_a_point_that_the_seed_draws():
     drawn = [drawn_faults(random.Random(seed), KINDS, iterations=6, iteration_s=2.0) for seed in (1, 1, 2)]
     assert [sorted(fault.kind for fault in faults) for faults in drawn] == [sorted(KINDS)] * 3
     assert drawn[0] == drawn[1] != drawn[2]
+    assert {fault.kind for fault in study_faults.PROCESSES.faults(0)} == {*KINDS, *OF_A_JOB}
 
 
 def test_a_job_that_is_not_as_it_would_have_been_fails_the_study(tmp_path: Path, capsys):
