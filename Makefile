@@ -64,8 +64,9 @@ study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, be
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	$(BIN)/python -m bench.study_soak
 
-study-faults: $(VENV)/.ready ## service, job, task app and database of 20 short jobs killed at random points: each must end as if not (half an hour; resumable)
+study-faults: $(VENV)/.ready ## every process of 20 short jobs, and of 8 jobs in processes, killed at random points: each must end as if not (an hour; resumable)
 	$(BIN)/python -m bench.study_faults
+	$(BIN)/python -m bench.study_faults --processes
 
 study-vllm: $(VENV)/.ready ## real vLLM servers: exactness, swaps in flight, a killed server (10 minutes; VLLM_PYTHON=VENV/bin/python, docs/vllm.md)
 	$(BIN)/python -m bench.study_vllm --vllm-python "$(VLLM_PYTHON)"

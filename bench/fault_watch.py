@@ -53,7 +53,7 @@ class Seen:
             one once its successor runs); not where another kill came before that, and not of the database,
             which no rollout waits for.
         answers_s: by kind, until the service answers again out of its store.
-        kept: what kills found finished, by its planned id.
+        kept: what kills found finished, by its planned id; each episode once, as the last kill found it.
         ages: how many versions the samplers of the tokens lay behind the policies that learned from them.
     """
 
@@ -213,7 +213,9 @@ class Watch:
             if name.startswith("iteration_"):
                 for line in lines:
                     rollout = Rollout.model_validate_json(line)
-                    self._seen.kept[plan_id(rollout.rollout_id)].append(Kept(rollout, saved_version))
+                    kept = self._seen.kept[plan_id(rollout.rollout_id)]
+                    kept[:] = [one for one in kept if one.rollout.trajectory != rollout.trajectory]
+                    kept.append(Kept(rollout, saved_version))
 
     def _saved_version(self) -> int:
         """Of the newest checkpoint; one that a younger one replaces meanwhile is looked for again."""
