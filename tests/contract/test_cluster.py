@@ -18,7 +18,7 @@ from trainer_backend.rundir.state import read_state
 SHORT = {"lora": None, "training__iterations": 2, "evaluation__every_n_iters": 2}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)  # five processes start, each with an import of torch
 def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bit_for_bit(tmp_path: Path):
     whole, _, _ = train_job(exact_job(**SHORT), tmp_path / "whole")
     job = tmp_path / "job.toml"

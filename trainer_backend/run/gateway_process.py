@@ -7,6 +7,12 @@ Exit codes: 0 stopped, 2 the policy cannot be served, 3 its engine has failed; t
 why.
 """
 
+from service_kit.children import READY, end_with_parent
+
+if __name__ == "__main__":
+    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
+    end_with_parent()
+
 import argparse
 import asyncio
 import os
@@ -17,7 +23,6 @@ from typing import Protocol
 
 from pydantic import SecretStr
 
-from service_kit.children import READY, end_with_parent
 from service_kit.connections import ConnectionBounds
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
@@ -142,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="the gateway's name, for lists of processes")
     parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
     options = parser.parse_args(arguments)
-    end_with_parent()
     configure_logs_from()
     listener = Listener.inherited(options.socket)
     setup = GatewaySetup.model_validate_json(os.environ.pop(SETUP))
