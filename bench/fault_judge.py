@@ -96,16 +96,17 @@ def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: S
         for path in run.rollouts.glob(f"{stage}.unused-*.jsonl")
         for line in read_texts(path)[1:]
     ]
+    unused = [one for one in aside if all(one.trajectory != item.trajectory for item in stored)]
+    seen.counts["set_aside"] += len(unused)
     for item in stored:
         name = plan_id(item.rollout_id)
         for kept in seen.kept.get(name, ()):
             played = kept.rollout.trajectory
             if played == item.trajectory:
                 continue
-            seen.counts["kept_and_set_aside"] += 1
             is_young = max(samplers(kept.rollout), default=-1) > kept.saved_version
             seen.hold(f"{stage}: kept, or of weights that no checkpoint held", holds=is_young)
-            is_there = any(plan_id(one.rollout_id) == name and one.trajectory == played for one in aside)
+            is_there = any(plan_id(one.rollout_id) == name and one.trajectory == played for one in unused)
             seen.hold(f"{stage}: kept, or set aside", holds=is_there)
 
 

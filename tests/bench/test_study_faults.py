@@ -107,11 +107,12 @@ def test_what_a_kill_found_may_be_missing_only_if_no_checkpoint_held_its_weights
         seen = Seen()
         seen.kept[plan_id(stored.rollout_id)].append(Kept(rollout, saved_version))
         judge_run(run, ITERATIONS, seen)
+        assert seen.counts["set_aside"] == aside.exists()
         return seen.wrong
 
+    aside = run.rollouts / "iteration_2.unused-1.jsonl"
     assert wrong(stored, saved_version=2) == []
     assert wrong(other, saved_version=2) == ["iteration_2: kept, or set aside"]
-    aside = run.rollouts / "iteration_2.unused-1.jsonl"
     aside.write_text(f"{{}}\n{other.model_dump_json(exclude_unset=True)}\n")
     assert wrong(other, saved_version=2) == []
     assert wrong(other, saved_version=3) == ["iteration_2: kept, or of weights that no checkpoint held"]
