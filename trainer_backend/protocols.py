@@ -141,7 +141,10 @@ class InferenceServer(Protocol):
         """Report its processes, if it has any, and each change of one from now on."""
 
     async def totals(self) -> Mapping[str, float]:
-        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more.
+
+        It does not raise: the newest known counts stand for a server that has failed.
+        """
 
 
 class Reporter(Protocol):

@@ -51,10 +51,10 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     saving.mark_best()  # a kill may have come between an evaluation and this
     try:
         while True:
-            ahead.begin_early(progress)
-            if saving.due(progress.iteration):
-                await _save(run, progress)
             try:
+                ahead.begin_early(progress)
+                if saving.due(progress.iteration):
+                    await _save(run, progress)
                 if saving.evaluation_due(progress):
                     await _evaluate(run, progress, stop)
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()

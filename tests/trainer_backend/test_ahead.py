@@ -1,6 +1,7 @@
 """Collecting ahead of the learner, in virtual time: what is asked when, and how old its tokens are."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import selectors
@@ -20,11 +21,12 @@ from tests.trainer_backend.test_train import Learner, Server, finished
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.errors import SamplerMismatch, TaskAppError
+from trainer_backend.errors import RunNotWritten, SamplerMismatch, TaskAppError
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.timeline import Timeline
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.spool import plan_id, read_ledger
+from trainer_backend.rundir.spool import Spool, plan_id, read_ledger
 from trainer_backend.train import Run, train
 
 
@@ -235,6 +237,29 @@ def test_an_error_ahead_ends_the_run_in_its_turn_and_what_else_was_asked_for_is_
     assert {name.split("/")[1] for name in services.cancelled} == {"5"}, "all of 4 had been played"
 
 
+class NoRoom(Run):
+    """A run whose disk is full when iteration 4 begins."""
+
+    def iteration_spool(
+        self, number: int, requests: Sequence[RolloutRequest], progress: Progress
+    ) -> Spool | None:
+        if number == 4:
+            raise RunNotWritten("no space left")
+        return super().iteration_spool(number, requests, progress)
+
+
+def test_an_error_of_what_is_begun_early_loses_no_finished_iteration(tmp_path: Path):
+    services = Services(4, lambda: 1.0, lambda: 1.0)
+    run = run_of(
+        tmp_path / "run", services, Noting(services), training__max_staleness=1, training__iterations=9,
+        training__recovery_every=0, evaluation__every_n_iters=100,
+    )  # fmt: skip
+    run = NoRoom(**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)})
+    with pytest.raises(RunNotWritten, match="no space left"):
+        in_virtual_time(train(run, Progress(), asyncio.Event()))
+    assert run.saving.is_saved(2)
+
+
 def test_tokens_that_are_older_than_the_bound_are_refused(tmp_path: Path):
     services = Services(4, lambda: 1.0, lambda: 1.0)
     run = run_of(
@@ -274,7 +299,7 @@ def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest
     second.version, second.start = saved, 2
     learner, reporter = Noting(second), ListReporter()
     again = run_of(tmp_path / "run", second, learner, **keys)
-    again.directory.go_back_to(saved, reporter.say, max_staleness=1)
+    again.directory.go_back_to(saved, reporter.say, max_staleness=1, policy_version=saved)
     in_virtual_time(train(again, Progress(saved, saved, saved), asyncio.Event()))
     plans = [sorted(plan_id(item.rollout_id) for item in run.planner.training(k)) for k in range(1, 10)]
     assert learner.learned == plans[saved:]
@@ -288,3 +313,26 @@ def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest
     ]
     played_twice = set(first.played) & set(second.played)
     assert played_twice <= {plan_id(row["rollout_id"]) for row in usable}, "nothing is lost"
+
+
+def test_who_waited_is_counted_and_work_that_had_to_wait_is_told_from_when_it_need_not():
+    now = 0.0
+    timeline = Timeline(clock=lambda: now)
+    with timeline.working("collect") as first:  # 0 to 10
+        now = 4.0
+        with timeline.working("collect") as second, timeline.working("learn"):  # 4 to 6, both lanes
+            now = 6.0
+        ahead = timeline.working("collect")
+        third = ahead.__enter__()
+        now = 10.0
+    with timeline.working("learn"):  # 10 to 13, beside the third
+        now = 13.0
+    ahead.__exit__(None, None, None)
+    with timeline.working("learn"):
+        now = 20.0
+    assert [(span.start, span.end) for span in (first, second, third)] == [(0, 10), (4, 6), (10, 13)]
+    # collecting alone 0 to 4 and 6 to 10, both 4 to 6 and 10 to 13, learning alone 13 to 20
+    assert timeline.waits() == {
+        "time/wait_collect_s": 8.0, "time/wait_learner_s": 7.0, "perf/overlap": 5.0 / 20.0,
+    }  # fmt: skip
+    assert timeline.waits()["perf/overlap"] == 0.0

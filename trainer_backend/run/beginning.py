@@ -198,7 +198,12 @@ class Beginning:
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
         staleness = self._planner.table.max_staleness
-        self._directory.go_back_to(progress.iteration, self._reporter.say, max_staleness=staleness)
+        self._directory.go_back_to(
+            progress.iteration,
+            self._reporter.say,
+            max_staleness=staleness,
+            policy_version=progress.policy_version if staleness else None,
+        )
         self._reporter.say(f"resumed from {checkpoint}")
         for line in (
             self._directory.missing_rows(progress.iteration),

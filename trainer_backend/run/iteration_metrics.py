@@ -232,7 +232,7 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     of tokens a step. `lost_mass`, the probability that truncation removed, is a mean over the tokens that
     were sampled under truncation; absent without such tokens.
     """
-    used = {name: float(after[name] - before[name]) for name in after}
+    used = {name: float(after[name] - before.get(name, 0.0)) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
     restarts = used.pop("gateway_restarts", None)
     return {

@@ -1,12 +1,14 @@
 """When rollouts were collected and when the learner worked: who waited for whom."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["collect", "learn"]
+_KEPT = 64  # spans of a lane, several times as many as are under way at a time
 # Metrics that begin so are times of day, which make no curve.
 PREFIX = "timeline/"
 
@@ -34,7 +36,7 @@ class Timeline:
         offset = time.time() - time.monotonic()
         self._clock = clock or (lambda: offset + time.monotonic())
         self._running: dict[Lane, int] = {"collect": 0, "learn": 0}
-        self._last_end: dict[Lane, float] = {"collect": 0.0, "learn": 0.0}
+        self._ended: dict[Lane, deque[Span]] = {"collect": deque(maxlen=_KEPT), "learn": deque(maxlen=_KEPT)}
         self._alone: dict[Lane, float] = {"collect": 0.0, "learn": 0.0}
         self._both, self._counted_to = 0.0, self._clock()
 
@@ -42,18 +44,19 @@ class Timeline:
     def working(self, lane: Lane) -> Iterator[Span]:
         """The lane works until the context is left.
 
-        What was begun while other work of its lane was under way is told from the end of that on: it had to
-        wait for it, in whole or in part.
+        What began while earlier work of its lane was under way is told from the end of that on, since it had
+        to wait for it, in whole or in part. Where it ends before that, it is told from its own start.
         """
         span = Span(self._count())
         self._running[lane] += 1
         try:
             yield span
         finally:
-            span.end = self._count()
+            begin, span.end = span.start, self._count()
             self._running[lane] -= 1
-            span.start = min(max(span.start, self._last_end[lane]), span.end)
-            self._last_end[lane] = span.end
+            before = [other.end for other in self._ended[lane] if other.start < begin]
+            span.start = max(begin, *before, 0.0)
+            self._ended[lane].append(Span(begin, span.end))
 
     def waits(self) -> dict[str, float]:
         """The waits since the last call.

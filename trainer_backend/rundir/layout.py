@@ -137,15 +137,25 @@ class RunDirectory:
             f"checkpoints/best stays where it is until an evaluation is better"
         )
 
-    def go_back_to(self, iteration: int, tell: Callable[[str], None], *, max_staleness: int = 0) -> None:
+    def go_back_to(
+        self,
+        iteration: int,
+        tell: Callable[[str], None],
+        *,
+        max_staleness: int = 0,
+        policy_version: int | None = None,
+    ) -> None:
         """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
         Args:
             tell: receives a sentence about each file of rollouts that cannot be used.
-            max_staleness: of the job, so many iterations beyond the next one may have rollouts already.
+            max_staleness: of the job; so many iterations beyond the next one may have rollouts already.
+            policy_version: of the checkpoint; None: no rollout can be of a later one.
         """
         self.forget_after(iteration)
-        tidy_spools(self.rollouts, iteration, tell, max_staleness=max_staleness)
+        tidy_spools(
+            self.rollouts, iteration, tell, max_staleness=max_staleness, policy_version=policy_version
+        )
 
     def forget_after(self, iteration: int) -> None:
         """Drop the rows of later iterations from metrics and ledger."""

@@ -56,12 +56,7 @@ class Spool:
         header = {"plan": plan_digest(requests, gateway_urls), "policy_version": versions[-1]}
         rows = read_lines(path)
         if rows and rows[0].get("plan") == header["plan"] and rows[0].get("policy_version") in versions:
-            rollouts = _rollouts_in(path)
-            usable = [rollout for rollout in rollouts if _newest_version(rollout) < versions.stop]
-            if len(usable) < len(rollouts):  # else other weights would get the number of those that are lost
-                set_aside(path, tell, why="in part by weights that no checkpoint holds")
-                lines = [json.dumps(rows[0], sort_keys=True), *map(_line_of, usable)]
-                replace_text(path, "".join(f"{line}\n" for line in lines), durable=False)
+            usable = _without_later_versions(path, rows[0], versions[-1], tell)
             if usable:
                 tell(f"{len(usable)} rollouts of {path.name} were collected before, and are used")
             return cls(path, rows[0], {plan_id(rollout.rollout_id): rollout for rollout in usable})
@@ -98,15 +93,23 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str])
     return digest.hexdigest()
 
 
-def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None], *, max_staleness: int = 0) -> None:
+def tidy_spools(
+    folder: Path,
+    iteration: int,
+    tell: Callable[[str], None],
+    *,
+    max_staleness: int = 0,
+    policy_version: int | None = None,
+) -> None:
     """Remove spools that cannot be used when a run continues from the end of an iteration.
 
     Only that iteration's evaluation and the next iteration match the weights of the checkpoint, and with
-    `max_staleness` so many iterations beyond it; `Spool.open` then looks at the versions in them.
+    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights.
 
     Args:
         folder: rollouts/ of the run.
         iteration: -1: the run begins anew.
+        policy_version: of the checkpoint; None: no token can be of a later one.
     """
     for path in sorted(folder.glob(f"*_*{_ENDING}")):
         stage, _, digits = path.name.removesuffix(_ENDING).rpartition("_")
@@ -116,6 +119,9 @@ def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None], *, ma
             continue
         last = first + (max_staleness if stage == "iteration" else 0)
         if first <= number <= last and iteration >= 0:
+            rows = [] if policy_version is None else read_lines(path)
+            if rows and policy_version is not None:
+                _without_later_versions(path, rows[0], policy_version, tell)
             continue
         if number > last or iteration < 0:
             set_aside(path, tell, why="of weights that no checkpoint holds")
@@ -159,6 +165,22 @@ def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
             "trajectory": trajectory,
         }
     )
+
+
+def _without_later_versions(
+    path: Path, header: Mapping[str, Any], newest: int, tell: Callable[[str], None]
+) -> list[Rollout]:
+    """The rollouts of a spool without those that later versions sampled, which then leave the spool too.
+
+    Other weights will get the numbers of those versions.
+    """
+    rollouts = _rollouts_in(path)
+    usable = [rollout for rollout in rollouts if _newest_version(rollout) <= newest]
+    if len(usable) < len(rollouts):
+        set_aside(path, tell, why="in part by weights that no checkpoint holds")
+        lines = [json.dumps(header, sort_keys=True), *map(_line_of, usable)]
+        replace_text(path, "".join(f"{line}\n" for line in lines), durable=False)
+    return usable
 
 
 def _line_of(rollout: Rollout) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.rundir.disk import full_disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.errors import RunNotWritten
@@ -46,6 +47,18 @@ def begun(
     return Spool.open(
         path, requests, versions=range(version, version + 1), gateway_urls=(gateway,), tell=told.append
     )
+
+
+def sampled_by(version: int, rollout: Rollout) -> Rollout:
+    """The rollout, as this version would have played it."""
+    assert rollout.trajectory is not None
+    steps = []
+    for step in rollout.trajectory.steps:
+        assert isinstance(step.policy_logprobs, PolicyLogprobs)
+        call = step.policy_logprobs.model_copy(update={"versions": ((0, version),)})
+        steps.append(step.model_copy(update={"policy_logprobs": call}))
+    trajectory = rollout.trajectory.model_copy(update={"steps": tuple(steps)})
+    return rollout.model_copy(update={"trajectory": trajectory})
 
 
 @pytest.fixture
@@ -205,3 +218,21 @@ def test_a_run_that_begins_anew_has_only_the_rollouts_that_it_began_with(tmp_pat
         (tmp_path / f"{name}.spool.jsonl").write_text("{}\n{}\n")
     tidy_spools(tmp_path, -1, lambda line: None)
     assert {path.name for path in tmp_path.glob("*.spool.jsonl")} == {"warmup.spool.jsonl"}
+
+
+def test_with_a_staleness_later_spools_stay_but_for_tokens_of_later_weights(tmp_path: Path):
+    told: list[str] = []
+    spools = {number: tmp_path / f"iteration_{number}.spool.jsonl" for number in (4, 5, 6)}
+    for path in spools.values():
+        spool = begun(path, plan("run.1"), told, version=3)
+        for item, version in zip(plan("run.1"), (2, 3, 4), strict=True):
+            spool.keep(sampled_by(version, finished(item)))
+    tidy_spools(tmp_path, 3, told.append, max_staleness=1, policy_version=3)
+    assert {path.name for path in tmp_path.glob("*.spool.jsonl")} == {spools[4].name, spools[5].name}
+    requests = plan("run.2")
+    for path in (spools[4], spools[5]):
+        spool = Spool.open(path, requests, versions=range(2, 4), gateway_urls=("http://a",), tell=told.append)
+        assert [item.sibling for item in spool.rollouts_for(requests).values()] == [0, 1]
+        assert len(path.with_name(path.name.replace(".spool.", ".unused-1.")).read_text().splitlines()) == 4
+    old = Spool.open(spools[4], requests, versions=range(4, 6), gateway_urls=("http://a",), tell=told.append)
+    assert old.rollouts_for(requests) == {}, "older than the iteration may be"
