@@ -92,7 +92,7 @@ class Ahead:
     Attributes:
         last_row: when the metrics of the last finished iteration were taken.
 
-    Source: SCALE.md, section 5.
+    Source: DESIGN.md section 8.
     """
 
     def __init__(self, run: Run, stop: asyncio.Event) -> None:
