@@ -127,14 +127,14 @@ class Installation:
 
     def kill(self, kind: Kind) -> None:
         """Kill the process, of several the oldest, with SIGKILL; a job's processes end with its service."""
-        job = self.job_process()
+        of_job = [process for each in ("job", *OF_A_JOB) for process in self.processes(each)]
         if kind in self._killable:
             self._killable[kind].kill()
         else:
             for process in self.processes(kind)[:1]:
                 process.kill()
-        if kind in ("job", "service") and job is not None:
-            psutil.wait_procs([job], timeout=_MOMENT_S)
+        if kind in ("job", "service"):
+            psutil.wait_procs(of_job, timeout=_MOMENT_S)
 
     def left_behind(self) -> set[int]:
         """Processes beside the service that write in its data directory, long after the job has ended."""

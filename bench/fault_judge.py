@@ -87,9 +87,9 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
 
 
 def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: Seen) -> None:
-    """Check that the iteration has what kills found of it, or that no checkpoint held the weights of that.
+    """Check that the iteration has what kills found of it, but for that of weights that no checkpoint held.
 
-    The latter has been set aside.
+    Where these were lost it has been set aside. Its times tell an episode from one that was played anew.
     """
     aside = [
         Rollout.model_validate_json(line)
@@ -102,9 +102,11 @@ def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: S
         name = plan_id(item.rollout_id)
         for kept in seen.kept.get(name, ()):
             played = kept.rollout.trajectory
-            if played == item.trajectory:
-                continue
             is_young = max(samplers(kept.rollout), default=-1) > kept.saved_version
+            if played == item.trajectory:
+                is_of_lost = is_young and kept.weights_lost
+                seen.hold(f"{stage}: nothing of weights that were lost", holds=not is_of_lost)
+                continue
             seen.hold(f"{stage}: kept, or of weights that no checkpoint held", holds=is_young)
             is_there = any(plan_id(one.rollout_id) == name and one.trajectory == played for one in unused)
             seen.hold(f"{stage}: kept, or set aside", holds=is_there)

@@ -36,10 +36,12 @@ class Kept(NamedTuple):
 
     Attributes:
         saved_version: that the newest checkpoint held then.
+        weights_lost: whether younger weights than that were lost with the killed process.
     """
 
     rollout: Rollout
     saved_version: int
+    weights_lost: bool
 
 
 @dataclass
@@ -183,7 +185,7 @@ class Watch:
         if kind != "database":
             self._seen.counts["overtaken"] += self._wound is not None
             self._wound = Wound(kind, at_s, self._lines(), before)
-        self._keep_in_mind()
+        self._keep_in_mind(weights_lost=kind in ("service", "job", "learner"))
         self._place.start(kind)
         if kind in ("service", "database"):
             self._silent, self._asked_s = (kind, at_s), 0.0
@@ -206,7 +208,7 @@ class Watch:
     def _lines(self) -> dict[str, int]:
         return {name: len(lines) for name, lines in self._spools().items()}
 
-    def _keep_in_mind(self) -> None:
+    def _keep_in_mind(self, *, weights_lost: bool) -> None:
         """What stands in a spool has finished, and must be what its iteration learns from."""
         saved_version = self._saved_version()
         for name, lines in self._spools().items():
@@ -215,7 +217,7 @@ class Watch:
                     rollout = Rollout.model_validate_json(line)
                     kept = self._seen.kept[plan_id(rollout.rollout_id)]
                     kept[:] = [one for one in kept if one.rollout.trajectory != rollout.trajectory]
-                    kept.append(Kept(rollout, saved_version))
+                    kept.append(Kept(rollout, saved_version, weights_lost))
 
     def _saved_version(self) -> int:
         """Of the newest checkpoint; one that a younger one replaces meanwhile is looked for again."""

@@ -13,7 +13,8 @@ that had been kept before a kill in its iteration, every seed as planned, no sec
 With --processes each job has learner and two gateways in processes of their own, [cluster], and collects an
 iteration ahead. Learner and gateways are killed too; the job's process starts them again. Then no token may
 be older than training.max_staleness, and of what had been kept only rollouts of weights that no checkpoint
-held may be missing in their iteration: those lie in an .unused- file.
+held may be missing in their iteration: those lie in an .unused- file, and none of them is learned from where
+these weights were lost.
 
 bench/results/faults.json and faults_processes.json have the figures, by seed: what is there is not run again.
 Exit code 1 when something does not hold.

@@ -103,15 +103,17 @@ def test_what_a_kill_found_may_be_missing_only_if_no_checkpoint_held_its_weights
     stored = read_rollouts(run.rollouts_file("iteration_2"))[0]
     other = sampled_by(stored, 3)
 
-    def wrong(rollout: Rollout, *, saved_version: int) -> list[str]:
+    def wrong(rollout: Rollout, *, saved_version: int, weights_lost: bool = True) -> list[str]:
         seen = Seen()
-        seen.kept[plan_id(stored.rollout_id)].append(Kept(rollout, saved_version))
+        seen.kept[plan_id(stored.rollout_id)].append(Kept(rollout, saved_version, weights_lost))
         judge_run(run, ITERATIONS, seen)
         assert seen.counts["set_aside"] == aside.exists()
         return seen.wrong
 
     aside = run.rollouts / "iteration_2.unused-1.jsonl"
-    assert wrong(stored, saved_version=2) == []
+    assert wrong(stored, saved_version=1) == []  # version 1 has sampled it
+    assert wrong(stored, saved_version=0) == ["iteration_2: nothing of weights that were lost"]
+    assert wrong(stored, saved_version=0, weights_lost=False) == []
     assert wrong(other, saved_version=2) == ["iteration_2: kept, or set aside"]
     aside.write_text(f"{{}}\n{other.model_dump_json(exclude_unset=True)}\n")
     assert wrong(other, saved_version=2) == []
