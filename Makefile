@@ -64,7 +64,7 @@ study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, be
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	$(BIN)/python -m bench.study_soak
 
-study-faults: $(VENV)/.ready ## every process of 20 short jobs, and of 10 jobs in processes, killed at random points: each must end as if not (an hour; resumable)
+study-faults: $(VENV)/.ready ## every process of 20 short jobs, and of 11 jobs in processes, killed at random points: each must end as if not (an hour; resumable)
 	$(BIN)/python -m bench.study_faults
 	$(BIN)/python -m bench.study_faults --processes
 

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--processes", action="store_true", help="jobs in processes of their own, collecting ahead"
     )
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=None, help="default: 0 to 19; of --processes: 0 to 9"
+        "--seeds", type=int, nargs="+", default=None, help="default: 0 to 19; of --processes: 0 to 10"
     )
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
     parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         name, sizes, count = "faults_quick", QUICK, len(QUICK)
     elif options.processes:
-        name, sizes, count = "faults_processes", (PROCESSES,), 10
+        name, sizes, count = "faults_processes", (PROCESSES,), 11
     folder = (options.out or ROOT / "runs" / name).resolve()
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     outcome = study(folder, results, options.seeds or range(count), sizes)
