@@ -192,6 +192,11 @@ class Gateway:
             counts = await self._ask("GET", TOTALS, timeout_s=_TOTALS_S)
             if restarts == self.restarts and self._ready.is_set():
                 self._totals.read(counts)
+        return self.known_totals
+
+    @property
+    def known_totals(self) -> dict[str, float]:
+        """The counts as they were when they were last read."""
         return self._totals.sum
 
     async def close(self) -> None:
@@ -300,8 +305,18 @@ class Gateways:
             gateway.reporter = reporter
 
     async def totals(self) -> dict[str, float]:
-        """The sums over the gateways, and how often one was started again."""
-        counts = await self.while_serving(_all(gateway.totals() for gateway in self.gateways))
+        """The sums over the gateways, and how often one was started again.
+
+        Where the gateways are broken, the newest that are known: who asks has an update to save, and hears of
+        the breakdown from what needs the gateways.
+        """
+        reading = _all(gateway.totals() for gateway in self.gateways)
+        try:
+            counts = await self.while_serving(reading)
+        except InferenceError:
+            if not self._broken.done():
+                raise
+            counts = [gateway.known_totals for gateway in self.gateways]
         return {**added(counts), RESTARTS: sum(gateway.restarts for gateway in self.gateways)}
 
     async def close(self) -> None:

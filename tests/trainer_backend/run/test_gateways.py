@@ -4,8 +4,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,42 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     assert len(killed) == 3
     assert "gateway_0 ended 3 times without answering a request, with exit code -9" in str(caught.value)
     assert str(caught.value).endswith("gateway_0.log ends with: its last words")
+
+
+class FolderLearner:
+    """A learner whose folders are empty."""
+
+    def publish(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+
+Scripted = Callable[[str], AbstractAsyncContextManager[tuple[Gateways, ListReporter]]]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    """Gateways whose process does what a script of `scripted_child` says."""
+    shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    @asynccontextmanager
+    async def serving(script: str) -> AsyncIterator[tuple[Gateways, ListReporter]]:
+        monkeypatch.setenv("SCRIPT", script)
+        job, reporter = tiny_job(cluster={}), ListReporter()
+        with actor_gateways(job, create_run(job, tmp_path / "run"), reporter.say) as gateways:
+            async with asyncio.timeout(60), gateways.serving(FolderLearner()) as server:
+                await server.publish(0)
+                yield server, reporter
+
+    return serving
+
+
+async def test_totals_of_broken_gateways_are_the_newest_that_are_known(scripted: Scripted):
+    async with scripted("breaks in loads") as (server, _):
+        assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
+        with pytest.raises(EngineStopped, match="gateway_0: its engine has failed"):
+            await server.publish(1)
+        assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
 
 
 def test_running_totals_never_go_back():
