@@ -54,7 +54,7 @@ _STOP_S = 10.0
 _TOTALS_S = 30.0
 # Of reading a model, beside the wait for servers.
 _LOAD_S = 600.0
-# A process that has ended so often in a row without an answer will not give one.
+# A process that has ended so often in a row without an answer will not give one, nor load what it died of.
 _MOST_IN_VAIN = 3
 _LOOK_S = 0.2
 # Among the totals: how often a gateway was started again.
@@ -133,6 +133,7 @@ class Gateway:
         self.pid: int | None = None
         self.reporter: Reporter | None = None
         self._version: PolicyVersion | None = None
+        self._last_words = ""
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
         self._session = aiohttp.ClientSession(
@@ -148,13 +149,14 @@ class Gateway:
             served, code = await self._run_one(self._version)
             self._ready.clear()
             self._totals.start_again()
+            self._last_words = self._last_line()
             if code in (REFUSAL, BREAKDOWN):
-                return f"{self.name}: {self._last_line()}"
+                return f"{self.name}: {self._last_words}"
             in_vain = 0 if served else in_vain + 1
             if in_vain == _MOST_IN_VAIN:
                 return (
                     f"{self.name} ended {in_vain} times without answering a request, with exit code {code}; "
-                    f"{self._log_file} ends with: {self._last_line()}"
+                    f"{self._log_file} ends with: {self._last_words}"
                 )
             self.restarts += 1
             word = f"ended with exit code {code}, and is started again"
@@ -165,11 +167,19 @@ class Gateway:
         """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
 
         Raises:
-            WeightsRefused: they do not fit, or no server takes them; the version before goes on serving.
+            WeightsRefused: they do not fit, no server takes them, or its processes die of them; the version
+                before goes on serving.
             EngineTimeout: it did not answer in time.
         """
+        restarts = self.restarts
         while True:
             await self._ready.wait()
+            deaths = self.restarts - restarts
+            if deaths >= _MOST_IN_VAIN:
+                raise WeightsRefused(
+                    f"{self.name} ended {deaths} times while it loaded version {version.number}; "
+                    f"{self._log_file} ends with: {self._last_words}"
+                )
             try:
                 await self._ask("POST", LOAD, version.model_dump_json(), timeout_s=self._load_s)
             except (aiohttp.ClientError, OSError):

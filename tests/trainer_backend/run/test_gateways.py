@@ -294,6 +294,18 @@ async def test_totals_of_broken_gateways_are_the_newest_that_are_known(scripted:
         assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
 
 
+async def test_a_version_that_kills_its_gateway_every_time_is_refused_and_the_one_before_serves(
+    scripted: Scripted, tmp_path: Path
+):
+    async with scripted("dies in loads") as (server, reporter):
+        with pytest.raises(WeightsRefused) as caught:
+            await server.publish(1)
+        assert "gateway_0 ended 3 times while it loaded version 1" in str(caught.value)
+        assert str(caught.value).endswith("gateway_0.log ends with: no memory for version 1")
+        await server.totals()
+    assert (tmp_path / "starts").read_text().split() == ["0"] * 4
+
+
 def test_running_totals_never_go_back():
     totals = RunningTotals()
     totals.read({"requests": 5, "lost_mass": 0.5})
