@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -129,6 +129,7 @@ class Gateway:
     ) -> None:
         self.name, self._listener, self._setup, self._keys = name, listener, setup, keys
         self._log_file, self._tell = log_file, tell
+        self._load_s = load_s(setup["inference"])
         self.restarts = 0
         self.pid: int | None = None
         self.reporter: Reporter | None = None
@@ -194,14 +195,18 @@ class Gateway:
         await self._ready.wait()
 
     async def totals(self) -> dict[str, float]:
-        """The actor's counts here since the start of the run; those of now, or the newest that are known."""
-        if not self._totals.sum:
+        """The actor's counts here since the start of the run; those of now, or the newest that are known.
+
+        Raises:
+            EngineTimeout: none are known, and it did not answer in time.
+        """
+        if self.known_totals:
+            await self._read()
+        while not self.known_totals:
             await self._ready.wait()
-        restarts = self.restarts
-        with suppress(aiohttp.ClientError, OSError, EngineTimeout):
-            counts = await self._ask("GET", TOTALS, timeout_s=_TOTALS_S)
-            if restarts == self.restarts and self._ready.is_set():
-                self._totals.read(counts)
+            await self._read()
+            if not self.known_totals:
+                await asyncio.sleep(_LOOK_S)
         return self.known_totals
 
     @property
@@ -212,9 +217,18 @@ class Gateway:
     async def close(self) -> None:
         await self._session.close()
 
-    @property
-    def _load_s(self) -> float:
-        return _LOAD_S + float(self._setup["inference"].replica_wait_s)
+    async def _read(self) -> None:
+        restarts = self.restarts
+        try:
+            counts = await self._ask("GET", TOTALS, timeout_s=_TOTALS_S)
+        except (aiohttp.ClientError, OSError):
+            return
+        except EngineTimeout:
+            if self.known_totals or restarts != self.restarts or not self._ready.is_set():
+                return
+            raise
+        if restarts == self.restarts and self._ready.is_set():
+            self._totals.read(counts)
 
     async def _run_one(self, version: PolicyVersion) -> tuple[bool, int]:
         """Run one process to its end; return whether it answered a request, and its exit code."""
@@ -223,7 +237,10 @@ class Gateway:
         try:
             async with asyncio.timeout(self._load_s) as until_ready:
                 async for line in child.lines():
-                    if line.startswith(READY):
+                    if line.startswith(READY) and version is not self._version:
+                        # A load has ended since it was started; the next process begins with that version.
+                        await child.end(_STOP_S)
+                    elif line.startswith(READY):
                         until_ready.reschedule(None)
                         self._be_ready(version)
                     elif line == SERVED:
@@ -423,6 +440,14 @@ class GatewayProcesses:
     def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
         share = share_of(table, number, len(self._listeners))
         return {"job_name": self._job.job.name, "model": self._job.model, "inference": share}
+
+
+def load_s(table: InferenceTable) -> float:
+    """The most seconds that a gateway may take to serve a version.
+
+    A pool waits for its first server, which then has as long for the load, and for the others as long again.
+    """
+    return _LOAD_S + 3 * table.replica_wait_s
 
 
 def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:

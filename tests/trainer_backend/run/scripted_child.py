@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if SCRIPT == "no first totals" and is_first("asked"):
+        if SCRIPT == "no first totals" and any(is_first(f"asked_{number}") for number in range(5)):
             self.close_connection = True
             return
         self.answer(json.dumps({"requests": 3}))

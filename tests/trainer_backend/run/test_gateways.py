@@ -25,7 +25,7 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
-from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways, share_of
+from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways, load_s, share_of
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_digest, plan_id
 
@@ -294,10 +294,37 @@ async def test_totals_of_broken_gateways_are_the_newest_that_are_known(scripted:
         assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
 
 
+async def test_the_first_totals_are_asked_for_until_there_are_some(scripted: Scripted):
+    async with scripted("no first totals") as (server, _):
+        assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
+
+
+async def test_a_process_that_started_with_the_version_before_a_load_serves_nobody(
+    scripted: Scripted, tmp_path: Path
+):
+    """The reply to the load comes after the death of its process, when the next one is starting."""
+    async with scripted("answers after its end") as (server, reporter):
+        (gateway,) = server.gateways
+        publish = asyncio.ensure_future(server.publish(1))
+        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
+            await asyncio.sleep(0.01)
+        (tmp_path / "answer").touch()
+        await publish
+        (tmp_path / "ready").touch()
+        await gateway.ready()
+    assert (tmp_path / "starts").read_text().split() == ["0", "0", "1"]
+    assert reporter.lines[-1] == "gateway_0 serves version 1 again"
+
+
+def test_a_load_may_take_as_long_as_a_pool_of_servers_allows_itself():
+    table = tiny_job(inference={"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256}).inference
+    assert load_s(table.model_copy(update={"replica_wait_s": 900.0})) == 600 + 3 * 900
+
+
 async def test_a_version_that_kills_its_gateway_every_time_is_refused_and_the_one_before_serves(
     scripted: Scripted, tmp_path: Path
 ):
-    async with scripted("dies in loads") as (server, reporter):
+    async with scripted("dies in loads") as (server, _):
         with pytest.raises(WeightsRefused) as caught:
             await server.publish(1)
         assert "gateway_0 ended 3 times while it loaded version 1" in str(caught.value)
