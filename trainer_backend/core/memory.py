@@ -88,7 +88,8 @@ class MemoryUse(EngineUse):
     checkpointing: whether each layer keeps its input alone (training.gradient_checkpointing).
     offload: whether AdamW's moments are in main memory (training.optimizer_offload).
     values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
-    serves: whether an engine of this machine samples; else other servers do.
+    engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
+    processes: how many use the device.
     """
 
     masked: bool
@@ -99,7 +100,8 @@ class MemoryUse(EngineUse):
     checkpointing: bool = False
     offload: bool = False
     values_by_token: bool = False
-    serves: bool = True
+    engines: int = 1
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +136,15 @@ def memory_needs(
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
-        "engine": shape.frozen_bytes(use.held) + shape.adapters * use.held if use.serves else 0,
+        "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
         "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
-        "cache": cache(shape, use) if use.serves else 0,
+        "cache": use.engines * cache(shape, use),
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
         "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
         "fixed cache": sum(cache(other, use) for other in fixed),
-        "overhead": OVERHEAD if is_gpu else 0,
+        "overhead": use.processes * OVERHEAD if is_gpu else 0,
     }
     caches = device["cache"] + device["fixed cache"]
     unsure = device["activations"] / 3 + caches * use.kept / (use.running + use.kept)

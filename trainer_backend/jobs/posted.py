@@ -156,6 +156,7 @@ WHERE = "the posted job"
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY = "WANDB_API_KEY"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
+_MOST_GATEWAYS = 8
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
@@ -306,6 +307,11 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 f"{key} holds a link, {link.name!r}, that leads outside of what posted jobs may read: "
                 f"{roots} (--allow-root)"
             )
+    if config.services.gateways > _MOST_GATEWAYS:
+        yield (
+            f"services.gateways is {config.services.gateways}; a posted job may have {_MOST_GATEWAYS}, since "
+            "each is a process"
+        )
     for url in config.services.task_url:
         # On this machine too, since the process that listens there receives the operator's key.
         if url.rstrip("/") not in bounds.task_urls:

@@ -136,7 +136,8 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
         values_by_token=config.update.value_level == "token",
-        serves=inference.engine == "local",
+        engines=config.engines,
+        processes=config.processes,
     )
 
 
@@ -202,6 +203,8 @@ def less_memory(config: LearnerConfig) -> str:
     if not table.optimizer_offload and place(config.model.device).device.type != "cpu":
         knobs.append("set training.optimizer_offload = true")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
+    if config.engines > 1:
+        knobs.append(f"lower services.gateways ({config.engines}), each with a copy and a cache of its own")
     if config.shares_device:
         knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
     return f"To need less: {'; '.join(knobs)}."

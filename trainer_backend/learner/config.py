@@ -39,7 +39,9 @@ class LearnerConfig:
     Attributes:
         lora: None: all weights are trained.
         warmup: None: there is no warm-up.
-        inference: the limits of the engine that samples, which shares the device.
+        inference: the limits of each engine that samples.
+        engines: how many share the device; 0: other servers sample.
+        processes: how many use the device, the learner's among them.
         shares_device: whether fixed policies are served from this machine too.
     """
 
@@ -47,6 +49,8 @@ class LearnerConfig:
     lora: LoraTable | None
     warmup: WarmupTable | None
     inference: InferenceTable
+    engines: int
+    processes: int
     update: UpdateConfig
     shares_device: bool
 
@@ -60,12 +64,15 @@ class LearnerConfig:
             planned_tokens=job.planned_tokens,
             seed=job.job.seed,
         )
+        engines = job.services.gateways if job.inference.engine == "local" else 0
         shares_device = any(not table.is_remote for table in job.fixed_policies)
         return cls(
             model=job.model,
             lora=job.lora,
             warmup=job.warmup,
             inference=job.inference,
+            engines=engines,
+            processes=1 if job.cluster is None else 1 + engines,
             update=update,
             shares_device=shares_device,
         )

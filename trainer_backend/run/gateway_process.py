@@ -44,7 +44,7 @@ from trainer_backend.run.gateways import (
     SETUP,
     GatewaySetup,
 )
-from trainer_backend.run.policy_server import engine_of_folder, first_breakdown, refuse_too_large_to_serve
+from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
 from trainer_backend.run.replicas import pool_of, publication_of
 
 # As many conversations as a gateway remembers, and the run's own control.
@@ -62,10 +62,12 @@ class Actor(Controlled, Protocol):
 
 
 class FolderActor:
-    """An engine of this process, whose weights come from folders."""
+    """An engine of this process, whose weights come from folders.
+
+    Its memory is in the plan of the run: what is free once a learner trains says nothing of what there is.
+    """
 
     def __init__(self, setup: GatewaySetup) -> None:
-        refuse_too_large_to_serve(setup.model, setup.inference, setup.version.folder)
         version = setup.version
         self._engine, tokenizer = engine_of_folder(
             setup.model, setup.inference, version.folder, version=version.number

@@ -52,6 +52,20 @@ def test_bfloat16_on_a_gpu_by_hand():
     assert needs.device["overhead"] == OVERHEAD
 
 
+def test_each_engine_has_weights_and_a_cache_and_each_process_an_overhead():
+    one = memory_needs(SHAPE, CPU, is_gpu=True)
+    three = memory_needs(SHAPE, replace(CPU, engines=3, processes=4), is_gpu=True)
+    assert three.device == one.device | {
+        "engine": 3 * one.device["engine"],
+        "cache": 3 * one.device["cache"],
+        "overhead": 4 * OVERHEAD,
+    }
+    none = memory_needs(SHAPE, replace(CPU, engines=0), is_gpu=False)
+    assert not {"engine", "cache"} & set(none.device)
+    # each further one at least: its weights, its cache without the two prefixes, and its overhead
+    assert three.least - one.least == 2 * (4000 + 5 * 11 * 12 * 4) + 3 * OVERHEAD
+
+
 def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_theirs():
     shape = replace(SHAPE, adapters=50)
     use = replace(CPU, low=True, masked=False, reference=True)

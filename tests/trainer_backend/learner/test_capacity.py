@@ -199,6 +199,22 @@ def test_the_jobs_limits_are_what_is_counted_with():
     assert memory_use(LearnerConfig.of(job), place("mps", Found(cuda=None, mps=True)), shape).masked
 
 
+@pytest.mark.parametrize(
+    ("tables", "engines", "processes"),
+    [
+        ({}, 1, 1),
+        ({"cluster": {}}, 1, 2),
+        ({"cluster": {}, "services__gateways": 3}, 3, 4),
+        ({"inference": {"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256}}, 0, 1),
+    ],
+)
+def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, processes):
+    config = LearnerConfig.of(tiny_job(**tables))
+    use = memory_use(config, place("cpu"), model_shape(Qwen3Config(), None))
+    assert (use.engines, use.processes) == (engines, processes)
+    assert ("lower services.gateways (3)" in less_memory(config)) == (engines == 3)
+
+
 def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.stat").write_text("anon 2000000\nfile 1500000\n")
