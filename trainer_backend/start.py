@@ -115,7 +115,7 @@ async def learner_factory(
     report = partial(reporter.process, "learner", role="learner")
     report(state="starting")
     try:
-        async with LearnerProcess(job, directory.learner_log) as process:
+        async with LearnerProcess(job, directory.learner_log, reporter.say) as process:
             report(state="serving", word=f"process {process.pid}")
             yield process
     except LearnerLost as lost:

@@ -188,6 +188,7 @@ class LearnerProcess:
 
     Args:
         log_file: receives its log.
+        tell: is given a line if it ends by itself, also between two calls; the next call raises LearnerLost.
 
     Raises (on entry):
         JobError: the device that the job names is not there.
@@ -195,9 +196,11 @@ class LearnerProcess:
         LearnerLost: a signal ended it, or it was silent.
     """
 
-    def __init__(self, job: JobConfig, log_file: Path) -> None:
-        self._job, self._log_file = job, log_file
+    def __init__(self, job: JobConfig, log_file: Path, tell: Callable[[str], None] = print) -> None:
+        self._job, self._log_file, self._tell = job, log_file, tell
+        self._watch: asyncio.Task[None] | None = None
         self._child: Child | None = None
+        self._is_ending = False
         self._connection: LearnerConnection | None = None
 
     @property
@@ -220,6 +223,7 @@ class LearnerProcess:
                 silence_s=self._job.learner.timeout_s, log_file=self._log_file,
                 session=secrets.token_hex(8),
             )  # fmt: skip
+            self._watch = asyncio.ensure_future(self._tell_of_its_end(self._child))
             await asyncio.to_thread(self._ask, "open", dump_job(self._job))
         except BaseException:
             await self._end()
@@ -267,9 +271,22 @@ class LearnerProcess:
             )
         return address
 
+    async def _tell_of_its_end(self, child: Child) -> None:
+        """Read what libraries print, which nobody needs and which would block it, until it ends."""
+        code = await child.ended()
+        if not self._is_ending:
+            self._tell(
+                f"the learner's process ended with exit code {code}; the last line of its log, "
+                f"{self._log_file}: {last_line(self._log_file)!r}"
+            )
+
     async def _end(self) -> None:
+        self._is_ending = True
         if self._child is not None:
             await self._child.end(_STOP_S)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
 

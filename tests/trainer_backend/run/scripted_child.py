@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer("{}")
             os._exit(0)
         elif self.path == "/calls/publish":
-            tell("x" * 200_000)
+            tell("x" * 2_000_000)  # more than pipe and reader hold
         self.answer("result [null]\n" if self.path.startswith("/calls/") else "{}")
         if self.path == "/calls/save":
             self.wfile.flush()

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import shutil
 import signal
 import struct
 import threading
@@ -165,6 +166,24 @@ async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_k
     with pytest.raises(kind, match=rf"ended with exit code {code} before it was ready: '.*Its log is"):
         async with LearnerProcess(JOB, tmp_path / "learner.log"):
             raise AssertionError
+
+
+async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told: asyncio.Queue[str] = asyncio.Queue()
+    job = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"timeout_s": 10.0})})
+    async with LearnerProcess(job, tmp_path / "learner.log", told.put_nowait) as process:
+        learner = await asyncio.to_thread(process.fresh, [], None)
+        await asyncio.to_thread(learner.publish, tmp_path / "version_1")  # it prints 2 MB
+        assert told.empty()
+        await asyncio.to_thread(learner.save, tmp_path / "iteration_1", Progress())
+        line = await asyncio.wait_for(told.get(), 60)
+    assert line.startswith("the learner's process ended with exit code 7; the last line of its log, ")
+    assert line.endswith("learner.log: 'its last words'")
+    assert told.empty()
 
 
 class Host:
