@@ -126,11 +126,16 @@ class VllmEngine(RemoteEngine):
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
             and they go on with the new weights.
-        wait_s: how long a load may take. A sample may take longer, but after each `wait_s` the server must
-            answer another request within that time: a wedged one answers none.
+        wait_s: how long a load may take.
+
+    Attributes:
+        silence_s: a sample may take any time, but a server that has answered nothing for so long is asked
+            for one token, and is wedged if that takes as long again. Whoever waits for a sample is more
+            patient than both together: who gave up before would be sent to the same server again.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+    silence_s = 30.0
 
     def __init__(
         self,
@@ -147,7 +152,7 @@ class VllmEngine(RemoteEngine):
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
         self._weight_update, self._wait_s = weight_update, wait_s
         self._name, self._versions = "", {"": 0}  # of the weights that serve, and of all by name
-        self._loads = False
+        self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
 
     @property
     def version(self) -> int:
@@ -202,15 +207,15 @@ class VllmEngine(RemoteEngine):
         return tuple((start, self._versions[name]) for start, name in starts if start < length)
 
     async def _patiently(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """The answer, however long it takes, as long as the server answers others."""
+        """The answer, however long it takes, as long as the server answers at all."""
         task = asyncio.ensure_future(sample)
         tasks: list[asyncio.Future[Any]] = [task]
         try:
             while not task.done():
-                await asyncio.wait(tasks[:1], timeout=self._wait_s)
-                if not task.done() and not self._loads:
-                    body = self._body([1], Sampling(max_tokens=1), 0)
-                    probe = asyncio.ensure_future(self._control("POST", _GENERATE, body=body))
+                signs = self._signs
+                await asyncio.wait(tasks[:1], timeout=self.silence_s)
+                if not task.done() and not self._loads and signs == self._signs:
+                    probe = asyncio.ensure_future(self._probe(signs))
                     tasks = [task, probe]
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     if probe.done():
@@ -220,6 +225,18 @@ class VllmEngine(RemoteEngine):
             for item in tasks:
                 item.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(self, signs: int) -> None:
+        """Ask for one token; raise where the server gives neither that nor another sign of life."""
+        body = self._body([1], Sampling(max_tokens=1), 0)
+        try:
+            await self._control("POST", _GENERATE, body=body, timeout_s=self.silence_s)
+        except EngineBusy:
+            pass
+        except RemoteUnavailable:
+            # It may wait behind others in a queue, or behind a load.
+            if signs == self._signs and not self._loads:
+                raise
 
     async def _control(
         self,
@@ -268,12 +285,14 @@ class VllmEngine(RemoteEngine):
         if not streams:
             status, text = await self._post(data)
             answer.add(_reply(status, text, self.url), extras)
+            self._signs += 1
             return answer
         async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
                 _reply(response.status, await response.content.read(EXCERPT * 10), self.url)
             count = 0
             async for chunk in _chunks(response.content, self.url):
+                self._signs += 1
                 goes_on = answer.stop_string is None
                 answer.add(chunk, extras)
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
@@ -308,7 +327,7 @@ class VllmEngine(RemoteEngine):
                     await self._control("POST", "/update_weight_version", body={"new_version": name})
                 self._name = name
             finally:
-                self._loads = False
+                self._loads, self._signs = False, self._signs + 1
                 await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
         except TimeoutError as error:
             raise WeightsRefused(

@@ -36,7 +36,8 @@ class FakeVllm:
         wedged: samples get no answer; `/health` stays 200.
         fails_once: the sample that is held, or the next, is answered with 500.
         busy: so many requests are answered with 429.
-        holds: samples of rollouts wait for it.
+        full: requests for one token get no answer, as behind a queue.
+        holds: samples of rollouts wait for it, those of `slow_prompt` where there is one.
         may_load: a load waits for it.
         forgets_head: it answers 200 to a load and keeps the output head of before.
         loads_at_most: later loads fail.
@@ -59,7 +60,8 @@ class FakeVllm:
         self.down_after = 1 << 60
         self.may_load = threading.Event()
         self.may_load.set()
-        self.streams_wait = self.wedged = self.fails_once = False
+        self.streams_wait = self.wedged = self.fails_once = self.full = False
+        self.slow_prompt: list[int] | None = None
         self.rpc_status, self.busy, self.probes = 200, 0, 0
         self.holds = threading.Event()
         self.holds.set()
@@ -149,12 +151,15 @@ class FakeVllm:
         began = self.version
         if ids in PROBES:
             self.probes += 1
+            while self.full:
+                await asyncio.sleep(0.02)
         else:
             self.served.append((ids, began))
             if len(self.served) == 3 and self.deadly_file is not None and self.deadly_file.exists():
                 self.deadly_file.unlink()
                 os._exit(9)
-            await asyncio.to_thread(self.holds.wait)
+            if self.slow_prompt in (None, ids):
+                await asyncio.to_thread(self.holds.wait)
             if self.fails_once:
                 self.fails_once = False
                 return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
@@ -236,7 +241,7 @@ def fake_vllm(folder: Path, *, port: int = 0, **settings: Any) -> Iterator[tuple
         try:
             yield fake, url
         finally:
-            fake.wedged = False
+            fake.wedged = fake.full = False
             fake.may_load.set()
             fake.holds.set()
     fake.engine.stop()

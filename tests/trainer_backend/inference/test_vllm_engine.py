@@ -183,7 +183,8 @@ async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(fol
 
 async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_noticed(folders):
     with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url, wait_s=0.2) as engine:
+        async with engine_at(url) as engine:
+            engine.silence_s = 0.2
             await engine.load_weights(0, folders[0])
             fake.holds.clear()
             sample = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
@@ -194,6 +195,24 @@ async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_notice
             fake.wedged = True
             with pytest.raises(RemoteUnavailable, match=r"gave no answer within 0\.2 s"):
                 await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")
+
+
+async def test_a_full_queue_before_a_sample_is_no_silence(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as engine:
+            engine.silence_s = 0.2
+            await engine.load_weights(0, folders[0])
+            fake.full, fake.slow_prompt = True, PROMPT
+            fake.holds.clear()
+            slow = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
+            while not fake.probes:
+                await asyncio.sleep(0.01)
+            for turn in range(8):  # longer than the probe's deadline
+                await engine.generate([*PROMPT, turn], Sampling(max_tokens=2), request_id="b")
+                await asyncio.sleep(0.05)
+            assert not slow.done()
+            fake.holds.set()
+            assert (await slow).versions == ((0, 0),)
 
 
 async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker(folders):
