@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from task_app.policies.openai_config import OpenAIConfig
 from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
+from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import JobError, WeightsRefused
+from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import ClusterTable
-from trainer_backend.rundir.layout import open_run
+from trainer_backend.run.gateways import actor_gateways
+from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.state import read_state
 
@@ -107,3 +111,23 @@ def test_an_address_that_is_no_vllm_is_refused_before_anything_is_played(model_f
         pytest.raises(JobError, match=r"inference\.max_model_len is 640"),
     ):
         train_job(vllm_job(folder, url), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "keys", "timeout_s"),
+    [
+        (None, {"urls": ("http://h:1",)}, 480),
+        (ClusterTable(), {"urls": ("http://h:1",)}, 480),
+        (None, {"vllm_python": "python"}, 780),  # a server of the run's own may be started anew
+        (None, {"urls": ("http://h:1",), "replica_wait_s": 86_400}, 3600),
+    ],
+)
+def test_a_policy_waits_longer_than_a_replica_may_be_gone(
+    cluster, keys, timeout_s, model_folders, tmp_path: Path
+):
+    """300 s by default, 60 s in which a wedged one is found, and 120 s for the sample itself."""
+    job = vllm_job(model_folders["qwen3"], **keys).model_copy(update={"cluster": cluster})
+    with actor_gateways(job, RunDirectory(tmp_path, "run"), print) as gateways:
+        request = Planner.of(job, "run", gateways.inference).training(1)[0]
+    assert OpenAIConfig.model_validate(request.policy.config).request_timeout_s == timeout_s
+    assert 2 * VllmEngine.silence_s < OpenAIConfig.model_fields["request_timeout_s"].default

@@ -178,6 +178,9 @@ VLLM_OWN = {
     "worker_extension_cls": "it loads the weights",
 }
 
+# For a sample, and to find a wedged server beside it; the most that a task app waits for an answer.
+_SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
+
 
 class InferenceTable(Table):
     """[inference]"""
@@ -232,6 +235,18 @@ class InferenceTable(Table):
         description="decode one request at a time and keep nothing of finished ones: slower, and on a CPU a "
         "killed and resumed run has bit for bit the weights of an uninterrupted one",
     )
+
+    @property
+    def replica_patience_s(self) -> float:
+        """How long the run waits when no replica serves: its own servers are started anew meanwhile."""
+        return self.replica_wait_s * (1 if self.vllm_python is None else 2)
+
+    @property
+    def asks(self) -> dict[str, float]:
+        """Config of the actor's policy: it is as patient as the run, so that it sees a replica come back."""
+        if self.engine == "local":
+            return {}
+        return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
 
     @model_validator(mode="after")
     def _engine_and_urls_agree(self) -> "InferenceTable":

@@ -407,8 +407,8 @@ class GatewayProcesses:
         self._job, self._listeners, self._directory, self._tell = job, listeners, directory, tell
         self._key = SecretStr(secrets.token_urlsafe(32))
         url, *others = (listener.url for listener in listeners)
-        model, length = model_of(job.job.name, ACTOR), job.inference.max_model_len
-        self.inference = Inference(url, model, self._key, length, other_urls=tuple(others))
+        table, model = job.inference, model_of(job.job.name, ACTOR)
+        self.inference = Inference(url, model, self._key, table.max_model_len, table.asks, tuple(others))
 
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: Mapping[str, Any] = NOBODY) -> AsyncIterator[Gateways]:

@@ -154,7 +154,8 @@ class PolicyServer:
         self._directory, self._tell = directory, tell
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
         self._key = key or SecretStr(secrets.token_urlsafe(32))
-        self.inference = Inference(listener.url, model_of(job_name, ACTOR), self._key, table.max_model_len)
+        model, length = model_of(job_name, ACTOR), table.max_model_len
+        self.inference = Inference(listener.url, model, self._key, length, table.asks)
 
     def limits(self, *, engines: int = 1) -> EngineLimits:
         """The limits of each of so many engines."""
