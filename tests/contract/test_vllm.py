@@ -62,15 +62,21 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
 
 
-# With [cluster] there is one server, and rollouts wait until it serves again.
-@pytest.mark.parametrize("cluster", [None, ClusterTable()])
-def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_and_end_with_it(
-    cluster, model_folders, tmp_path
+# With [cluster] there is one server, which lives and fails every sample; rollouts wait until it was killed
+# and serves again.
+@pytest.mark.parametrize(("cluster", "code"), [(None, 9), (ClusterTable(), -9)])
+def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_end_with_it(
+    cluster, code, model_folders, tmp_path
 ):
     folder, environment = model_folders["qwen3"], tmp_path / "environment"
     python = fake_environment(environment)
-    (environment / "deadly").touch()
-    own = {"replicas": 2 if cluster is None else 1, "vllm_python": python, "vllm": {"max_num_seqs": 8}}
+    (environment / "deadly").write_text("" if cluster is None else "down")
+    own = {
+        "replica_wait_s": 30.0,
+        "replicas": 2 if cluster is None else 1,
+        "vllm_python": python,
+        "vllm": {"max_num_seqs": 8},
+    }
     job = vllm_job(folder, **own).model_copy(update={"cluster": cluster})
     directory, reporter, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 2 and not (environment / "deadly").exists()
@@ -83,7 +89,7 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_and_end_with_
                 assert step.policy_logprobs.versions == ((0, number - 1),)
     assert sorted(path.name for path in directory.weights.iterdir()) == ["start", "version_1", "version_2"]
     lines = "\n".join(reporter.lines)
-    (url,) = set(re.findall(r"vLLM server (\S+) ended with exit code 9; it is started anew", lines))
+    (url,) = set(re.findall(rf"vLLM server (\S+) ended with exit code {code}; it is started anew", lines))
     assert f"replica {url} is lost" in lines
     for address in set(re.findall(r"http://127\.0\.0\.1:(\d+): vLLM 0\.32\.0", lines)):
         with pytest.raises(ConnectionRefusedError):

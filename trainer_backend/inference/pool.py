@@ -87,6 +87,7 @@ class Replica:
         running: requests that it samples now.
         sessions: rollouts whose decisions go to it.
         last_error: its last failure; "" before any.
+        away_since: when it ceased to serve, or was last started anew for that.
     """
 
     engine: ReplicaEngine
@@ -97,6 +98,7 @@ class Replica:
     task: asyncio.Task[None] | None = None
     loads: int = 0
     last_error: str = ""
+    away_since: float | None = None
 
 
 class ReplicaPool:
@@ -105,13 +107,19 @@ class ReplicaPool:
     Args:
         wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
         tell: is given a line for each replica that is lost or serves again.
+        renew: starts the server of an address anew; called when a replica was away for half of `wait_s`.
     """
 
     def __init__(
-        self, engines: Sequence[ReplicaEngine], *, wait_s: float, tell: Callable[[str], None]
+        self,
+        engines: Sequence[ReplicaEngine],
+        *,
+        wait_s: float,
+        tell: Callable[[str], None],
+        renew: Callable[[str], None] | None = None,
     ) -> None:
         self.replicas = tuple(map(Replica, engines))
-        self._wait_s, self._tell = wait_s, tell
+        self._wait_s, self._tell, self._renew = wait_s, tell, renew
         self._show: Show = lambda replica, version: None
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._published: Publication | None = None
@@ -217,6 +225,7 @@ class ReplicaPool:
             await asyncio.sleep(_LOOK_S)
             if self._published is None:
                 continue
+            self._renew_those_away()
             self._bring_all()
             if self._any_serves:
                 none_since = None
@@ -225,6 +234,15 @@ class ReplicaPool:
                 too_long = time.monotonic() - none_since > self._wait_s
                 if too_long and self._waiting and not self._breakdown.done():
                     self._breakdown.set_result(self._nobody())
+
+    def _renew_those_away(self) -> None:
+        now = time.monotonic()
+        for replica in self.replicas:
+            away_s = 0.0 if replica.away_since is None else now - replica.away_since
+            # One that is tried now is stale.
+            if self._renew is not None and replica.state == "lost" and away_s > self._wait_s / 2:
+                replica.away_since = now
+                self._renew(replica.engine.url)
 
     def _answers(self) -> str:
         """The last failure of each replica, for an error."""
@@ -360,6 +378,10 @@ class ReplicaPool:
 
     def _become(self, replica: Replica, state: State, version: int | None = None) -> None:
         replica.state = state
+        if state == "serving":
+            replica.away_since = None
+        elif replica.away_since is None:
+            replica.away_since = time.monotonic()
         self._show(replica, version)
 
     def _wake(self) -> None:
@@ -369,4 +391,5 @@ class ReplicaPool:
             loop.call_soon_threadsafe(woken.set)
 
     def _nobody(self) -> str:
-        return f"no replica has served for {self._wait_s:g} s (inference.replica_wait_s): {self._answers()}"
+        key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"
+        return f"no replica has served for {self._wait_s:g} s ({key}): {self._answers()}"

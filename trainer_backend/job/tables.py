@@ -218,7 +218,8 @@ class InferenceTable(Table):
         gt=0,
         le=86_400,
         description="how long a vLLM server may take to start or to load weights, and how long the run waits "
-        "when none serves; then it saves and ends",
+        "when none serves; then it saves and ends. A server of the run's own that stays away so long is "
+        "started anew, and the run waits as long again",
     )
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
     max_running: int = Field(default=64, ge=1, le=4096, description="requests that are decoded together")

@@ -40,6 +40,7 @@ from trainer_backend.run.gateways import (
     CONTROL_KEY,
     GATEWAY_KEY,
     REFUSAL,
+    RENEW,
     SERVED,
     SETUP,
     GatewaySetup,
@@ -90,7 +91,8 @@ class PoolActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.folder)
-        self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell)
+        renew = None if setup.inference.vllm_python is None else _tell_to_renew
+        self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell, renew)
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
 
     async def load(self, version: PolicyVersion) -> None:
@@ -142,6 +144,11 @@ def setup_key(variable: str) -> SecretStr:
 
 def _tell(line: str) -> None:
     print(" ".join(line.split()), flush=True)
+
+
+def _tell_to_renew(url: str) -> None:
+    """Have the run, whose child the server is, start it anew."""
+    _tell(f"{RENEW}{url}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,6 +48,8 @@ SETUP, GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY", "TURNWISE_GATEWAY_KEY", "T
 REFUSAL, BREAKDOWN = 2, 3
 # The line by which it tells that it has answered a request.
 SERVED = "has answered a request"
+# It says this with the address of a vLLM server of the run's own that does not come back.
+RENEW = "start anew "
 
 _MODULE = "trainer_backend.run.gateway_process"
 _STOP_S = 10.0
@@ -116,6 +118,7 @@ class Gateway:
         restarts: how many of its processes died and were followed by another.
         pid: of its process; None before the first one.
         reporter: is given its process, and each change of it.
+        renew: starts the vLLM server of an address anew.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class Gateway:
         self.restarts = 0
         self.pid: int | None = None
         self.reporter: Reporter | None = None
+        self.renew: Tell | None = None
         self._version: PolicyVersion | None = None
         self._last_words = ""
         self._ready = asyncio.Event()
@@ -245,6 +249,8 @@ class Gateway:
                         self._be_ready(version)
                     elif line == SERVED:
                         served = True
+                    elif line.startswith(RENEW) and self.renew is not None:
+                        self.renew(line.removeprefix(RENEW))
                     elif line:
                         self._tell(f"{self.name}: {line}")
             return served, await child.ended()
@@ -314,6 +320,8 @@ class Gateways:
         servers: "VllmServers | None" = None,
     ) -> None:
         self.inference, self.gateways, self._folders, self._servers = inference, gateways, folders, servers
+        for gateway in gateways:
+            gateway.renew = None if servers is None else servers.renew
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
@@ -447,7 +455,7 @@ def load_s(table: InferenceTable) -> float:
 
     A pool waits for its first server, which then has as long for the load, and for the others as long again.
     """
-    return _LOAD_S + 3 * table.replica_wait_s
+    return _LOAD_S + 3 * table.replica_patience_s
 
 
 def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:

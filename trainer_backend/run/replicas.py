@@ -1,6 +1,6 @@
 """The actor at vLLM servers, which load each version from a folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from trainer_backend.inference.pool import Canary, Publication, Replica, ReplicaPool
@@ -38,7 +38,8 @@ class ReplicaPublisher:
         self._servers = own_servers(table, facts.table, directory, tell)
         if self._servers is not None:
             table = table.model_copy(update={"urls": self._servers.urls})
-        self.engine, self._model = pool_of(table, facts, tell), facts.table
+        renew = None if self._servers is None else self._servers.renew
+        self.engine, self._model = pool_of(table, facts, tell, renew), facts.table
         self._folders = WeightFolders(learner, directory.weights, prompt_tokens=table.max_model_len - 1)
 
     async def publish(self, policy_version: int) -> None:
@@ -70,10 +71,29 @@ class ReplicaPublisher:
                 await self._servers.stop()
 
 
-def pool_of(table: InferenceTable, facts: PolicyFacts, tell: Callable[[str], None]) -> ReplicaPool:
-    """The replicas of inference.urls, none of which serves yet."""
-    engines = _engines(table, stop_ids=facts.stop_ids, vocabulary=facts.vocabulary)
-    return ReplicaPool(engines, wait_s=table.replica_wait_s, tell=tell)
+def pool_of(
+    table: InferenceTable,
+    facts: PolicyFacts,
+    tell: Callable[[str], None],
+    renew: Callable[[str], None] | None,
+) -> ReplicaPool:
+    """The replicas of inference.urls, none of which serves yet.
+
+    Args:
+        renew: starts the server of an address anew; None: they are not the run's own.
+    """
+    engines = [
+        VllmEngine(
+            url,
+            stop_ids=facts.stop_ids,
+            vocabulary=facts.vocabulary,
+            max_model_len=table.max_model_len,
+            wait_s=table.replica_wait_s,
+            weight_update=table.weight_update,
+        )
+        for url in table.urls
+    ]
+    return ReplicaPool(engines, wait_s=table.replica_patience_s, tell=tell, renew=renew)
 
 
 def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
@@ -86,19 +106,3 @@ def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
     assert prompt is not None, "the learner scores one for every server that is not ours"
     limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16
     return Publication(version.number, version.folder, Canary(prompt.ids, prompt.logprobs, limit))
-
-
-def _engines(
-    table: InferenceTable, *, stop_ids: Sequence[int] = (), vocabulary: int = 2**31
-) -> list[VllmEngine]:
-    return [
-        VllmEngine(
-            url,
-            stop_ids=stop_ids,
-            vocabulary=vocabulary,
-            max_model_len=table.max_model_len,
-            wait_s=table.replica_wait_s,
-            weight_update=table.weight_update,
-        )
-        for url in table.urls
-    ]

@@ -104,6 +104,7 @@ async def check_environment(table: InferenceTable) -> str:
         process = await asyncio.create_subprocess_exec(
             str(table.vllm_python), "-c", _RELEASE, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL,
             env=_environment(),
+            start_new_session=True,  # Ctrl-C ends this process, which ends that one
         )  # fmt: skip
     except OSError as error:
         raise JobError(f"{where} cannot be run: {error.strerror}") from error
@@ -190,6 +191,13 @@ class VllmServers:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
 
+    def renew(self, url: str) -> None:
+        """Kill a server that runs and does not serve; it is then started anew, as one that died."""
+        for server in self._servers:
+            if server.url == url and server.child is not None:
+                self._tell(f"vLLM server {url} does not come back, and is killed")
+                server.child.signal(signal.SIGKILL)
+
     async def stop(self) -> None:
         """End all servers."""
         for keeper in self._keepers:
@@ -204,6 +212,7 @@ class VllmServers:
         try:
             await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
+                await self._end(server)
                 raise JobError(
                     f"a vLLM server ended with exit code {end.result()} before it was ready: "
                     f"{_last_line(server.log_file)}",
@@ -218,15 +227,18 @@ class VllmServers:
     async def _keep(self, server: _Server) -> None:
         pause = _PAUSE_S
         while True:
-            assert server.child is not None
             start = time.monotonic()
-            code = await server.child.ended()
-            await self._end(server)
-            self._tell(f"vLLM server {server.url} ended with exit code {code}; it is started anew")
+            if server.child is not None:
+                code = await server.child.ended()
+                await self._end(server)
+                self._tell(f"vLLM server {server.url} ended with exit code {code}; it is started anew")
             lasted = time.monotonic() - start > _LONGEST_PAUSE_S
             pause = _PAUSE_S if lasted else min(2 * pause, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
-            await self._spawn(server)
+            try:
+                await self._spawn(server)
+            except OSError as error:  # out of processes or memory for a moment, or no such program any more
+                self._tell(f"vLLM server {server.url} cannot be started, and is tried again: {error}")
 
     async def _spawn(self, server: _Server) -> Child:
         environment = _environment() | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
@@ -258,6 +270,7 @@ class VllmServers:
         await child.end(_STOP_S)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+        server.child = None  # its number may be another process's by the next time
 
 
 def own_servers(

@@ -45,7 +45,8 @@ class FakeVllm:
         raw: its log-probs are those before the temperature.
         streams_wait: it sends the last token of a stream after the request was aborted.
         rpc_status: of calls to its workers.
-        deadly_file: the process that finds and removes this file at its third sample dies of it.
+        deadly_file: the process that finds and removes this file at its third sample dies of it, or is down
+            from then on where the file says so.
         loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
     """
 
@@ -156,8 +157,11 @@ class FakeVllm:
         else:
             self.served.append((ids, began))
             if len(self.served) == 3 and self.deadly_file is not None and self.deadly_file.exists():
+                self.down = self.deadly_file.read_text() == "down"
                 self.deadly_file.unlink()
-                os._exit(9)
+                if not self.down:
+                    os._exit(9)
+                return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
             if self.slow_prompt in (None, ids):
                 await asyncio.to_thread(self.holds.wait)
             if self.fails_once:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -231,9 +231,11 @@ async def pool_of(
     wait_s: float = 30.0,
     load_s: float = 30.0,
     weight_update: str = "wait",
+    renew: Callable[[str], None] | None = None,
 ) -> AsyncIterator[ReplicaPool]:
     limits = {**LIMITS, "wait_s": load_s, "weight_update": weight_update}
-    pool = ReplicaPool([VllmEngine(url, **limits) for url in fakes], tell=lines.append, wait_s=wait_s)
+    engines = [VllmEngine(url, **limits) for url in fakes]
+    pool = ReplicaPool(engines, tell=lines.append, wait_s=wait_s, renew=renew)
     try:
         yield pool
     finally:
@@ -295,6 +297,25 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     assert [state for state, _ in itertools.groupby(states)] == [
         ("starting", None), ("serving", 0), ("lost", None), ("serving", 1),
     ]  # fmt: skip
+
+
+async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+
+        def renew(url: str) -> None:
+            renewed.append(url)
+            fakes[urls.index(url)].down = False
+
+        renewed: list[str] = []
+        async with pool_of(urls, [], wait_s=2.0, renew=renew) as pool:
+            await pool.publish(publication(0, folders, models))
+            fakes[0].down = True
+            await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
+            watch = asyncio.ensure_future(pool.look_after())
+            while pool.replicas[0].state != "serving":
+                await asyncio.sleep(0.01)
+            watch.cancel()
+            assert renewed == urls[:1]
 
 
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):

@@ -103,7 +103,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-async def test_a_server_that_dies_is_started_anew_from_a_copy_that_stays(tmp_path):
+async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_stays(tmp_path):
     python = fake_environment(tmp_path)
     (tmp_path / SERVER).write_text(ECHO)
     version, start = tmp_path / "version_0", tmp_path / "start"
@@ -127,13 +127,52 @@ async def test_a_server_that_dies_is_started_anew_from_a_copy_that_stays(tmp_pat
         while process_at(url) in (None, process):
             await asyncio.sleep(0.05)
         assert await command(url) == words
+        process = process_at(url)
+        servers.renew(url)
+        while process_at(url) in (None, process):
+            await asyncio.sleep(0.05)
     finally:
         await servers.stop()
     assert process_at(url) is None
     assert lines[1:] == [
         f"replica {url}: vLLM 0.32.0, context 64",
         f"vLLM server {url} ended with exit code -9; it is started anew",
+        f"vLLM server {url} does not come back, and is killed",
+        f"vLLM server {url} ended with exit code -9; it is started anew",
     ]
+
+
+async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_path):
+    python = fake_environment(tmp_path)
+    (tmp_path / SERVER).write_text(ECHO)
+    (tmp_path / "version_0").mkdir()
+    lines: list[str] = []
+    servers = VllmServers(
+        table(python), tmp_path / "start", [tmp_path / "log"], dtype="float32", devices=[], tell=lines.append
+    )
+    try:
+        await servers.start(tmp_path / "version_0")
+        (url,) = servers.urls
+        python.rename(tmp_path / "gone")
+        servers.renew(url)
+        while "cannot be started, and is tried again: " not in lines[-1]:
+            await asyncio.sleep(0.05)
+        servers.renew(url)  # there is none to kill
+        assert "cannot be started" in lines[-1]
+        (tmp_path / "gone").rename(python)
+        assert await command(url)
+    finally:
+        await servers.stop()
+
+
+async def test_the_python_that_is_asked_for_its_vllm_hears_no_ctrl_c_of_the_terminal(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\nread pid name state parent group session rest < /proc/$$/stat\n"
+        "if [ $session = $$ ]; then echo 0.32.0; fi\n"
+    )
+    python.chmod(0o755)
+    assert "vLLM 0.32.0" in await check_environment(table(python))
 
 
 async def command(url: str) -> str:
