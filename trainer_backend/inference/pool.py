@@ -37,7 +37,10 @@ class ReplicaEngine(FrozenEngine, Protocol):
     url: str
 
     async def load_weights(self, version: int, source: Path) -> None:
-        """Replace the weights by those of a folder."""
+        """Replace the weights by those of a folder; samples with them are refused until `accept`."""
+
+    def accept(self) -> None:
+        """Take samples with the weights of the last load."""
 
     async def refuse_unfit(self) -> str:
         """Raise an InferenceError where it cannot be trained with; return a line that describes it."""
@@ -295,6 +298,7 @@ class ReplicaPool:
                 replica.fit = True
             await replica.engine.load_weights(publication.version, publication.folder)
             await self._test(replica, publication.canary)
+            replica.engine.accept()
         # A reply of another form is a reason to lose the replica, and none to stop looking after the others.
         except (TrainerError, LookupError, TypeError, ValueError, AttributeError) as error:
             replica.last_error = str(error)

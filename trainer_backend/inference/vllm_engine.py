@@ -151,12 +151,13 @@ class VllmEngine(RemoteEngine):
         self.url = url.rstrip("/")
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
         self._weight_update, self._wait_s = weight_update, wait_s
-        self._name, self._versions = "", {"": 0}  # of the weights that serve, and of all by name
+        self._name, self._version = "", 0  # of the last load
+        self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
 
     @property
     def version(self) -> int:
-        return self._versions[self._name]
+        return self._version
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -199,6 +200,8 @@ class VllmEngine(RemoteEngine):
                 "token"
             )
         for _, name in starts:
+            if name == self._name and name not in self._versions:
+                raise RemoteUnavailable(f"{self.label} sampled with weights that have not passed the canary")
             if name not in self._versions:
                 raise RemoteUnavailable(
                     f"{self.label} samples with weights that are none of this run's ({name!r:.80}): it was "
@@ -305,6 +308,8 @@ class VllmEngine(RemoteEngine):
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Replace the weights by those of a folder that the server's workers can read.
 
+        Samples with them are refused until `accept`.
+
         Raises:
             WeightsRefused: the server cannot load them, or not within `wait_s`; what it samples with then is
                 unknown until a later load succeeds.
@@ -314,7 +319,7 @@ class VllmEngine(RemoteEngine):
         folder = Path(source).resolve()
         files = [file.name for file in weight_files(folder)]
         name = f"{version}-{secrets.token_hex(6)}"
-        self._versions[name], self._loads = version, True
+        self._loads = True
         try:
             try:
                 async with asyncio.timeout(self._wait_s):
@@ -325,7 +330,7 @@ class VllmEngine(RemoteEngine):
                     await self._control("POST", "/collective_rpc", body=load)
                     await self._control("POST", "/reset_prefix_cache")
                     await self._control("POST", "/update_weight_version", body={"new_version": name})
-                self._name = name
+                self._name, self._version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
                 await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
@@ -336,6 +341,10 @@ class VllmEngine(RemoteEngine):
             ) from error
         except (RemoteRefused, RemoteUnavailable) as error:
             raise WeightsRefused(error.detail, where=self.url, hint=error.hint) from error
+
+    def accept(self) -> None:
+        """Take samples with the weights of the last load, which were found to be the right ones."""
+        self._versions[self._name] = self._version
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:], each given those before it, under the weights that serve now."""

@@ -69,11 +69,17 @@ async def engine_at(url: str, **settings: Any) -> AsyncIterator[VllmEngine]:
         await engine.close()
 
 
+async def load(engine: VllmEngine, version: int, folder: Path) -> None:
+    """Without a canary."""
+    await engine.load_weights(version, folder)
+    engine.accept()
+
+
 async def test_log_probs_and_versions_are_of_the_weights_that_sampled(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             for version in (0, 1):
-                await engine.load_weights(version, folders[version])
+                await load(engine, version, folders[version])
                 generation = await engine.generate(PROMPT, Sampling(max_tokens=12), request_id="a")
                 own = logprobs_under(models[version], (*PROMPT, *generation.token_ids))[len(PROMPT) - 1 :]
                 assert generation.logprobs == pytest.approx(own, abs=1e-5)
@@ -84,7 +90,7 @@ async def test_log_probs_and_versions_are_of_the_weights_that_sampled(folders, m
 async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(folders, tokenizer):
     with fake_vllm(folders[0]) as (_, url):
         async with engine_at(url, stop_ids=[]) as engine:
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             whole = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="a")
             string = tokenizer.decode(whole.token_ids)[3:6]
             cut = await engine.generate(
@@ -99,7 +105,7 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(fo
 async def test_tokens_are_told_as_they_come_but_the_last(folders):
     with fake_vllm(folders[0]) as (_, url):
         async with engine_at(url, stop_ids=[]) as engine:
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             tokens: list[SampledToken] = []
             generation = await engine.generate(
                 PROMPT,
@@ -153,7 +159,7 @@ async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_us
     """The pause is taken back whatever happens: a server that stays paused would hang every rollout."""
     with fake_vllm(folders[0]) as (_, url):
         async with engine_at(url) as engine:
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             half = tmp_path / "half"
             half.mkdir()
             (half / "model.safetensors").write_bytes((folders[1] / "model.safetensors").read_bytes()[:-100])
@@ -161,7 +167,7 @@ async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_us
                 await engine.load_weights(1, half)
             with pytest.raises(RemoteUnavailable, match="none of this run's"):
                 await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
     assert generation.versions == ((0, 0),)
 
@@ -170,10 +176,10 @@ async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_us
 async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(folders, tokenizer, stops):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url, stop_ids=[]) as ours, engine_at(url, stop_ids=[]) as theirs:
-            await ours.load_weights(0, folders[0])
+            await load(ours, 0, folders[0])
             sampling = Sampling(max_tokens=8, temperature=0.0)
             whole = await ours.generate(PROMPT, sampling, request_id="a")
-            await theirs.load_weights(0, folders[0])  # the same tokens, so that the stop string is met
+            await load(theirs, 0, folders[0])  # the same tokens, so that the stop string is met
             fake.streams_wait = True
             rule = StopStrings(tokenizer.decode, [tokenizer.decode(whole.token_ids)[2:4]])
             extras = Extras(stop=rule if stops else None)
@@ -185,7 +191,7 @@ async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_notice
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             engine.silence_s = 0.2
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             fake.holds.clear()
             sample = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
             while fake.probes < 2:
@@ -201,7 +207,7 @@ async def test_a_full_queue_before_a_sample_is_no_silence(folders):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             engine.silence_s = 0.2
-            await engine.load_weights(0, folders[0])
+            await load(engine, 0, folders[0])
             fake.full, fake.slow_prompt = True, PROMPT
             fake.holds.clear()
             slow = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
@@ -345,6 +351,8 @@ async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(fo
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
                 await pool.publish(publication(1, folders, models))
+            with pytest.raises(RemoteUnavailable, match="weights that have not passed the canary"):
+                await pool.replicas[0].engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
 
 
 async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
