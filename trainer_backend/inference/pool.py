@@ -299,8 +299,9 @@ class ReplicaPool:
             await replica.engine.load_weights(publication.version, publication.folder)
             await self._test(replica, publication.canary)
             replica.engine.accept()
-        # A reply of another form is a reason to lose the replica, and none to stop looking after the others.
-        except (TrainerError, LookupError, TypeError, ValueError, AttributeError) as error:
+        # A reply of another form, or a folder that cannot be read now, is a reason to lose the replica, and
+        # none to stop looking after the others.
+        except (TrainerError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             replica.last_error = str(error)
             self._become(replica, "lost")
             if not lost:

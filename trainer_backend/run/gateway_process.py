@@ -113,7 +113,7 @@ async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     server = Server(app, BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
     policy.engine.start()
     watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
-    broken = asyncio.ensure_future(first_breakdown([policy]))
+    broken = asyncio.ensure_future(first_breakdown([policy], watches))
     try:
         if setup.version.prompt is not None:  # the servers have other weights, or those of an earlier start
             await actor.load(setup.version)

@@ -183,8 +183,8 @@ class PolicyServer:
         source = self._source(learner, fixed)
         policy = ServedPolicy(source.engine, learner.tokenizer)
         with self.gateway(policy, fixed):
-            broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
             watch = asyncio.ensure_future(source.look_after())
+            broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()], [watch]))
             try:
                 yield ActorServer(self.inference, source, policy, broken=broken)
             finally:
@@ -232,8 +232,14 @@ class FolderPolicy:
             broken.cancel()
 
 
-async def first_breakdown(policies: Iterable[ServedPolicy]) -> str:
-    """Wait until an engine can answer nobody any more; return the reason."""
+async def first_breakdown(
+    policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
+) -> str:
+    """Wait until an engine can answer nobody any more, or is not looked after; return the reason.
+
+    Args:
+        watches: look after engines; one that ends with an error leaves them alone.
+    """
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 
@@ -245,6 +251,12 @@ async def first_breakdown(policies: Iterable[ServedPolicy]) -> str:
         with suppress(RuntimeError):  # the loop has ended, and with it who waited
             loop.call_soon_threadsafe(settle, breakdown.result())
 
+    def report_watch(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            settle(f"{type(error).__name__}: {error}")
+
+    for watch in watches:
+        watch.add_done_callback(report_watch)
     for policy in policies:
         policy.engine.breakdown.add_done_callback(report)
     return await first

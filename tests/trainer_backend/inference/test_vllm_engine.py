@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,20 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     assert [state for state, _ in itertools.groupby(states)] == [
         ("starting", None), ("serving", 0), ("lost", None), ("serving", 1),
     ]  # fmt: skip
+
+
+async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looked_after(
+    folders, models, tmp_path
+):
+    with fake_vllm(folders[0]) as (_, url):
+        async with pool_of([url], [], wait_s=0.0) as pool:
+            unreadable = replace(publication(0, folders, models), folder=tmp_path / ("x" * 300))
+            with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
+                await pool.publish(unreadable)
+            watch = asyncio.ensure_future(pool.look_after())
+            await pool.publish(publication(0, folders, models))
+            assert (await sample(pool, "r")).versions == ((0, 0),)
+            watch.cancel()
 
 
 async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folders, models):

@@ -26,6 +26,7 @@ from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways, load_s, share_of
+from trainer_backend.run.policy_server import first_breakdown
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_digest, plan_id
 
@@ -343,6 +344,14 @@ def test_running_totals_never_go_back():
     totals.start_again()
     totals.start_again()
     assert totals.sum == {"requests": 7, "lost_mass": 0.75}
+
+
+async def test_an_engine_that_nobody_looks_after_any_more_counts_as_broken():
+    async def look_after() -> None:
+        raise OSError("no space left")
+
+    watch = asyncio.ensure_future(look_after())
+    assert await first_breakdown([], [watch]) == "OSError: no space left"
 
 
 def requests_at(urls: Sequence[str], run_id: str = "run.1") -> list[RolloutRequest]:
