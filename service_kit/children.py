@@ -13,11 +13,13 @@ from asyncio.subprocess import PIPE as PIPE
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Self
 
 # A service prints this with its address to stdout when it is ready.
 READY = "listening on "
 _ORPHANED = 1
+_TAIL_BYTES = 65_536
 
 
 class Child:
@@ -96,6 +98,17 @@ class Child:
             await self._process.wait()
             return True
         return False
+
+
+def last_line(log: Path) -> str:
+    """The last line of a child's log that says something, from its last bytes; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""
 
 
 def end_with_parent() -> None:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic import SecretStr
 
-from service_kit.children import PIPE, READY, Child
+from service_kit.children import PIPE, READY, Child, last_line
 from service_kit.server import Listener, is_wildcard
 from shared_schemas.base import Body
 from trainer_backend.collect.plan import Inference
@@ -299,8 +299,7 @@ class Gateway:
         raise kind(f"{self.name}: {reply.get('detail')}", where=reply.get("where"), hint=reply.get("hint"))
 
     def _last_line(self) -> str:
-        lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return next((line[:_SHOWN] for line in reversed(lines) if line.strip()), "(nothing)")
+        return last_line(self._log_file)[:_SHOWN] or "(nothing)"
 
 
 class Gateways:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import httpx
 
-from service_kit.children import PIPE, Child
+from service_kit.children import PIPE, Child, last_line
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
@@ -299,17 +299,3 @@ def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
         if b"\n" in part:
             *lines, rest = rest.split(b"\n")
             yield from map(bytes, lines)
-
-
-_TAIL_BYTES = 4096
-
-
-def last_line(file: Path) -> str:
-    """The last line of a log; empty where there is none."""
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1] if lines else ""

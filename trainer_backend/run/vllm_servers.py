@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service_kit.children import Child
+from service_kit.children import Child, last_line
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
@@ -215,7 +215,7 @@ class VllmServers:
                 await self._end(server)
                 raise JobError(
                     f"a vLLM server ended with exit code {end.result()} before it was ready: "
-                    f"{_last_line(server.log_file)}",
+                    f"{last_line(server.log_file) or 'its log is empty'}",
                     where=str(server.log_file),
                 )
             return ready.result()
@@ -338,9 +338,3 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:  # all are held until the last is known, so that they differ
         holders = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [holder.getsockname()[1] for holder in holders]
-
-
-def _last_line(file: Path) -> str:
-    """The last line of a log that says something; its reader has no other one of a server that ended."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
