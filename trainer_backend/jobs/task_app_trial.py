@@ -94,7 +94,8 @@ def _gateway(job_name: str, services: ServicesTable, inference: InferenceTable) 
     """Describe the actor's gateway as far as it is known; a trial never calls it."""
     host, port = services.gateway_host, services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return Inference(url, model_of(job_name, ACTOR), SecretStr(""), inference.max_model_len)
+    model, length = model_of(job_name, ACTOR), inference.max_model_len
+    return Inference(url, model, SecretStr(""), length, inference.asks)
 
 
 def _message(error: Exception) -> str:
