@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, join_rounds
@@ -305,7 +306,8 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         error = await _publish(ahead, progress) if steps else None  # 12
         publish_s = time.monotonic() - updated
     # Of iterations that are collected at the same time, each tells what happened since the row before.
-    since, now = max(ahead.last_row, result.begun), await moment(run.server)
+    since = max(ahead.last_row, result.begun, key=attrgetter("seconds"))
+    now = await moment(run.server)
     ahead.last_row = now
     row = {  # 13
         "kind": "iteration",
