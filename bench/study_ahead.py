@@ -22,8 +22,14 @@ STUDY = Study(
     arms={
         "turns": Arm("one process, taking turns", ()),
         "ahead": Arm("one process, one iteration ahead", ("training.max_staleness=1",)),
-        "processes": Arm(
-            "in processes, one iteration ahead", ("training.max_staleness=1", "cluster.launcher=local")
+        "processes": Arm(  # two threads each on two cores would wait for each other
+            "in processes, one iteration ahead",
+            (
+                "training.max_staleness=1",
+                "cluster.launcher=local",
+                "training.threads=1",
+                "inference.threads=1",
+            ),
         ),
     },
 )
