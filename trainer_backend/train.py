@@ -99,7 +99,7 @@ class Ahead:
     def __init__(self, run: Run, stop: asyncio.Event) -> None:
         self.run, self.stop = run, stop
         self.last_row = Moment(0.0, {})
-        self._begun: dict[int, Iteration] = {}
+        self._iterations: dict[int, Iteration] = {}
 
     def begin_early(self, progress: Progress) -> None:
         """Begin what may be collected while the learner works; with `max_staleness` 0 there is nothing."""
@@ -112,17 +112,17 @@ class Ahead:
     def take(self, progress: Progress) -> "Iteration":
         """The next iteration, whose rollouts are waited for now."""
         self._begin(progress.iteration + 1, progress)
-        return self._begun.pop(progress.iteration + 1)
+        return self._iterations.pop(progress.iteration + 1)
 
     async def end(self) -> None:
         """End the collection of what will not be learned from."""
-        begun, self._begun = self._begun, {}
-        for iteration in begun.values():
+        iterations, self._iterations = self._iterations, {}
+        for iteration in iterations.values():
             await iteration.cancel()
 
     def _begin(self, number: int, progress: Progress) -> None:
-        if number not in self._begun:
-            self._begun[number] = Iteration(self.run, number, progress, self.stop)
+        if number not in self._iterations:
+            self._iterations[number] = Iteration(self.run, number, progress, self.stop)
 
 
 class Iteration:
@@ -146,9 +146,9 @@ class Iteration:
         self._branches: list[Collection] = []
         self._measured, self._credited = NOTHING, Credited([], [], {}, [])
         self._refilled = 0
-        self._begun = Moment(0.0, {})
-        self._collecting: list[Span] = []
-        self._crediting: list[Span] = []
+        self._start = Moment(0.0, {})
+        self._collect_spans: list[Span] = []
+        self._credit_spans: list[Span] = []
         self._is_awaited = False
         self._first: asyncio.Task[Collection | None] | None = asyncio.ensure_future(self._first_round())
 
@@ -178,7 +178,7 @@ class Iteration:
             self._rounds.append(collection)
             self._branches.append(branches)
             await self._credit_and_store(collection)  # 7 to 10
-        self._crediting.append(span)
+        self._credit_spans.append(span)
         await run.ack([*collection.all, *branches.all])
         return True
 
@@ -198,9 +198,9 @@ class Iteration:
             collection=collection,
             branches=join_rounds(self._branches),
             credited=self._credited,
-            begun=self._begun,
-            collecting=self._collecting,
-            crediting=self._crediting,
+            start=self._start,
+            collect_spans=self._collect_spans,
+            credit_spans=self._credit_spans,
             mixture=metrics.by_policy(self._all_requests, collection.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
         )
@@ -218,7 +218,7 @@ class Iteration:
         return await self._collect("collect", self._requests)
 
     async def _first_round(self) -> Collection | None:
-        self._begun = await moment(self._run.server)
+        self._start = await moment(self._run.server)
         return await self._collect("collect", self._requests)
 
     async def _collect(self, what: str, requests: Sequence[RolloutRequest]) -> Collection | None:
@@ -231,7 +231,7 @@ class Iteration:
             collection = await self._run.collect(
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
-        self._collecting.append(span)
+        self._collect_spans.append(span)
         return collection
 
     async def _credit_and_store(self, newest: Collection) -> None:
@@ -306,7 +306,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         error = await _publish(ahead, progress) if steps else None  # 12
         publish_s = time.monotonic() - updated
     # Of iterations that are collected at the same time, each tells what happened since the row before.
-    since = max(ahead.last_row, result.begun, key=attrgetter("seconds"))
+    since = max(ahead.last_row, result.start, key=attrgetter("seconds"))
     now = await moment(run.server)
     ahead.last_row = now
     row = {  # 13
@@ -320,9 +320,9 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         "time/publish_s": publish_s,
         "time/checkpoint_s": run.saving.take_seconds(),
         **run.timeline.waits(),
-        "timeline/collect_start": result.collecting[0].start,
-        "timeline/collect_end": result.collecting[-1].end,
-        "timeline/learn_start": result.crediting[0].start,
+        "timeline/collect_start": result.collect_spans[0].start,
+        "timeline/collect_end": result.collect_spans[-1].end,
+        "timeline/learn_start": result.credit_spans[0].start,
         "timeline/learn_end": learning.end,
         "recovery/resumes": float(run.resumes),
     }

@@ -105,7 +105,7 @@ class Replica:
 
 
 class ReplicaPool:
-    """An `InferenceEngine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
+    """A `FrozenEngine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
 
     Args:
         wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.

@@ -58,17 +58,17 @@ class IterationResult:
         branches: rollouts that were played on from decisions of the collected ones; they are measured with,
             and not trained on.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
-        begun: when its rollouts were asked for.
-        collecting, crediting: when its rounds were collected and credited.
+        start: when its rollouts were asked for.
+        collect_spans, credit_spans: when its rounds were collected and credited.
         mixture: metrics by policy (`IterationMetrics.by_policy`).
     """
 
     collection: Collection
     branches: Collection
     credited: Credited
-    begun: Moment
-    collecting: Sequence[Span]
-    crediting: Sequence[Span]
+    start: Moment
+    collect_spans: Sequence[Span]
+    credit_spans: Sequence[Span]
     mixture: Mapping[str, float]
     refilled: int = 0
 
@@ -86,7 +86,7 @@ class IterationMetrics:
         of failures are of all.
         """
         collection = result.collection
-        collect_s = sum(span.seconds for span in result.collecting)
+        collect_s = sum(span.seconds for span in result.collect_spans)
         own = self.policies.by_actor(collection.rollouts)
         episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
         trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
@@ -107,7 +107,7 @@ class IterationMetrics:
             **(_by_turn(episodes) if episodes else {}),
             "group/refilled": float(result.refilled),
             "time/collect_s": collect_s,
-            "time/credit_s": sum(span.seconds for span in result.crediting),
+            "time/credit_s": sum(span.seconds for span in result.credit_spans),
             "time/environment_s": sum(step.environment_s for step in steps),
             "time/interaction_s": sum(step.interaction_s for step in steps),
             "time/policy_s": sum(step.policy_s for step in steps),

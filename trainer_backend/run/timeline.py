@@ -55,7 +55,7 @@ class Timeline:
             begin, span.end = span.start, self._count()
             self._running[lane] -= 1
             before = [other.end for other in self._ended[lane] if other.start < begin]
-            span.start = max(begin, *before, 0.0)
+            span.start = max([begin, *before])
             self._ended[lane].append(Span(begin, span.end))
 
     def waits(self) -> dict[str, float]:

@@ -56,10 +56,10 @@ class Spool:
         header = {"plan": plan_digest(requests, gateway_urls), "policy_version": versions[-1]}
         rows = read_lines(path)
         if rows and rows[0].get("plan") == header["plan"] and rows[0].get("policy_version") in versions:
-            usable = _without_later_versions(path, rows[0], versions[-1], tell)
-            if usable:
-                tell(f"{len(usable)} rollouts of {path.name} were collected before, and are used")
-            return cls(path, rows[0], {plan_id(rollout.rollout_id): rollout for rollout in usable})
+            rollouts = _rollouts_in(path)
+            if rollouts:
+                tell(f"{len(rollouts)} rollouts of {path.name} were collected before, and are used")
+            return cls(path, rows[0], {plan_id(rollout.rollout_id): rollout for rollout in rollouts})
         if len(rows) > 1:
             set_aside(path, tell, why="for another plan, or of other weights")
         return cls(path, header, {})
@@ -119,9 +119,8 @@ def tidy_spools(
             continue
         last = first + (max_staleness if stage == "iteration" else 0)
         if first <= number <= last and iteration >= 0:
-            rows = [] if policy_version is None else read_lines(path)
-            if rows and policy_version is not None:
-                _without_later_versions(path, rows[0], policy_version, tell)
+            if policy_version is not None:
+                _drop_later_versions(path, policy_version, tell)
             continue
         if number > last or iteration < 0:
             set_aside(path, tell, why="of weights that no checkpoint holds")
@@ -167,20 +166,15 @@ def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
     )
 
 
-def _without_later_versions(
-    path: Path, header: Mapping[str, Any], newest: int, tell: Callable[[str], None]
-) -> list[Rollout]:
-    """The rollouts of a spool without those that later versions sampled, which then leave the spool too.
-
-    Other weights will get the numbers of those versions.
-    """
+def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
+    """Leave out of a spool what later versions sampled: other weights will get the numbers of those."""
     rollouts = _rollouts_in(path)
     usable = [rollout for rollout in rollouts if _newest_version(rollout) <= newest]
     if len(usable) < len(rollouts):
+        header = read_texts(path)[0].decode()
+        lines = [header, *map(_line_of, usable)]
         set_aside(path, tell, why="in part by weights that no checkpoint holds")
-        lines = [json.dumps(header, sort_keys=True), *map(_line_of, usable)]
         replace_text(path, "".join(f"{line}\n" for line in lines), durable=False)
-    return usable
 
 
 def _line_of(rollout: Rollout) -> str:
