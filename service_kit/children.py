@@ -68,9 +68,9 @@ class Child:
         return None
 
     async def lines(self) -> AsyncIterator[str]:
-        """The further lines of its stdout, until it closes."""
+        """The further lines of its stdout, until it closes; a long one is cut, and says so."""
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        while line := await _line(self._process.stdout):
             yield line.decode(errors="replace").strip()
 
     async def ended(self) -> int:
@@ -98,6 +98,24 @@ class Child:
             await self._process.wait()
             return True
         return False
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, of which no more is kept than fits the stream's buffer; empty where the stream ends."""
+    kept, cut = b"", 0
+    while True:
+        try:
+            part, ends = await stream.readuntil(b"\n"), True
+        except asyncio.IncompleteReadError as error:
+            part, ends = error.partial, True
+        except asyncio.LimitOverrunError as error:
+            part, ends = await stream.readexactly(error.consumed), False
+        if kept:
+            cut += len(part.rstrip(b"\n"))
+        else:
+            kept = part
+        if ends:
+            return kept if not cut else kept + f" ... and {cut} more bytes\n".encode()
 
 
 def last_line(log: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
@@ -19,7 +19,7 @@ from trainer_backend.store.rows import JobRow
 
 router = APIRouter(tags=["runs"])
 
-_FILES = {"run": LOG_FILE, "process": PROCESS_LOG, "task_app": "task_app.log"}
+_FILES = {"run": LOG_FILE, "process": PROCESS_LOG}  # the others are named as their part
 
 
 class Curve(Body):
@@ -60,8 +60,11 @@ class Log(Body):
 
 
 class LogQuery(Body):
-    part: Literal["run", "process", "task_app"] = Field(
-        default="run", description="what the run told; all that its process, or its own task app, printed"
+    part: str = Field(
+        default="run",
+        pattern=r"^(run|process|task_app|learner|gateway_\d{1,2})$",
+        description="run: what the run told; process, task_app: all that its process or its own task app "
+        "printed; learner, gateway_0, gateway_1, ...: those of its processes with [cluster]",
     )
     offset: int = Field(default=0, ge=0, le=2**53, description="`next_offset` of the answer before")
     tail: int = Field(default=1000, ge=1, le=10_000, description="the last so many lines of what is new")
@@ -93,7 +96,7 @@ async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]
 def _log(job: JobRow, query: LogQuery) -> Log:
     if job.run_dir is None:
         return Log(lines=(), next_offset=0)
-    piece = last_piece(Path(job.run_dir, _FILES[query.part]), query.offset)
+    piece = last_piece(Path(job.run_dir, _FILES.get(query.part, f"{query.part}.log")), query.offset)
     if query.part == "run":
         lines = [Line(time=line.time, text=line.text) for line, _ in piece.log_lines()]
     else:

@@ -129,7 +129,7 @@ def logs(
     follow: Annotated[
         bool, typer.Option(help="continue until the job has ended; exit code 1 unless it succeeded")
     ] = False,
-    part: Annotated[str, typer.Option(help="run, process or task_app")] = "run",
+    part: Annotated[str, typer.Option(help="run, process, task_app, learner or gateway_0")] = "run",
     tail: Annotated[int, typer.Option(min=1, max=10_000, help="number of last lines")] = 1000,
 ) -> None:
     """Print a job's log."""
