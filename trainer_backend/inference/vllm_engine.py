@@ -4,6 +4,7 @@
     POST /inference/v1/abort_requests       ends it there; its last chunk tells the weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
     GET  /version /v1/models                what is served
+    GET  /metrics                           how many tokens it has computed, where nothing ends for long
 
 A load gives the server's weights a name that no other load has, of this run or of another: whatever was
 sampled with other weights than ours is noticed by its versions.
@@ -18,6 +19,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +65,7 @@ _READY = "turnwise_ready"  # a method of vllm_worker/turnwise_vllm.py
 # Statuses of a server that is there, and cannot take this request now.
 _BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
+_TOKENS = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -130,8 +133,9 @@ class VllmEngine(RemoteEngine):
 
     Attributes:
         silence_s: a sample may take any time, but a server that has answered nothing for so long is asked
-            for one token, and is wedged if that takes as long again. Whoever waits for a sample is more
-            patient than both together: who gave up before would be sent to the same server again.
+            for one token. It is wedged if that takes as long again and its metrics count no further token
+            meanwhile: one whose queue is full of long samples goes on counting. Whoever waits for a sample is
+            more patient than both together: who gave up before would be sent to the same server again.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
@@ -231,15 +235,25 @@ class VllmEngine(RemoteEngine):
 
     async def _probe(self, signs: int) -> None:
         """Ask for one token; raise where the server gives neither that nor another sign of life."""
-        body = self._body([1], Sampling(max_tokens=1), 0)
+        body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
             await self._control("POST", _GENERATE, body=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
             # It may wait behind others in a queue, or behind a load.
-            if signs == self._signs and not self._loads:
+            if signs != self._signs or self._loads:
+                return
+            if count is None or await self._token_count() in (count, None):
                 raise
+
+    async def _token_count(self) -> float | None:
+        """How many tokens of prompts and samples its metrics count; None where it does not tell."""
+        with suppress(RemoteUnavailable):
+            status, text = await self._exchange("GET", "/metrics", timeout_s=_FRONTEND_TIMEOUT_S)
+            counts = [float(number) for number in _TOKENS.findall(text)] if status == 200 else []
+            return sum(counts) if counts else None
+        return None
 
     async def _control(
         self,
@@ -250,14 +264,27 @@ class VllmEngine(RemoteEngine):
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Mapping[str, Any]:
-        """One request beside the samples, on a connection of its own: its caller may run in another loop."""
+        """One request beside the samples, whose reply is JSON."""
+        status, text = await self._exchange(method, route, params=params, body=body, timeout_s=timeout_s)
+        return _reply(status, text, self.url + route)
+
+    async def _exchange(
+        self,
+        method: str,
+        route: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body, on a connection of its own: its caller may run in another loop."""
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s or self._wait_s)
         with connection_errors(where, timeout):
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.request(method, where, params=params, json=body, allow_redirects=False) as response,
             ):
-                return _reply(response.status, await response.read(), where)
+                return response.status, await response.read()
 
     def _body(
         self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, streams: bool = False

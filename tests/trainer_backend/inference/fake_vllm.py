@@ -37,6 +37,7 @@ class FakeVllm:
         fails_once: the sample that is held, or the next, is answered with 500.
         busy: so many requests are answered with 429.
         full: requests for one token get no answer, as behind a queue.
+        goes_on: its metrics count further tokens whenever they are read.
         holds: samples of rollouts wait for it, those of `slow_prompt` where there is one.
         may_load: a load waits for it.
         forgets_head: it answers 200 to a load and keeps the output head of before.
@@ -61,7 +62,8 @@ class FakeVllm:
         self.down_after = 1 << 60
         self.may_load = threading.Event()
         self.may_load.set()
-        self.streams_wait = self.wedged = self.fails_once = self.full = False
+        self.streams_wait = self.wedged = self.fails_once = self.full = self.goes_on = False
+        self.counted = 0
         self.slow_prompt: list[int] | None = None
         self.rpc_status, self.busy, self.probes = 200, 0, 0
         self.holds = threading.Event()
@@ -81,6 +83,7 @@ class FakeVllm:
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._ok),
             "/weight_info": ("GET", self._ok),
+            "/metrics": ("GET", self._metrics),
             "/inference/v1/generate": ("POST", self._generate),
             "/inference/v1/abort_requests": ("POST", self._abort_requests),
             "/pause": ("POST", self._pause),
@@ -93,6 +96,14 @@ class FakeVllm:
 
     async def _ok(self, request: Request) -> Response:
         return Response()
+
+    async def _metrics(self, request: Request) -> Response:
+        self.counted += self.goes_on
+        return Response(
+            "# TYPE vllm:generation_tokens_total counter\n"
+            f'vllm:generation_tokens_total{{engine="0",model_name="actor"}} {self.counted:.1f}\n'
+            'vllm:prompt_tokens_total{engine="0",model_name="actor"} 1.2e+06\n'
+        )
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": self.release})

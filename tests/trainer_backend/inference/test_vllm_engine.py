@@ -218,6 +218,10 @@ async def test_a_full_queue_before_a_sample_is_no_silence(folders):
                 await engine.generate([*PROMPT, turn], Sampling(max_tokens=2), request_id="b")
                 await asyncio.sleep(0.05)
             assert not slow.done()
+            fake.goes_on, probes = True, fake.probes
+            while fake.probes < probes + 2:  # now nothing ends any more, and no probe is answered
+                await asyncio.sleep(0.01)
+            assert not slow.done()
             fake.holds.set()
             assert (await slow).versions == ((0, 0),)
 
