@@ -99,6 +99,16 @@ class Learner(Protocol):
 class LearnerFactory(Protocol):
     """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
 
+    def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
+        """Return the model folders of the fixed policies, by name; those at somebody else's server have none.
+
+        Args:
+            checkpoint: that the run goes on from; None: it begins.
+
+        Raises:
+            TrainerError: one has no such folder, or its tokens are not the actor's.
+        """
+
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         """Return a line about the memory that the run will need; the model's weights are not read.
 
@@ -139,6 +149,9 @@ class InferenceServer(Protocol):
 
     def watch(self, reporter: "Reporter") -> None:
         """Report its processes, if it has any, and each change of one from now on."""
+
+    async def verify(self) -> list[str]:
+        """Check that no fixed policy has changed since it was loaded; return a line for each local one."""
 
     async def totals(self) -> Mapping[str, float]:
         """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more.

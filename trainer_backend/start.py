@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -24,8 +24,9 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.protocols import LearnerFactory, Progress, Reporter
-from trainer_backend.run.beginning import Beginning, FixedSetup, ModelSetup, Stopped
+from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
@@ -139,12 +140,12 @@ async def _run(
         needs_start = job.lora is not None or job.training.needs_reference
         await asyncio.to_thread(_refuse_damage, directory.checkpoints, needs_start=needs_start)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(_folders_of_fixed, job, checkpoint)
+    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with actor_gateways(job, directory, reporter.say) as gateways:
+    with actor_gateways(job, fixed_setup, directory, reporter.say) as gateways:
         planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))
@@ -162,7 +163,7 @@ async def _run(
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
             beginning = Beginning(
-                directory, planner, _models_of(job, learners, folders),
+                directory, planner, _models_of(job, learners, fixed_setup),
                 collector=collector, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -171,7 +172,7 @@ async def _run(
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            async with gateways.serving(learner, {} if fixed is None else fixed.policies) as actor:
+            async with gateways.serving(learner, fixed) as actor:
                 actor.watch(reporter)
                 urls = ", ".join(actor.inference.urls)
                 reporter.say(f"gateway: {urls} serves {actor.inference.model}")
@@ -180,14 +181,20 @@ async def _run(
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 progress = await train(run, progress, stop)
-            for line in await asyncio.to_thread(fixed.verify) if fixed is not None else ():
-                reporter.say(line)
+                for line in await actor.verify():
+                    reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))
 
 
-def _models_of(job: JobConfig, learners: LearnerFactory, folders: Mapping[str, Path]) -> ModelSetup:
-    fixed = FixedSetup(job.fixed_policies, folders, job.inference, job.rollout_allocation_schedule)
-    return ModelSetup(job.model, learners, fixed)
+def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+    """The fixed policies, whose folders fit the actor."""
+    folders = learners.fixed_folders(checkpoint)
+    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+
+
+def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
+    here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
+    return ModelSetup(job.model, job.inference, learners, here)
 
 
 async def _checked_servers(table: InferenceTable) -> list[str]:
@@ -197,15 +204,6 @@ async def _checked_servers(table: InferenceTable) -> list[str]:
     from trainer_backend.run.vllm_servers import check_servers
 
     return await check_servers(table)
-
-
-def _folders_of_fixed(job: JobConfig, checkpoint: Path | None) -> Mapping[str, Path]:
-    """By name, the model folders of the fixed policies, which fit the actor."""
-    if not job.fixed_policies:
-        return {}
-    from trainer_backend.run.preflight import checked_folders
-
-    return checked_folders(job.fixed_policies, job.model, checkpoint)
 
 
 def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:

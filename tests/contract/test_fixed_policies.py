@@ -74,7 +74,7 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
         fixed = FixedPolicies.of(job.fixed_policies, folders, learner.facts(), gateway.limits())
         async with (
             task_apps(at_the_task_app(job), tmp_path / "log") as apps,
-            gateway.serving(learner, fixed.policies) as server,
+            gateway.serving(learner, fixed) as server,
         ):
             found = await _twice(Collector(apps, timeout_s=100), server, learner, job)
         fixed.verify()

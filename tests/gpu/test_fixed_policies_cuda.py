@@ -24,7 +24,7 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
         fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner.facts(), gateway.limits())
         assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
         prompt = list(range(5, 40))
-        async with gateway.serving(learner, fixed.policies) as server:
+        async with gateway.serving(learner, fixed) as server:
             engine = fixed.policies["fixed"].engine
             sampling = Sampling(seed=1, max_tokens=20)
             before = await engine.generate(prompt, sampling, request_id="a")

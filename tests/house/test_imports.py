@@ -20,7 +20,7 @@ DOORS = {
         "trainer_backend/inference/remote_engine.py",
         "trainer_backend/inference/vllm_engine.py",
         "trainer_backend/pages",
-        "trainer_backend/run/gateways.py",
+        "trainer_backend/run/gateway.py",
     ],
     "gymnasium": ["task_app/dialects"],
     "prometheus_client": [

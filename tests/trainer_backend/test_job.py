@@ -87,13 +87,6 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     assert "and inference.engine = 'vllm' samples in others" in refusal(vllm | memory)
     told = refusal({"learner": {"timeout_s": 30}})
     assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
-    fixed = {
-        "rollout_only": {"name": "t", "model_path": "m"},
-        "rollout_allocation_schedule": {"type": "constant", "alpha": 0.5},
-    }
-    assert "[cluster] cannot be had with fixed policies yet, and [rollout_only] 't' is" in refusal(
-        cluster | fixed
-    )
     assert refusal({"cluster": {"launcher": "locl"}}).endswith(
         "cluster.launcher is 'locl'; known: local. Did you mean 'local'?"
     )

@@ -3,7 +3,8 @@
 `inference.versions` names them; the other side is `run.gateways`.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pydantic import SecretStr, ValidationError
@@ -17,7 +18,7 @@ from service_kit.problems import install_problem_handlers
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.gateway import GatewayLimits, gate_for
-from trainer_backend.inference.versions import CONTROL, LOAD, TOTALS, PolicyVersion
+from trainer_backend.inference.versions import CONTROL, LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
 
 
 class Controlled(Protocol):
@@ -29,19 +30,27 @@ class Controlled(Protocol):
     def totals(self) -> Mapping[str, float]:
         """The counts since the start."""
 
+    async def probe(self) -> None:
+        """Return once its engine has given a sign of life."""
+
 
 class ControlledGateway:
     """An ASGI app: the gateway, and the control routes.
 
     Args:
+        verify: checks the policies beside the actor, and returns a line for each.
         key: of the control routes; the gateway's own key opens none of them.
     """
 
-    def __init__(self, gateway: ASGIApp, actor: Controlled, *, key: SecretStr) -> None:
-        self._gateway, self._actor = gateway, actor
+    def __init__(
+        self, gateway: ASGIApp, actor: Controlled, verify: Callable[[], Sequence[str]], *, key: SecretStr
+    ) -> None:
+        self._gateway, self._actor, self._check = gateway, actor, verify
         routes = [
             Route(LOAD, self._load, methods=["POST"]),
             Route(TOTALS, self._totals, methods=["GET"]),
+            Route(PROBE, self._probe, methods=["GET"]),
+            Route(VERIFY, self._verify, methods=["GET"]),
         ]
         self._control = Starlette(routes=routes, middleware=[gate_for(key, GatewayLimits())])
         install_problem_handlers(self._control, error_response)
@@ -60,3 +69,10 @@ class ControlledGateway:
 
     async def _totals(self, request: Request) -> Response:
         return JSONResponse(dict(self._actor.totals()))
+
+    async def _probe(self, request: Request) -> Response:
+        await self._actor.probe()
+        return JSONResponse({})
+
+    async def _verify(self, request: Request) -> Response:
+        return JSONResponse({"lines": list(await asyncio.to_thread(self._check))})

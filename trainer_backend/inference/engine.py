@@ -148,6 +148,10 @@ class LocalEngine:
     async def resume(self) -> None:
         await self._set_paused(False)
 
+    async def probe(self) -> None:
+        """Return once the engine's thread is between two steps."""
+        await self._wait_for(self._inbox.command(lambda: None))
+
     async def abort(self, request_id: str) -> bool:
         return self._inbox.abort(request_id)
 

@@ -2,6 +2,8 @@
 
 POST /control/load      a `PolicyVersion`; the reply comes once it serves
 GET  /control/totals    the actor's counts since the start of the process
+GET  /control/probe     an empty reply, once the engine has answered
+GET  /control/verify    a line for each fixed policy with a local model, whose weights are as they were loaded
 """
 
 from pathlib import Path
@@ -11,6 +13,7 @@ from shared_schemas.base import Body
 # Routes of a gateway that a run controls (`inference.control`).
 CONTROL = "/control/"
 LOAD, TOTALS = f"{CONTROL}load", f"{CONTROL}totals"
+PROBE, VERIFY = f"{CONTROL}probe", f"{CONTROL}verify"
 
 
 class ScoredPrompt(Body):

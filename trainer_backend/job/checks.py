@@ -35,12 +35,6 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
             "weight_transfer.backend = 'memory' copies weights within one process, and inference.engine = "
             "'vllm' samples in others; known there: folder",
         )
-    if config.cluster is not None and config.fixed_policies:
-        yield (
-            "cluster",
-            f"[cluster] cannot be had with fixed policies yet, and [rollout_only] "
-            f"{config.fixed_policies[0].name!r} is one; leave [cluster] out",
-        )
     for key in type(config.learner).model_fields if config.cluster is None else ():
         if _is_set(config.learner, key):
             yield (

@@ -57,6 +57,7 @@ _Metrics = dict[str, float]
 # By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`.
 CALLS = {
     "open": _types(tuple[str], None),
+    "fixed_folders": _types(tuple[Path | None], dict[str, Path]),
     "plan_memory": _types(tuple[Path | None, list[Path]], str),
     "fresh": _types(tuple[list[Trajectory], Path | None], None),
     "resumed": _types(tuple[Path], Progress),

@@ -93,7 +93,7 @@ def memory_plan(
         shape,
         memory_use(config, placement, shape),
         is_gpu=is_gpu,
-        fixed=[model_shape(other, None) for other in others],
+        fixed=[model_shape(other, None) for other in others] * max(1, config.fixed_copies),
     )
     return _beside_what_is_free(needs, placement)
 
@@ -203,9 +203,10 @@ def less_memory(config: LearnerConfig) -> str:
     if not table.optimizer_offload and place(config.model.device).device.type != "cpu":
         knobs.append("set training.optimizer_offload = true")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
-    if config.engines > 1:
-        knobs.append(f"lower services.gateways ({config.engines}), each with a copy and a cache of its own")
-    if config.shares_device:
+    copies = max(config.engines, config.fixed_copies)
+    if copies > 1:
+        knobs.append(f"lower services.gateways ({copies}), each with a copy and a cache of its own")
+    if config.fixed_copies:
         knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
     return f"To need less: {'; '.join(knobs)}."
 

@@ -42,7 +42,7 @@ class LearnerConfig:
         inference: the limits of each engine that samples.
         engines: how many share the device; 0: other servers sample.
         processes: how many use the device, the learner's among them.
-        shares_device: whether fixed policies are served from this machine too.
+        fixed_copies: how many processes of this machine serve the fixed policies with a local model too.
     """
 
     model: ModelTable
@@ -52,7 +52,7 @@ class LearnerConfig:
     engines: int
     processes: int
     update: UpdateConfig
-    shares_device: bool
+    fixed_copies: int
 
     @classmethod
     def of(cls, job: JobConfig) -> Self:
@@ -65,16 +65,17 @@ class LearnerConfig:
             seed=job.job.seed,
         )
         engines = job.services.gateways if job.inference.engine == "local" else 0
-        shares_device = any(not table.is_remote for table in job.fixed_policies)
+        is_shared = any(not table.is_remote for table in job.fixed_policies)
+        fixed_copies = job.services.gateways if is_shared else 0
         return cls(
             model=job.model,
             lora=job.lora,
             warmup=job.warmup,
             inference=job.inference,
             engines=engines,
-            processes=1 if job.cluster is None else 1 + engines,
+            processes=1 if job.cluster is None else 1 + max(engines, fixed_copies),
             update=update,
-            shares_device=shares_device,
+            fixed_copies=fixed_copies,
         )
 
     @property

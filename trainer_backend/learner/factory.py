@@ -1,6 +1,6 @@
 """Makes the learner of a job in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
@@ -11,6 +11,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models.sources import tokenizer_in
 from trainer_backend.protocols import Progress
+from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
@@ -22,7 +23,10 @@ class LocalFactory:
 
     def __init__(self, job: JobConfig) -> None:
         place(job.model.device)
-        self._config = LearnerConfig.of(job)
+        self._config, self._fixed = LearnerConfig.of(job), job.fixed_policies
+
+    def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
+        return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         plan = memory_plan(self._config, checkpoint, fixed=fixed)

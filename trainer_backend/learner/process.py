@@ -82,6 +82,9 @@ class Host:
     def _open(self, job: str) -> None:
         self._factory = LocalFactory(parse_job(tomli.loads(job), where="the job").config)
 
+    def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
+        return dict(self._opened().fixed_folders(checkpoint))
+
     def _plan_memory(self, checkpoint: Path | None, fixed: list[Path]) -> str:
         return self._opened().plan_memory(checkpoint, fixed)
 

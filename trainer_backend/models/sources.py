@@ -82,3 +82,8 @@ def tokenizer_in(folder: Path, table: ModelTable) -> PreTrainedTokenizerFast:
     tokenizer = load_tokenizer(folder)
     remember_chat_settings(tokenizer, table)
     return tokenizer
+
+
+def in_folder(table: ModelTable, folder: Path) -> ModelTable:
+    """Return the job's [model] table for another folder, with the same chat and device settings."""
+    return table.model_copy(update={"preset": None, "name": None, "path": folder})

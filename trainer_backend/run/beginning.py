@@ -20,14 +20,15 @@ from trainer_backend.collect.metrics import (
     refuse_empty,
 )
 from trainer_backend.collect.plan import Planner
-from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
+from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE, latest_checkpoint
-from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
+from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
+from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import stored_rollouts, write_rollouts
 from trainer_backend.rundir.spool import Spool
 
@@ -48,59 +49,12 @@ class Begun(NamedTuple):
     """The parts that training goes on with.
 
     Attributes:
-        fixed: None where the job has no fixed policies.
+        fixed: None where this process serves no fixed policies.
     """
 
     learner: Learner
     progress: Progress
     fixed: "FixedPolicies | None"
-
-
-@dataclass(frozen=True, slots=True)
-class FixedSetup:
-    """How the fixed policies of a job, of which most have none, are loaded beside any actor.
-
-    Attributes:
-        folders: of those with a local model, by name.
-        schedule: says whether they sample at the same time as the actor.
-    """
-
-    tables: tuple[RolloutOnlyTable, ...]
-    folders: Mapping[str, Path]
-    inference: InferenceTable
-    schedule: AllocationTable | None = None
-
-    async def load(self, learner: Learner, reporter: Reporter) -> "FixedPolicies | None":
-        """Load them, and describe them to a person; try the servers of the remote ones."""
-        if not self.tables:
-            return None
-        from trainer_backend.learner.learner import LocalLearner
-        from trainer_backend.run.fixed_policies import FixedPolicies, probe_policies
-        from trainer_backend.run.policy_server import engine_limits
-
-        assert isinstance(learner, LocalLearner), "with [cluster] a job has no fixed policies"
-        limits = engine_limits(self.inference, self.schedule, engines=1 + len(self.folders))
-        facts = learner.facts()
-        fixed = await asyncio.to_thread(FixedPolicies.of, self.tables, self.folders, facts, limits)
-        await probe_policies(fixed, reporter)
-        return fixed
-
-    def begin_record(self, directory: RunDirectory, fixed: "FixedPolicies | None") -> None:
-        """Write down the models that a run begins with."""
-        if fixed is None:
-            (directory.path / FIXED_RECORD).unlink(missing_ok=True)
-            return
-        from trainer_backend.run.fixed_policies import begin_record, fixed_models
-
-        begin_record(directory, fixed_models(self.tables, fixed))
-
-    def continue_record(self, directory: RunDirectory, fixed: "FixedPolicies | None") -> list[str]:
-        """Check the models against those that the run has samples of; return lines for a person."""
-        if fixed is None:
-            return []
-        from trainer_backend.run.fixed_policies import continue_record, fixed_models
-
-        return continue_record(directory, fixed_models(self.tables, fixed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +64,11 @@ class ModelSetup:
     Attributes:
         table: [model].
         learners: makes the learner, in this process or in another.
+        fixed: with [cluster] the folders alone, since the gateways load the policies.
     """
 
     table: ModelTable
+    inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
 
@@ -122,7 +78,7 @@ class Models(NamedTuple):
 
     Attributes:
         learner: None where a preset waits for the prompts that its tokenizer is trained on.
-        fixed: None where the job has no fixed policies.
+        fixed: None where this process serves no fixed policies.
         checkpoint: that the run goes on from; None: it begins.
     """
 
@@ -164,7 +120,7 @@ class Beginning:
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(self._setup.learners.resumed, checkpoint)
         fixed = await self._load_fixed(learner)
-        for line in self._setup.fixed.continue_record(self._directory, fixed):
+        for line in continue_record(self._directory, _models_of(fixed)):
             self._reporter.say(line)
         return Models(learner, fixed, progress, checkpoint)
 
@@ -193,7 +149,7 @@ class Beginning:
         waits = self._setup.table.preset is not None and not self._setup.fixed.folders
         learner = None if waits else await self._learner([])
         fixed = None if learner is None else await self._load_fixed(learner)
-        self._setup.fixed.begin_record(self._directory, fixed)
+        begin_record(self._directory, _models_of(fixed))
         return Models(learner, fixed, Progress())
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
@@ -213,8 +169,15 @@ class Beginning:
                 self._reporter.say(line)
 
     async def _load_fixed(self, learner: Learner) -> "FixedPolicies | None":
-        fixed = await until(self._stop, self._setup.fixed.load(learner, self._reporter))
-        if fixed is None and self._setup.fixed.tables:
+        setup = self._setup
+        if not setup.fixed.tables:
+            return None
+        from trainer_backend.learner.learner import LocalLearner
+
+        assert isinstance(learner, LocalLearner), "with [cluster] the gateways load them"
+        loading = setup.fixed.load(learner.facts(), setup.inference, self._reporter.say)
+        fixed = await until(self._stop, loading)
+        if fixed is None:
             raise Stopped("stopped before anything was played; nothing new to save")
         return fixed
 
@@ -296,6 +259,10 @@ class Beginning:
         refuse_empty(collection, kind)
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
+
+
+def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
+    return {} if fixed is None else fixed.models
 
 
 def told_on_resume(advantage: str, checkpoint: Path) -> str | None:

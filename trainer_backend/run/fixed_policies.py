@@ -4,14 +4,13 @@ The job's gateway renders their prompts and reads their answers as it does for t
 local model has its own engine; a policy at somebody else's server is asked there for token ids.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.endpoints import sends_key_in_the_open
-from trainer_backend.errors import InferenceError, JobError, RunDirectoryError, TrainerError
+from trainer_backend.errors import InferenceError, JobError, TrainerError
 from trainer_backend.inference.chat_check import first_other_id, probe_text
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras
@@ -23,98 +22,9 @@ from trainer_backend.learner.device import place as placed
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.folder import drop_rows_beyond, fingerprint
-from trainer_backend.protocols import Reporter
-from trainer_backend.run.policy_server import in_folder
+from trainer_backend.models.sources import in_folder
 from trainer_backend.run.preflight import naming, place, refuse_other_tokens, server_key
-from trainer_backend.rundir.files import replace_text
-from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
-
-
-@dataclass(frozen=True, slots=True)
-class FixedWeights:
-    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`."""
-
-    folder: str
-    sha256: str
-
-    @property
-    def identity(self) -> str:
-        """The part that two models of one name must have in common."""
-        return self.sha256
-
-    def __str__(self) -> str:
-        return f"the weights with sha256 {self.sha256}, of {self.folder}"
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """The model name of a fixed policy at somebody else's server, and the server's URL without the query.
-
-    The weights behind the name cannot be known.
-    """
-
-    model: str
-    url: str
-
-    @property
-    def identity(self) -> str:
-        """The model's name. A server may move, so its URL is no part of it; a move is reported."""
-        return self.model
-
-    def __str__(self) -> str:
-        return f"the model {self.model!r} at {self.url}"
-
-
-FixedModel = FixedWeights | RemoteModel
-
-
-def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
-    """Write down, by name, the models that a run begins with, so that it goes on with no others.
-
-    A run without fixed policies has no such file.
-    """
-    path = run.path / FIXED_RECORD
-    if not models:
-        path.unlink(missing_ok=True)
-        return
-    text = json.dumps({name: asdict(model) for name, model in models.items()}, indent=2)
-    replace_text(path, text + "\n")
-
-
-def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
-    """Check the policies against the run's record: known ones must be unchanged, new ones are added to it.
-
-    Returns:
-        A line for each model that answers at another URL now.
-    """
-    record = _read_record(run)
-    moves = []
-    for name, model in models.items():
-        before = record.get(name)
-        if before is not None and (type(before), before.identity) != (type(model), model.identity):
-            raise JobError(
-                f"the run has samples of {before}, and now it names {model}",
-                where=f"[rollout_only] {name!r}",
-                hint="Name the first, give the new policy another name, or begin another run.",
-            )
-        if isinstance(model, RemoteModel) and before not in (None, model):
-            moves.append(f"fixed policy {name!r}: {model}; the run has samples of it at another URL")
-    begin_record(run, {**record, **models})
-    return moves
-
-
-def _read_record(run: RunDirectory) -> dict[str, FixedModel]:
-    path = run.path / FIXED_RECORD
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            name: (RemoteModel if "url" in model else FixedWeights)(**model) for name, model in record.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error}") from error
-
+from trainer_backend.rundir.fixed_record import FixedModel, FixedWeights, RemoteModel
 
 # Characters of a sha256 that a person is shown.
 _SHOWN = 12
@@ -155,6 +65,12 @@ class RemotePolicy:
     table: RolloutOnlyTable
     engine: RemoteEngine
     policy: ServedPolicy
+
+    @property
+    def model(self) -> RemoteModel:
+        """What the run's record says of it."""
+        assert self.table.model is not None and self.table.inference_url is not None, "it was validated"
+        return RemoteModel(self.table.model, shown(self.table.inference_url))
 
     async def probe(self) -> str:
         """Check that the server's samples can be weighted; return a line that describes it."""
@@ -235,6 +151,11 @@ class FixedPolicies:
         """By name, the folder and the weights of each local model."""
         return {item.name: item.weights for item in self._local}
 
+    @property
+    def models(self) -> dict[str, FixedModel]:
+        """By name, the model of each: a run that goes on must find the same ones."""
+        return {**self.weights, **{item.table.name: item.model for item in self.remote}}
+
     def lines(self) -> list[str]:
         """A line for each local model, for a person."""
         return [item.line for item in self._local]
@@ -253,18 +174,6 @@ class FixedPolicies:
             f"{item.weights.sha256[:_SHOWN]}"
             for item in self._local
         ]
-
-
-def fixed_models(tables: Sequence[RolloutOnlyTable], loaded: FixedPolicies) -> dict[str, FixedModel]:
-    """By name, the model of every fixed policy: a run that goes on must find the same ones."""
-    return {
-        **loaded.weights,
-        **{
-            table.name: RemoteModel(table.model, shown(table.inference_url))
-            for table in tables
-            if table.model is not None and table.inference_url is not None
-        },
-    }
 
 
 def _at_a_server(table: RolloutOnlyTable, actor: PolicyFacts, limits: EngineLimits) -> RemotePolicy:
@@ -311,11 +220,15 @@ def _load(name: str, folder: Path, actor: PolicyFacts, limits: EngineLimits) -> 
     )
 
 
-async def probe_policies(fixed: FixedPolicies, reporter: Reporter) -> None:
-    """Describe the fixed policies to a person, and try the servers of the remote ones."""
+async def describe(fixed: FixedPolicies, tell: Callable[[str], None], *, probes: bool) -> None:
+    """Describe the fixed policies to a person.
+
+    Args:
+        probes: whether the servers of remote ones are tried.
+    """
     for line in fixed.lines():
-        reporter.say(line)
-    for item in fixed.remote:
-        reporter.say(await item.probe())
+        tell(line)
+    for item in fixed.remote if probes else ():
+        tell(await item.probe())
         if sends_key_in_the_open(item.table.inference_url or "", has_key=item.table.api_key_env is not None):
-            reporter.say(f"its key goes to {item.table.source} unencrypted; prefer https")
+            tell(f"its key goes to {item.table.source} unencrypted; prefer https")

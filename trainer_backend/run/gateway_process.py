@@ -15,11 +15,12 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import SecretStr
 
@@ -35,18 +36,22 @@ from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.learner.device import place
 from trainer_backend.learner.loading import new_weights
-from trainer_backend.run.gateways import (
+from trainer_backend.run.fixed_policies import FixedPolicies
+from trainer_backend.run.gateway import (
     BREAKDOWN,
     CONTROL_KEY,
     GATEWAY_KEY,
+    PROCESS,
     REFUSAL,
     RENEW,
     SERVED,
     SETUP,
     GatewaySetup,
 )
-from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
-from trainer_backend.run.replicas import pool_of, publication_of
+from trainer_backend.run.policy_server import engine_limits, engine_of_folder, first_breakdown
+from trainer_backend.run.replicas import pool_of, publication_of, shown_by
+from trainer_backend.rundir.fixed_record import continue_record
+from trainer_backend.rundir.layout import open_run
 
 # As many conversations as a gateway remembers, and the run's own control.
 BOUNDS = ConnectionBounds(max_connections=20_100)
@@ -70,8 +75,9 @@ class FolderActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         version = setup.version
+        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.tables))
         self._engine, tokenizer = engine_of_folder(
-            setup.model, setup.inference, version.folder, version=version.number
+            setup.model, version.folder, limits, version=version.number
         )
         self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
 
@@ -81,6 +87,9 @@ class FolderActor:
 
     def totals(self) -> Mapping[str, float]:
         return {**asdict(self._engine.counters), **self.policy.figures.totals()}
+
+    async def probe(self) -> None:
+        await self._engine.probe()
 
     async def look_after(self) -> None:
         """An engine of this process looks after itself."""
@@ -94,6 +103,7 @@ class PoolActor:
         renew = None if setup.inference.vllm_python is None else _tell_to_renew
         self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell, renew)
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
+        self._pool.watch(shown_by(_tell_of_process))
 
     async def load(self, version: PolicyVersion) -> None:
         await self._pool.publish(publication_of(version, self._model))
@@ -101,19 +111,25 @@ class PoolActor:
     def totals(self) -> Mapping[str, float]:
         return {**self._pool.totals(), **self.policy.figures.totals()}
 
+    async def probe(self) -> None:
+        """The pool finds out by itself which servers are wedged."""
+
     async def look_after(self) -> None:
         await self._pool.look_after()
 
 
 async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     """Serve until this process is asked to stop, or its engine fails; return the exit code."""
-    name, policy = model_of(setup.job_name, ACTOR), actor.policy
-    gateway = create_gateway({name: policy}, key=setup_key(GATEWAY_KEY))
-    app = ControlledGateway(gateway, actor, key=setup_key(CONTROL_KEY))
+    fixed = await _fixed_policies(setup)
+    policies = {ACTOR: actor.policy, **fixed.policies}
+    served = {model_of(setup.job_name, name): policy for name, policy in policies.items()}
+    gateway = create_gateway(served, key=setup_key(GATEWAY_KEY))
+    app = ControlledGateway(gateway, actor, fixed.verify, key=setup_key(CONTROL_KEY))
     server = Server(app, BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
-    policy.engine.start()
+    for policy in served.values():
+        policy.engine.start()
     watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
-    broken = asyncio.ensure_future(first_breakdown([policy], watches))
+    broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
     try:
         if setup.version.prompt is not None:  # the servers have other weights, or those of an earlier start
             await actor.load(setup.version)
@@ -124,11 +140,23 @@ async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     finally:
         for watch in (*watches, broken):
             watch.cancel()
-        policy.engine.stop()
+        for policy in served.values():
+            policy.engine.stop()
     if not broken.done() or broken.cancelled():
         return 0
     print(broken.result(), file=sys.stderr, flush=True)
     return BREAKDOWN
+
+
+async def _fixed_policies(setup: GatewaySetup) -> FixedPolicies:
+    """Load the fixed policies; they are those that the run has samples of, or are added to its record."""
+    if not setup.fixed.tables:
+        return FixedPolicies()
+    facts = PolicyFacts.of_folder(setup.model, setup.version.folder)
+    fixed = await setup.fixed.load(facts, setup.inference, _tell, probes=setup.probes)
+    for line in continue_record(open_run(setup.run), fixed.models):
+        _tell(line)
+    return fixed
 
 
 async def _tell_of_the_first(actor: Actor) -> None:
@@ -144,6 +172,11 @@ def setup_key(variable: str) -> SecretStr:
 
 def _tell(line: str) -> None:
     print(" ".join(line.split()), flush=True)
+
+
+def _tell_of_process(name: str, **facts: Any) -> None:
+    """Have the run report a process as `Reporter.process` does."""
+    _tell(PROCESS + json.dumps({"name": name, **facts}))
 
 
 def _tell_to_renew(url: str) -> None:

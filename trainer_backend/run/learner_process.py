@@ -35,7 +35,7 @@ _CONNECT_S = 10.0
 # Of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
 # Calls that read a model, or fetch one from the hub, which has a pace of its own.
-_LOADING, _LOAD_S = frozenset({"plan_memory", "fresh", "resumed"}), 3600.0
+_LOADING, _LOAD_S = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed"}), 3600.0
 
 
 class LearnerConnection:
@@ -234,6 +234,10 @@ class LearnerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._end()
+
+    def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
+        folders: dict[str, Path] = self._ask("fixed_folders", checkpoint)
+        return folders
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         plan: str = self._ask("plan_memory", checkpoint, list(fixed))

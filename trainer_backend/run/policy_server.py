@@ -34,7 +34,9 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
+from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.replicas import ReplicaPublisher
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
@@ -104,10 +106,16 @@ class ActorServer:
     """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
 
     def __init__(
-        self, inference: Inference, source: Source, policy: ServedPolicy, *, broken: asyncio.Future[str]
+        self,
+        inference: Inference,
+        source: Source,
+        policy: ServedPolicy,
+        fixed: FixedPolicies,
+        *,
+        broken: asyncio.Future[str],
     ) -> None:
         self.inference, self._source, self._policy = inference, source, policy
-        self._broken = broken
+        self._fixed, self._broken = fixed, broken
 
     async def publish(self, policy_version: int) -> None:
         await self._source.publish(policy_version)
@@ -117,6 +125,9 @@ class ActorServer:
 
     def watch(self, reporter: Reporter) -> None:
         self._source.watch(reporter)
+
+    async def verify(self) -> list[str]:
+        return await asyncio.to_thread(self._fixed.verify)
 
     async def totals(self) -> dict[str, float]:
         """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
@@ -177,24 +188,26 @@ class PolicyServer:
 
     @asynccontextmanager
     async def serving(
-        self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy] = NOBODY
+        self, learner: LocalLearner, fixed: FixedPolicies | None = None
     ) -> AsyncIterator["ActorServer"]:
-        """Serve the learner's policy, and fixed policies by name, until the context is left."""
-        source = self._source(learner, fixed)
+        """Serve the learner's policy, and fixed policies, until the context is left."""
+        fixed = fixed or FixedPolicies()
+        others = fixed.policies
+        source = self._source(learner, engines=1 + len(others))
         policy = ServedPolicy(source.engine, learner.tokenizer)
-        with self.gateway(policy, fixed):
+        with self.gateway(policy, others):
             watch = asyncio.ensure_future(source.look_after())
-            broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()], [watch]))
+            broken = asyncio.ensure_future(first_breakdown([policy, *others.values()], [watch]))
             try:
-                yield ActorServer(self.inference, source, policy, broken=broken)
+                yield ActorServer(self.inference, source, policy, fixed, broken=broken)
             finally:
                 broken.cancel()
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    def _source(self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy]) -> Source:
+    def _source(self, learner: LocalLearner, *, engines: int) -> Source:
         """The servers that sample for the actor, or an engine of this process."""
-        limits = self.limits(engines=1 + len(fixed))
+        limits = self.limits(engines=engines)
         if self._directory is None:
             return LocalActor(learner, limits)
         if self.table.engine == "local":
@@ -214,7 +227,7 @@ class FolderPolicy:
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
         self.plan = refuse_too_large_to_serve(table, server.table, folder)
-        engine, tokenizer = engine_of_folder(table, server.table, folder)
+        engine, tokenizer = engine_of_folder(table, folder, server.limits())
         self._policy = ServedPolicy(engine, tokenizer)
 
     @contextmanager
@@ -271,7 +284,7 @@ def refuse_too_large_to_serve(table: ModelTable, inference: InferenceTable, fold
 
 
 def engine_of_folder(
-    table: ModelTable, inference: InferenceTable, folder: Path, *, version: int = 0
+    table: ModelTable, folder: Path, limits: EngineLimits, *, version: int = 0
 ) -> tuple[LocalEngine, Tokenizer]:
     """An engine that begins with the weights of a model folder, and the folder's tokenizer.
 
@@ -280,10 +293,11 @@ def engine_of_folder(
         version: the policy version of those weights.
     """
     model, tokenizer = load_named(in_folder(table, folder))
-    refuse_unsupported(model, longest=inference.max_model_len)
+    assert limits.max_model_len is not None, "the job has such a limit"
+    refuse_unsupported(model, longest=limits.max_model_len)
     served = folder_to_serve(model, folder, place(table.device))
     stop_ids = stop_token_ids(served.generation_config, tokenizer)
-    engine = LocalEngine(served, stop_ids=stop_ids, version=version, limits=engine_limits(inference))
+    engine = LocalEngine(served, stop_ids=stop_ids, version=version, limits=limits)
     return engine, tokenizer
 
 
@@ -305,8 +319,3 @@ def engine_limits(
         max_model_len=table.max_model_len,
         torch_threads=max(1, table.threads // sharing),
     )
-
-
-def in_folder(table: ModelTable, folder: Path) -> ModelTable:
-    """Return the job's [model] table for another folder, with the same chat and device settings."""
-    return table.model_copy(update={"preset": None, "name": None, "path": folder})

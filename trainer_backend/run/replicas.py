@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from trainer_backend.inference.pool import Canary, Publication, Replica, ReplicaPool
+from trainer_backend.inference.pool import Canary, Publication, Replica, ReplicaPool, Show
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -54,13 +54,7 @@ class ReplicaPublisher:
 
     def watch(self, reporter: Reporter) -> None:
         """Report each replica, and each change of one from now on."""
-
-        def show(replica: Replica, version: int | None) -> None:
-            word = replica.last_error if replica.state == "lost" else ""
-            name = urlsplit(replica.engine.url).netloc
-            reporter.process(name, role="replica", state=replica.state, version=version, word=word)
-
-        self.engine.watch(show)
+        self.engine.watch(shown_by(reporter.process))
 
     async def look_after(self) -> None:
         """Bring lost replicas back, until it is cancelled; then servers of the run end."""
@@ -69,6 +63,21 @@ class ReplicaPublisher:
         finally:
             if self._servers is not None:
                 await self._servers.stop()
+
+
+def shown_by(report: Callable[..., None]) -> Show:
+    """What reports a replica as a process of the run.
+
+    Args:
+        report: is called as `protocols.Reporter.process`.
+    """
+
+    def show(replica: Replica, version: int | None) -> None:
+        word = replica.last_error if replica.state == "lost" else ""
+        name = urlsplit(replica.engine.url).netloc
+        report(name, role="replica", state=replica.state, version=version, word=word)
+
+    return show
 
 
 def pool_of(

@@ -46,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         if SCRIPT == "no first totals" and any(is_first(f"asked_{number}") for number in range(5)):
             self.close_connection = True
             return
+        if SCRIPT == "wedges" and self.path == "/control/probe" and is_first("wedged"):
+            wait_for("never")
         self.answer(json.dumps({"requests": 3}))
 
     def do_POST(self) -> None:

@@ -173,7 +173,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
     found = FixedPolicies.of(
         mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
     )
-    async with server.serving(learner, found.policies) as actor:
+    async with server.serving(learner, found) as actor:
         await actor.publish(1)
     (line,) = found.verify()
     assert line == (
@@ -196,7 +196,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
     found = FixedPolicies.of(
         mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
     )
-    async with server.serving(learner, found.policies) as actor:
+    async with server.serving(learner, found) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
         waiting = asyncio.ensure_future(actor.while_serving(asyncio.Event().wait()))
         engine = found.policies["fixed"].engine

@@ -25,7 +25,9 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
-from trainer_backend.run.gateways import Gateways, RunningTotals, actor_gateways, load_s, share_of
+from trainer_backend.run.fixed_setup import FixedSetup
+from trainer_backend.run.gateway import Gateway, RunningTotals, load_s
+from trainer_backend.run.gateways import Gateways, actor_gateways, share_of
 from trainer_backend.run.policy_server import first_breakdown
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_digest, plan_id
@@ -130,7 +132,7 @@ async def in_processes(
     job: Any, learner: Learner, collector: Collector, directory: RunDirectory, story: Story
 ) -> None:
     reporter = ListReporter()
-    with actor_gateways(job, directory, reporter.say) as gateways:
+    with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
         planner = Planner.of(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
         async with gateways.serving(learner) as server:
@@ -242,7 +244,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     job = tiny_job(**warmed_up(trained), cluster={})
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
-    with actor_gateways(job, directory, reporter.say) as gateways:
+    with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
         async with gateways.serving(learner_of(job)) as server:
             publish = asyncio.ensure_future(server.publish(0))
             killed: set[int] = set()
@@ -279,7 +281,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     async def serving(script: str) -> AsyncIterator[tuple[Gateways, ListReporter]]:
         monkeypatch.setenv("SCRIPT", script)
         job, reporter = tiny_job(cluster={}), ListReporter()
-        with actor_gateways(job, create_run(job, tmp_path / "run"), reporter.say) as gateways:
+        directory = create_run(job, tmp_path / "run")
+        with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
             async with asyncio.timeout(60), gateways.serving(FolderLearner()) as server:
                 await server.publish(0)
                 yield server, reporter
@@ -293,6 +296,20 @@ async def test_totals_of_broken_gateways_are_the_newest_that_are_known(scripted:
         with pytest.raises(EngineStopped, match="gateway_0: its engine has failed"):
             await server.publish(1)
         assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
+
+
+async def test_a_gateway_that_lives_and_gives_no_sign_of_life_is_killed_and_started_again(
+    scripted: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Gateway, "silence_s", 0.2)
+    async with scripted("wedges") as (server, reporter):
+        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
+            await asyncio.sleep(0.01)
+        await server.gateways[0].ready()
+    assert reporter.lines[:2] == [
+        "gateway_0 has given no sign of life for 0.2 s, and is killed",
+        "gateway_0 ended with exit code -9, and is started again",
+    ]
 
 
 async def test_the_first_totals_are_asked_for_until_there_are_some(scripted: Scripted):

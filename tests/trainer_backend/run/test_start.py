@@ -24,7 +24,8 @@ from trainer_backend.errors import CheckpointError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.protocols import Progress
-from trainer_backend.run.beginning import Beginning, FixedSetup, ModelSetup, Stopped
+from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
+from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
@@ -123,7 +124,7 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
-    setup = ModelSetup(job.model, LocalFactory(job), FixedSetup((), {}, job.inference))
+    setup = ModelSetup(job.model, job.inference, LocalFactory(job), FixedSetup())
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.run.fixed_policies import FixedWeights, RemoteModel, begin_record, continue_record
+from trainer_backend.rundir.fixed_record import FixedWeights, RemoteModel, begin_record, continue_record
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory, create_run
 
 OLD, NEW = FixedWeights("/runs/a/iteration_20", "11" * 32), FixedWeights("/runs/a/iteration_40", "22" * 32)

@@ -10,9 +10,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import FIRST
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.run.fixed_policies import RemoteModel, begin_record
 from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.files import append_line, replace_lines, replace_text
+from trainer_backend.rundir.fixed_record import RemoteModel, begin_record
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger

@@ -1,0 +1,97 @@
+"""RUN/fixed_policies.json: the fixed policies that a run has samples of; it goes on with no others."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.rundir.files import replace_text
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWeights:
+    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`."""
+
+    folder: str
+    sha256: str
+
+    @property
+    def identity(self) -> str:
+        """The part that two models of one name must have in common."""
+        return self.sha256
+
+    def __str__(self) -> str:
+        return f"the weights with sha256 {self.sha256}, of {self.folder}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """The model name of a fixed policy at somebody else's server, and the server's URL without the query.
+
+    The weights behind the name cannot be known.
+    """
+
+    model: str
+    url: str
+
+    @property
+    def identity(self) -> str:
+        """The model's name. A server may move, so its URL is no part of it; a move is reported."""
+        return self.model
+
+    def __str__(self) -> str:
+        return f"the model {self.model!r} at {self.url}"
+
+
+FixedModel = FixedWeights | RemoteModel
+
+
+def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
+    """Write down, by name, the models that a run begins with, so that it goes on with no others.
+
+    A run without fixed policies has no such file.
+    """
+    path = run.path / FIXED_RECORD
+    if not models:
+        path.unlink(missing_ok=True)
+        return
+    text = json.dumps({name: asdict(model) for name, model in models.items()}, indent=2)
+    replace_text(path, text + "\n")
+
+
+def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
+    """Check the policies against the run's record: known ones must be unchanged, new ones are added to it.
+
+    Returns:
+        A line for each model that answers at another URL now.
+    """
+    if not models:
+        return []
+    record = _read_record(run)
+    moves = []
+    for name, model in models.items():
+        before = record.get(name)
+        if before is not None and (type(before), before.identity) != (type(model), model.identity):
+            raise JobError(
+                f"the run has samples of {before}, and now it names {model}",
+                where=f"[rollout_only] {name!r}",
+                hint="Name the first, give the new policy another name, or begin another run.",
+            )
+        if isinstance(model, RemoteModel) and before not in (None, model):
+            moves.append(f"fixed policy {name!r}: {model}; the run has samples of it at another URL")
+    begin_record(run, {**record, **models})
+    return moves
+
+
+def _read_record(run: RunDirectory) -> dict[str, FixedModel]:
+    path = run.path / FIXED_RECORD
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            name: (RemoteModel if "url" in model else FixedWeights)(**model) for name, model in record.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error}") from error
