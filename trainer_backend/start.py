@@ -4,7 +4,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -113,15 +112,8 @@ async def learner_factory(
 
         yield LocalFactory(job)
         return
-    report = partial(reporter.process, "learner", role="learner")
-    report(state="starting")
-    try:
-        async with LearnerProcess(job, directory.learner_log, reporter.say) as process:
-            report(state="serving", word=f"process {process.pid}")
-            yield process
-    except LearnerLost as lost:
-        report(state="lost", word=str(lost))
-        raise
+    async with LearnerProcess(job, directory.learner_log, reporter) as process:
+        yield process
 
 
 async def _run(

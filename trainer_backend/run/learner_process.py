@@ -25,7 +25,7 @@ from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, Trai
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
 
 Tell = Callable[[int, int], None]
 
@@ -188,7 +188,8 @@ class LearnerProcess:
 
     Args:
         log_file: receives its log.
-        tell: is given a line if it ends by itself, also between two calls; the next call raises LearnerLost.
+        reporter: is given its process, and hears of its end when that comes, also between two calls; the next
+            call raises LearnerLost.
 
     Raises (on entry):
         JobError: the device that the job names is not there.
@@ -196,11 +197,11 @@ class LearnerProcess:
         LearnerLost: a signal ended it, or it was silent.
     """
 
-    def __init__(self, job: JobConfig, log_file: Path, tell: Callable[[str], None] = print) -> None:
-        self._job, self._log_file, self._tell = job, log_file, tell
+    def __init__(self, job: JobConfig, log_file: Path, reporter: Reporter) -> None:
+        self._job, self._log_file, self._reporter = job, log_file, reporter
         self._watch: asyncio.Task[None] | None = None
         self._child: Child | None = None
-        self._is_ending = False
+        self._end_is_known = False
         self._connection: LearnerConnection | None = None
 
     @property
@@ -209,6 +210,16 @@ class LearnerProcess:
         return self._child.pid
 
     async def __aenter__(self) -> Self:
+        self._report("starting")
+        try:
+            await self._start()
+        except BaseException as error:
+            await self._end(error)
+            raise
+        self._report("serving", f"process {self.pid}")
+        return self
+
+    async def _start(self) -> None:
         key = secrets.token_urlsafe(32)
         with self._log_file.open("ab") as log:
             self._child = await Child.start(
@@ -217,23 +228,18 @@ class LearnerProcess:
                 stderr=log,
                 env={**os.environ, LEARNER_KEY: key},
             )
-        try:
-            self._connection = LearnerConnection(
-                await self._address(self._child), key,
-                silence_s=self._job.learner.timeout_s, log_file=self._log_file,
-                session=secrets.token_hex(8),
-            )  # fmt: skip
-            self._watch = asyncio.ensure_future(self._tell_of_its_end(self._child))
-            await asyncio.to_thread(self._ask, "open", dump_job(self._job))
-        except BaseException:
-            await self._end()
-            raise
-        return self
+        self._connection = LearnerConnection(
+            await self._address(self._child), key,
+            silence_s=self._job.learner.timeout_s, log_file=self._log_file,
+            session=secrets.token_hex(8),
+        )  # fmt: skip
+        self._watch = asyncio.ensure_future(self._tell_of_its_end(self._child))
+        await asyncio.to_thread(self._ask, "open", dump_job(self._job))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._end(error)
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
         folders: dict[str, Path] = self._ask("fixed_folders", checkpoint)
@@ -278,14 +284,22 @@ class LearnerProcess:
     async def _tell_of_its_end(self, child: Child) -> None:
         """Read what libraries print, which nobody needs and which would block it, until it ends."""
         code = await child.ended()
-        if not self._is_ending:
-            self._tell(
+        if not self._end_is_known:
+            self._end_is_known = True
+            line = (
                 f"the learner's process ended with exit code {code}; the last line of its log, "
                 f"{self._log_file}: {last_line(self._log_file)!r}"
             )
+            self._reporter.say(line)
+            self._report("lost", line)
 
-    async def _end(self) -> None:
-        self._is_ending = True
+    def _report(self, state: str, word: str = "") -> None:
+        self._reporter.process("learner", role="learner", state=state, word=word)
+
+    async def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, LearnerLost) and not self._end_is_known:
+            self._report("lost", str(error))
+        self._end_is_known = True
         if self._child is not None:
             await self._child.end(_STOP_S)
         if self._watch is not None:

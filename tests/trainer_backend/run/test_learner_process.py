@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
-from tests.conftest import tiny_job
+from tests.conftest import ListReporter, tiny_job
 from trainer_backend.core.critic import ByToken, CriticTargets
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import (
@@ -96,7 +96,7 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
     played, tmp_path: Path
 ):
     expected = calls_in_order(LocalFactory(JOB), played, tmp_path / "here")
-    async with LearnerProcess(JOB, tmp_path / "learner.log") as process:
+    async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
         learner, _ = await asyncio.to_thread(process.resumed, tmp_path / "there" / "iteration_2")
@@ -138,7 +138,7 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
         if done:
             raise Enough
 
-    async with LearnerProcess(JOB, tmp_path / "learner.log") as process:
+    async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()) as process:
         learner = await asyncio.to_thread(process.fresh, teacher, None)
         with pytest.raises(Enough):
             await asyncio.to_thread(learner.warm_up, teacher, stop)
@@ -164,8 +164,21 @@ async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_k
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(kind, match=rf"ended with exit code {code} before it was ready: '.*Its log is"):
-        async with LearnerProcess(JOB, tmp_path / "learner.log"):
+        async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()):
             raise AssertionError
+
+
+class Showing(ListReporter):
+    """Sets an event once a process is shown as lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = asyncio.Event()
+
+    def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
+        super().process(name, role=role, state=state, **more)
+        if state == "lost":
+            self.lost.set()
 
 
 async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls_is_told_at_once(
@@ -173,17 +186,18 @@ async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls
 ):
     shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told: asyncio.Queue[str] = asyncio.Queue()
+    reporter = Showing()
     job = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"timeout_s": 10.0})})
-    async with LearnerProcess(job, tmp_path / "learner.log", told.put_nowait) as process:
+    async with LearnerProcess(job, tmp_path / "learner.log", reporter) as process:
         learner = await asyncio.to_thread(process.fresh, [], None)
         await asyncio.to_thread(learner.publish, tmp_path / "version_1")  # it prints 2 MB
-        assert told.empty()
+        assert not reporter.lines
         await asyncio.to_thread(learner.save, tmp_path / "iteration_1", Progress())
-        line = await asyncio.wait_for(told.get(), 60)
+        await asyncio.wait_for(reporter.lost.wait(), 60)
+    (line,) = reporter.lines
     assert line.startswith("the learner's process ended with exit code 7; the last line of its log, ")
     assert line.endswith("learner.log: 'its last words'")
-    assert told.empty()
+    assert [state for _, _, state in reporter.processes] == ["starting", "serving", "lost"]
 
 
 class Host:
