@@ -38,6 +38,7 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.protocols import Hardware
 from trainer_backend.run.vllm_servers import VllmServers, check_environment
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -193,7 +194,7 @@ async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> di
     """Swap weights under running requests at one server, in both ways."""
     lines: list[str] = []
     start = log.with_name("start")
-    servers = VllmServers(table, start, [log], dtype="float32", devices=[], tell=print)
+    servers = VllmServers(table, start, [log], hardware=Hardware("float32"), tell=print)
     try:
         await servers.start(folders[0])
         results = {}

@@ -53,6 +53,23 @@ class Progress:
     updates: int = 0
 
 
+# What an accelerator's name is given to a process by.
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Where a learner computes, for whoever starts servers beside it.
+
+    Attributes:
+        dtype: the precision that its policy is served in, such as "float32".
+        devices: the accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
+    """
+
+    dtype: str
+    devices: tuple[str, ...] = ()
+
+
 class Learner(Protocol):
     """Holds the trained policy. Calls block; the orchestrator makes them on a thread."""
 
@@ -94,6 +111,9 @@ class Learner(Protocol):
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""
+
+    def hardware(self) -> Hardware:
+        """Return where it computes."""
 
 
 class LearnerFactory(Protocol):

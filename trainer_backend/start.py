@@ -30,6 +30,7 @@ from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
+from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
@@ -193,8 +194,6 @@ async def _checked_servers(table: InferenceTable) -> list[str]:
     """A line about each vLLM server of the job, which can be trained with."""
     if table.engine == "local":
         return []
-    from trainer_backend.run.vllm_servers import check_servers
-
     return await check_servers(table)
 
 

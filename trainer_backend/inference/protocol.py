@@ -4,15 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from shared_schemas.trajectory import Sampling
 
+if TYPE_CHECKING:  # torch, which whoever only checks a server does without
+    from torch import Tensor
+
 FinishReason = Literal["stop", "length", "abort"]
 # New weights: the tensors of a model's state_dict, or a folder with safetensors files.
-WeightSource = Mapping[str, Tensor] | Path | str
+WeightSource: TypeAlias = "Mapping[str, Tensor] | Path | str"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ from trainer_backend.inference.remote_engine import (
     RemoteEngine,
     connection_errors,
 )
-from trainer_backend.models.layout import weight_files
 
 # Releases whose routes are the ones above. 0.32.0 is the one that was run.
 OLDEST, BEYOND = (0, 32), (0, 34)
@@ -343,6 +342,8 @@ class VllmEngine(RemoteEngine):
         """
         if not isinstance(source, str | Path):
             raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
+        from trainer_backend.models.layout import weight_files  # torch, which a check of servers needs not
+
         folder = Path(source).resolve()
         files = [file.name for file in weight_files(folder)]
         name = f"{version}-{secrets.token_hex(6)}"

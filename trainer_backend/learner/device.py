@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_backend.errors import JobError
+from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 
 # Below it a GPU has no bfloat16 in its tensor cores, and no kernel for attention of variable length.
 _AMPERE = (8, 0)
@@ -36,9 +37,6 @@ class Found:
         return f"torch {torch.__version__} ({built}) sees {', '.join(gpus) or 'no GPU'}"
 
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A device and its precisions.
@@ -64,6 +62,10 @@ class Placement:
             return []
         visible = os.environ.get(VISIBLE_DEVICES)
         return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+
+    def hardware(self) -> Hardware:
+        """The same for processes without torch."""
+        return Hardware(str(self.held).removeprefix("torch."), tuple(self.names()))
 
     def logits_bytes(self) -> int:
         """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""

@@ -35,7 +35,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.protocols import CreditedEpisode, Hardware, Progress
 
 
 class LocalLearner:
@@ -251,6 +251,9 @@ class LocalLearner:
         )
         (logprobs,) = self._logprobs({"": [segment]}, lambda piece: self.scorer.logprobs(piece)[0]).values()
         return logprobs[0]
+
+    def hardware(self) -> Hardware:
+        return place(self.config.model.device).hardware()
 
     def facts(self) -> PolicyFacts:
         """What servers of the policy must know of it beside its weights."""

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import SecretStr
 
@@ -26,11 +26,9 @@ from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, Tell, added
 from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.vllm_servers import VllmServers, own_servers
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
-
-if TYPE_CHECKING:  # torch
-    from trainer_backend.run.vllm_servers import VllmServers
 
 Result = TypeVar("Result")
 # Among the totals: how often a gateway was started again.
@@ -51,7 +49,7 @@ class Gateways:
         inference: Inference,
         gateways: Sequence[Gateway],
         folders: WeightFolders,
-        servers: "VllmServers | None" = None,
+        servers: VllmServers | None = None,
     ) -> None:
         self.inference, self.gateways, self._folders, self._servers = inference, gateways, folders, servers
         for gateway in gateways:
@@ -172,9 +170,8 @@ class GatewayProcesses:
         """Serve all policies from the learner's first publish on, until the context is left."""
         table, servers = self._job.inference, None
         if table.engine == "vllm":
-            from trainer_backend.run.vllm_servers import own_servers  # torch
-
-            servers = own_servers(table, self._job.model, self._directory, self._tell)
+            hardware = await asyncio.to_thread(learner.hardware)
+            servers = own_servers(table, hardware, self._directory, self._tell)
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
         tokens = table.max_model_len - 1 if table.engine == "vllm" else 0

@@ -25,7 +25,7 @@ from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, Trai
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
-from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
+from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter
 
 Tell = Callable[[int, int], None]
 
@@ -181,6 +181,10 @@ class RemoteLearner:
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         logprobs: list[float] = self._ask("logprobs_of", list(ids))
         return logprobs
+
+    def hardware(self) -> Hardware:
+        hardware: Hardware = self._ask("hardware")
+        return hardware
 
 
 class LearnerProcess:

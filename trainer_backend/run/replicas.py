@@ -35,7 +35,7 @@ class ReplicaPublisher:
         tell: Callable[[str], None],
     ) -> None:
         facts = learner.facts()
-        self._servers = own_servers(table, facts.table, directory, tell)
+        self._servers = own_servers(table, learner.hardware(), directory, tell)
         if self._servers is not None:
             table = table.model_copy(update={"urls": self._servers.urls})
         renew = None if self._servers is None else self._servers.renew

@@ -1,7 +1,7 @@
 """The vLLM servers of a run: checked before anything is played, or children that the run starts itself.
 
 Children listen on free ports of the loopback, and are started anew when they end. vLLM is installed in an
-environment of its own, whose Python runs `vllm_worker/turnwise_serve.py`.
+environment of its own, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
-from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.learner.device import VISIBLE_DEVICES, place
+from trainer_backend.job.tables import InferenceTable
+from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
@@ -147,8 +147,7 @@ class VllmServers:
     Args:
         folder: of the model that a server starts with, whose weights are replaced before it serves.
         log_files: of each server.
-        dtype: the precision that they serve in.
-        devices: names of the accelerators of this machine.
+        hardware: the learner's.
         tell: is given a line for each server that is ready or has ended.
 
     Attributes:
@@ -161,12 +160,11 @@ class VllmServers:
         folder: Path,
         log_files: Sequence[Path],
         *,
-        dtype: str,
-        devices: Sequence[str],
+        hardware: Hardware,
         tell: Callable[[str], None],
     ) -> None:
-        self._table, self._folder, self._dtype, self._tell = table, folder, dtype, tell
-        each = visible_devices(devices, len(log_files), _devices_of_one(table.vllm))
+        self._table, self._folder, self._dtype, self._tell = table, folder, hardware.dtype, tell
+        each = visible_devices(hardware.devices, len(log_files), _devices_of_one(table.vllm))
         self._servers = list(map(_Server, _free_ports(len(log_files)), log_files, each))
         self.urls = tuple(server.url for server in self._servers)
         self._keepers: list[asyncio.Task[None]] = []
@@ -274,18 +272,16 @@ class VllmServers:
 
 
 def own_servers(
-    table: InferenceTable, model: ModelTable, directory: RunDirectory, tell: Callable[[str], None]
+    table: InferenceTable, hardware: Hardware, directory: RunDirectory, tell: Callable[[str], None]
 ) -> VllmServers | None:
     """The servers that the run starts itself; None where it was given addresses."""
     if table.urls:
         return None
-    placement = place(model.device)
     return VllmServers(
         table,
         directory.weights / "start",
         [directory.vllm_log(number) for number in range(table.replicas)],
-        dtype=str(placement.held).removeprefix("torch."),
-        devices=placement.names(),
+        hardware=hardware,
         tell=tell,
     )
 

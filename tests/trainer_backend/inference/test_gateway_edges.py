@@ -5,7 +5,6 @@ import json
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 import httpx
 import pytest
@@ -56,7 +55,7 @@ class StandInEngine:
     def breakdown(self) -> Future[str]:
         return Future()
 
-    async def load_weights(self, version: int, source: WeightSource | Path) -> None: ...
+    async def load_weights(self, version: int, source: WeightSource) -> None: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_id: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import InferenceTable
+from trainer_backend.protocols import Hardware
 from trainer_backend.run.vllm_servers import VllmServers, arguments, check_environment, visible_devices
 
 SERVER = "vllm/entrypoints/openai/api_server.py"
@@ -112,7 +113,7 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     lines: list[str] = []
     servers = VllmServers(
         table(python, vllm={"seed": 3}), start, [tmp_path / "log"],
-        dtype="float32", devices=[], tell=lines.append,
+        hardware=Hardware("float32"), tell=lines.append,
     )  # fmt: skip
     try:
         await servers.start(version)
@@ -148,7 +149,7 @@ async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_pa
     (tmp_path / "version_0").mkdir()
     lines: list[str] = []
     servers = VllmServers(
-        table(python), tmp_path / "start", [tmp_path / "log"], dtype="float32", devices=[], tell=lines.append
+        table(python), tmp_path / "start", [tmp_path / "log"], hardware=Hardware("float32"), tell=lines.append
     )
     try:
         await servers.start(tmp_path / "version_0")
@@ -190,7 +191,7 @@ async def test_a_server_that_does_not_start_is_told_with_its_last_line(tmp_path)
     wrong = table(fake_environment(tmp_path / "vllm"), vllm={"no_such_argument": 1})
     (tmp_path / "version_0").mkdir()
     servers = VllmServers(
-        wrong, tmp_path / "start", [tmp_path / "log"], dtype="float32", devices=[], tell=lambda line: None
+        wrong, tmp_path / "start", [tmp_path / "log"], hardware=Hardware("float32"), tell=lambda line: None
     )
     with pytest.raises(JobError, match=r"exit code 2 before it was ready: .*arguments: --no-such-argument 1"):
         await servers.start(tmp_path / "version_0")
