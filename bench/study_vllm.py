@@ -5,7 +5,8 @@
 A job trains a tiny model on two servers of its own, of which one is killed amid the second iteration and has
 to come back. Every sampled token's log-prob is then computed anew by transformers in fp32, with the weights
 of the version that it is said to be of: so a decision of other weights shows. After that, weights are swapped
-under running requests, with weight_update = "wait" and "keep", some of them with stop strings.
+under running requests, with weight_update = "wait" and "keep", some of them with stop strings. A job with
+[lora] publishes adapters alone, which a server merges into their base; its log-probs are computed anew too.
 bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
 """
 
@@ -47,6 +48,7 @@ from trainer_backend.start import run_job
 LIMIT = 1e-4
 EPISODES, TEMPERATURE = 8, 0.7
 IN_FLIGHT, SWAPS = 12, 3
+ADAPTER_ITERATIONS = 6
 # After the beginning of an iteration's collection, which takes seconds.
 KILL_S = 1.0
 # One thread and 1 GiB a server: two of them and the trainer share a small machine.
@@ -54,9 +56,14 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "
 
 
 class Killer:
-    """Prints what the run says, and kills one of its servers amid the rollouts of iteration 2."""
+    """Prints what the run says, and kills one of its servers amid the rollouts of a stage.
 
-    def __init__(self) -> None:
+    Args:
+        stage: where; "" for nowhere.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
         self.lines: list[str] = []
         self.killed = 0
 
@@ -70,7 +77,7 @@ class Killer:
     def process(self, name: str, **state: Any) -> None: ...
 
     def stage(self, name: str, done: int, total: int) -> None:
-        if name == "collect 2" and not self.killed:
+        if name == self._stage and not self.killed:
             self.killed = 1
             threading.Timer(KILL_S, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
 
@@ -101,7 +108,8 @@ def server_processes() -> list[int]:
     return sorted(processes)
 
 
-def job_of(python: str, iterations: int) -> JobConfig:
+def job_of(python: str, iterations: int, **tables: Any) -> JobConfig:
+    """The job, with other tables beside its own or in their place."""
     document = {
         "job": {"name": "study-vllm"},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},
@@ -129,6 +137,7 @@ def job_of(python: str, iterations: int) -> JobConfig:
         },
         "algorithm": {"advantage": "stepwise"},
         "evaluation": {"instances": 2, "every_n_iters": iterations},
+        **tables,
     }
     return parse_job(document, where="study").config
 
@@ -277,9 +286,46 @@ def largest_difference(
     return worst
 
 
+def study_adapters(python: str) -> dict[str, Any]:
+    """Run a job with adapters; say what a publish of them takes, and what the merged model would."""
+    job = job_of(python, ADAPTER_ITERATIONS, lora={"rank": 2})
+    training = job.training.model_copy(update={"learning_rate": 1e-2})
+    inference = job.inference.model_copy(update={"replicas": 1})
+    job, quiet = job.model_copy(update={"training": training, "inference": inference}), Killer("")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = create_run(job, Path(folder) / "run")
+        asyncio.run(run_job(job, directory, quiet, resume=False))
+        judged = judged_job(directory, ADAPTER_ITERATIONS, quiet)
+        last = f"_{ADAPTER_ITERATIONS}"
+        merged = directory.checkpoints / f"iteration{last}" / "model.safetensors"
+        return judged | {
+            "publish_bytes": sum(
+                path.stat().st_size for path in (directory.weights / f"version{last}").iterdir()
+            ),
+            "merged_bytes": merged.stat().st_size,
+            "base_bytes": (directory.weights / "base" / "model.safetensors").stat().st_size,
+        }
+
+
+def holds_of_adapters(found: dict[str, Any]) -> dict[str, bool]:
+    return {
+        "with adapters: log-probs within 1e-4 of fp32 transformers": found["logprob_max"] <= LIMIT,
+        "with adapters: a decision of old weights would show, and there is none": found[
+            "versions_apart_median"
+        ]
+        > 10 * LIMIT
+        and found["decisions_of_old_weights"] == 0,
+        "with adapters: no rollout and no replica lost": found["rollouts_lost"]
+        == found["replicas_lost"]
+        == 0,
+        "a publish of adapters is a tenth of the merged model at most": 10 * found["publish_bytes"]
+        <= found["merged_bytes"],
+    }
+
+
 def study(python: str, iterations: int) -> dict[str, Any]:
     """Run the job, then the swaps with the weights that it made."""
-    job, killer = job_of(python, iterations), Killer()
+    job, killer = job_of(python, iterations), Killer("collect 2")
     release = asyncio.run(check_environment(job.inference))
     with tempfile.TemporaryDirectory() as folder:
         directory = create_run(job, Path(folder) / "run")
@@ -324,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         ("--vllm-python", "", "the Python of vLLM's environment"),
         ("--iterations", 30, "of the job; a killed server needs a minute or two to come back"),
+        ("--adapters", False, "the job with adapters alone; the other figures stay as they are"),
         ("--results", ROOT / "bench" / "results" / "vllm.json"),
         arguments=arguments,
     )
@@ -331,7 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
-    found = study(options.vllm_python, options.iterations)
+    if options.adapters:
+        found = json.loads(options.results.read_text())
+    else:
+        found = study(options.vllm_python, options.iterations)
+    found["adapters"] = study_adapters(options.vllm_python)
+    found["holds"] |= holds_of_adapters(found["adapters"])
     options.results.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return 0 if all(found["holds"].values()) else 1

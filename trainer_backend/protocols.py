@@ -6,7 +6,7 @@ The *learner* scores and updates the policy, *inference* serves it, and the *rep
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.plan import Inference
@@ -17,6 +17,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.rundir.state import ProcessRole
 
 Result = TypeVar("Result")
+WeightPart = Literal["whole", "base", "adapters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,13 @@ class Learner(Protocol):
     def save(self, folder: Path, progress: Progress) -> None:
         """Write a whole checkpoint, or raise CheckpointError and leave nothing."""
 
-    def publish(self, folder: Path) -> None:
-        """Write the policy as a model folder for engines, or raise CheckpointError and leave nothing."""
+    def publish(self, folder: Path, part: WeightPart = "whole") -> None:
+        """Write the policy for engines, or raise CheckpointError and leave nothing.
+
+        Args:
+            part: a model folder, with adapters merged and beside it; its base without the adapters; or a
+                folder of these alone.
+        """
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""

@@ -16,6 +16,7 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import ClusterTable
+from trainer_backend.job.training_table import LoraTable
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.rundir.layout import RunDirectory, open_run
@@ -64,7 +65,7 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
 
 
 # With [cluster] there is one server, which lives and fails every sample; rollouts wait until it was killed
-# and serves again.
+# and serves again. That job trains adapters, which the server merges into their base.
 @pytest.mark.parametrize(("cluster", "code"), [(None, 9), (ClusterTable(), -9)])
 def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_end_with_it(
     cluster, code, model_folders, tmp_path
@@ -78,7 +79,8 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
         "vllm_python": python,
         "vllm": {"max_num_seqs": 8},
     }
-    job = vllm_job(folder, **own).model_copy(update={"cluster": cluster})
+    lora = None if cluster is None else LoraTable(rank=2)
+    job = vllm_job(folder, **own).model_copy(update={"cluster": cluster, "lora": lora})
     directory, reporter, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 2 and not (environment / "deadly").exists()
     for row in rows_of(directory, "iteration"):
@@ -88,7 +90,14 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
         for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
             for step in rollout.trajectory.steps:
                 assert step.policy_logprobs.versions == ((0, number - 1),)
-    assert sorted(path.name for path in directory.weights.iterdir()) == ["start", "version_1", "version_2"]
+    state = read_state(directory.path)
+    assert state is not None
+    replicas = [(one.state, one.version) for one in state.processes if one.role == "replica"]
+    assert ("serving", 2) in replicas and len(replicas) == job.inference.replicas, "a gateway's too"
+    base = [] if lora is None else ["base"]
+    found = sorted(path.name for path in directory.weights.iterdir())
+    assert found == [*base, "start", "version_1", "version_2"]
+    assert (directory.weights / "version_2" / "config.json").exists() == (lora is None)
     lines = "\n".join(reporter.lines)
     (url,) = set(re.findall(rf"vLLM server (\S+) ended with exit code {code}; it is started anew", lines))
     assert f"replica {url} is lost" in lines

@@ -36,8 +36,11 @@ class ReplicaEngine(FrozenEngine, Protocol):
 
     url: str
 
-    async def load_weights(self, version: int, source: Path) -> None:
-        """Replace the weights by those of a folder; samples with them are refused until `accept`."""
+    async def load_weights(self, version: int, source: Path, base: Path | None = None) -> None:
+        """Replace the weights by those of a folder, of adapters over `base` where there is one.
+
+        Samples with them are refused until `accept`.
+        """
 
     def accept(self) -> None:
         """Take samples with the weights of the last load."""
@@ -72,11 +75,17 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version of the policy, as replicas load it."""
+    """A version of the policy, as replicas load it.
+
+    Attributes:
+        folder: a model folder, or one of adapters.
+        base: the model folder that adapters are over.
+    """
 
     version: int
     folder: Path
     canary: Canary
+    base: Path | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -296,7 +305,7 @@ class ReplicaPool:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
                 replica.fit = True
-            await replica.engine.load_weights(publication.version, publication.folder)
+            await replica.engine.load_weights(publication.version, publication.folder, publication.base)
             await self._test(replica, publication.canary)
             replica.engine.accept()
         # A reply of another form, or a folder that cannot be read now, is a reason to lose the replica, and

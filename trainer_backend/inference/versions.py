@@ -28,10 +28,18 @@ class PolicyVersion(Body):
 
     Attributes:
         number: the policy version.
-        folder: a whole model folder.
+        folder: a whole model folder, or one of adapters.
+        base: the model folder that adapters are over, which is the same for all versions; None: `folder` is
+            whole.
         prompt: tests a server that has loaded the folder; None where an engine of ours loads it.
     """
 
     number: int
     folder: Path
+    base: Path | None = None
     prompt: ScoredPrompt | None = None
+
+    @property
+    def model(self) -> Path:
+        """A whole model folder: its config and tokenizer are the version's, its weights may be the base's."""
+        return self.base or self.folder

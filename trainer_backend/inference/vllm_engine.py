@@ -331,10 +331,14 @@ class VllmEngine(RemoteEngine):
                     count = _tell(answer, count, extras)
         return answer
 
-    async def load_weights(self, version: int, source: WeightSource) -> None:
+    async def load_weights(self, version: int, source: WeightSource, base: Path | None = None) -> None:
         """Replace the weights by those of a folder that the server's workers can read.
 
         Samples with them are refused until `accept`.
+
+        Args:
+            base: of adapters: the model folder that they are over; the workers merge them. None: `source` is
+                a whole model.
 
         Raises:
             WeightsRefused: the server cannot load them, or not within `wait_s`; what it samples with then is
@@ -344,7 +348,10 @@ class VllmEngine(RemoteEngine):
             raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
         from trainer_backend.models.layout import weight_files  # torch, which a check of servers needs not
 
-        folder = Path(source).resolve()
+        folder, adapters = (
+            Path(base or source).resolve(),
+            [] if base is None else [str(Path(source).resolve())],
+        )
         files = [file.name for file in weight_files(folder)]
         name = f"{version}-{secrets.token_hex(6)}"
         self._loads = True
@@ -354,7 +361,7 @@ class VllmEngine(RemoteEngine):
                     await self._control("POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
                     await self._control("POST", "/update_weight_version", body={"new_version": "unknown"})
-                    load = {"method": "turnwise_load", "args": [str(folder), files]}
+                    load = {"method": "turnwise_load", "args": [str(folder), files, *adapters]}
                     await self._control("POST", "/collective_rpc", body=load)
                     await self._control("POST", "/reset_prefix_cache")
                     await self._control("POST", "/update_weight_version", body={"new_version": name})

@@ -24,7 +24,7 @@ from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import LearnerFailed, TrainerError
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress
+from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
@@ -66,7 +66,7 @@ CALLS = {
     "score": _types(_Episodes, dict[str, ScoredTokens]),
     "update": _types(tuple[list[CreditedEpisode], int, int | None], _Metrics),
     "save": _types(tuple[Path, Progress], None),
-    "publish": _types(tuple[Path], None),
+    "publish": _types(tuple[Path, WeightPart], None),
     "logprobs_of": _types(tuple[list[int]], list[float]),
     "hardware": _types(tuple[()], Hardware),
 }

@@ -28,7 +28,7 @@ from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
-from trainer_backend.protocols import Progress
+from trainer_backend.protocols import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digests_of
 from trainer_backend.rundir.files import flush
@@ -66,12 +66,22 @@ def save_weights(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     adapter: Adapter | None,
+    part: WeightPart = "whole",
 ) -> None:
-    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it."""
+    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it.
+
+    Args:
+        part: of a model with adapters, those alone, or the base that they are over.
+    """
     with _whole(folder, "model folder") as aside:
-        merged = None if adapter is None else adapter.merged()
-        save_model_folder(aside, model, tokenizer, weights=merged)
-        if adapter is not None:
+        if adapter is None:
+            save_model_folder(aside, model, tokenizer)
+        elif part == "adapters":
+            adapter.save(aside)
+        elif part == "base":
+            save_model_folder(aside, model, tokenizer, weights=adapter.base())
+        else:
+            save_model_folder(aside, model, tokenizer, weights=adapter.merged())
             adapter.save(aside / FOLDER)
 
 

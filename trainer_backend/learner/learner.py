@@ -35,7 +35,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress
+from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
 
 
 class LocalLearner:
@@ -234,9 +234,8 @@ class LocalLearner:
             head=self._head,
         )
 
-    def publish(self, folder: Path) -> None:
-        """Write the policy as a whole model folder, or a CheckpointError and nothing; adapters are merged."""
-        save_weights(folder, self.model, self.tokenizer, self._adapter)
+    def publish(self, folder: Path, part: WeightPart = "whole") -> None:
+        save_weights(folder, self.model, self.tokenizer, self._adapter, part)
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""

@@ -116,17 +116,25 @@ class Adapter:
 
         Made tensor by tensor, so that the device holds none of it; tied ones stay one.
         """
-        layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(self._model)}
+        layers = {f"{name}.weight": layer for name, layer in _layers(self._model)}
         merged: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
-        for name, tensor in self._model.state_dict().items():
-            if ".lora_" in name:
-                continue
+        for name, tensor in self._under():
             plain = seen.setdefault(tensor.data_ptr(), tensor.to(device="cpu", dtype=torch.float32))
-            if name in layers:
-                plain = plain + _layer_delta(layers[name])
-            merged[name.replace(".base_layer.", ".")] = plain
+            merged[name] = plain + _layer_delta(layers[name]) if name in layers else plain
         return merged
+
+    @torch.no_grad()
+    def base(self) -> dict[str, Tensor]:
+        """The weights under the adapters as they are held, in main memory; tied ones stay one."""
+        seen: dict[int, Tensor] = {}
+        return {name: seen.setdefault(tensor.data_ptr(), tensor.cpu()) for name, tensor in self._under()}
+
+    def _under(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the adapters, by their names in the plain model."""
+        for name, tensor in self._model.state_dict().items():
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), tensor
 
     @torch.no_grad()
     def begin(self) -> None:

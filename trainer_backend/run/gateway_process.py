@@ -99,7 +99,7 @@ class PoolActor:
     """vLLM servers that are this gateway's alone."""
 
     def __init__(self, setup: GatewaySetup) -> None:
-        facts = PolicyFacts.of_folder(setup.model, setup.version.folder)
+        facts = PolicyFacts.of_folder(setup.model, setup.version.model)
         renew = None if setup.inference.vllm_python is None else _tell_to_renew
         self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell, renew)
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
@@ -152,7 +152,7 @@ async def _fixed_policies(setup: GatewaySetup) -> FixedPolicies:
     """Load the fixed policies; they are those that the run has samples of, or are added to its record."""
     if not setup.fixed.tables:
         return FixedPolicies()
-    facts = PolicyFacts.of_folder(setup.model, setup.version.folder)
+    facts = PolicyFacts.of_folder(setup.model, setup.version.model)
     fixed = await setup.fixed.load(facts, setup.inference, _tell, probes=setup.probes)
     for line in continue_record(open_run(setup.run), fixed.models):
         _tell(line)

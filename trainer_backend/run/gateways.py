@@ -61,7 +61,7 @@ class Gateways:
         """Write the policy as a model folder, and have every gateway serve it; the first one starts them."""
         version = await self._folders.write(policy_version)
         if self._servers is not None:
-            await self._servers.start(version.folder)
+            await self._servers.start(version.model)
         await self.while_serving(self._load(version))
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -174,8 +174,7 @@ class GatewayProcesses:
             servers = own_servers(table, hardware, self._directory, self._tell)
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
-        tokens = table.max_model_len - 1 if table.engine == "vllm" else 0
-        folders = WeightFolders(learner, self._directory.weights, prompt_tokens=tokens)
+        folders = self._folders(learner)
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         gateways = [
             Gateway(
@@ -189,6 +188,14 @@ class GatewayProcesses:
             yield server
         finally:
             await server.close()
+
+    def _folders(self, learner: Learner) -> WeightFolders:
+        """Where versions are written. An engine of ours needs no test, and reads adapters beside a model."""
+        job, path = self._job, self._directory.weights
+        if job.inference.engine == "local":
+            return WeightFolders(learner, path)
+        tokens = job.inference.max_model_len - 1
+        return WeightFolders(learner, path, prompt_tokens=tokens, has_adapters=job.lora is not None)
 
     def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
         return {

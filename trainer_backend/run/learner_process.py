@@ -25,7 +25,7 @@ from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, Trai
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter
+from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
 
 Tell = Callable[[int, int], None]
 
@@ -175,8 +175,8 @@ class RemoteLearner:
     def save(self, folder: Path, progress: Progress) -> None:
         self._ask("save", folder, progress)
 
-    def publish(self, folder: Path) -> None:
-        self._ask("publish", folder)
+    def publish(self, folder: Path, part: WeightPart = "whole") -> None:
+        self._ask("publish", folder, part)
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         logprobs: list[float] = self._ask("logprobs_of", list(ids))

@@ -40,13 +40,16 @@ class ReplicaPublisher:
             table = table.model_copy(update={"urls": self._servers.urls})
         renew = None if self._servers is None else self._servers.renew
         self.engine, self._model = pool_of(table, facts, tell, renew), facts.table
-        self._folders = WeightFolders(learner, directory.weights, prompt_tokens=table.max_model_len - 1)
+        has_adapters = learner.config.lora is not None
+        self._folders = WeightFolders(
+            learner, directory.weights, prompt_tokens=table.max_model_len - 1, has_adapters=has_adapters
+        )
 
     async def publish(self, policy_version: int) -> None:
-        """Write the policy as a model folder, and have every replica serve it; at first, start servers."""
+        """Write the policy, and have every replica serve it; at first, start servers."""
         version = await self._folders.write(policy_version)
         if self._servers is not None:
-            await self._servers.start(version.folder)
+            await self._servers.start(version.model)
         await self.engine.publish(publication_of(version, self._model))
 
     def totals(self) -> dict[str, float]:
@@ -114,4 +117,5 @@ def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
     prompt = version.prompt
     assert prompt is not None, "the learner scores one for every server that is not ours"
     limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16
-    return Publication(version.number, version.folder, Canary(prompt.ids, prompt.logprobs, limit))
+    canary = Canary(prompt.ids, prompt.logprobs, limit)
+    return Publication(version.number, version.folder, canary, version.base)

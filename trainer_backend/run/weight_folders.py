@@ -1,4 +1,4 @@
-"""The policy's versions as model folders, RUN/weights/version_n, for engines that load from disk."""
+"""The policy's versions as folders, RUN/weights/version_n, for engines that load from disk."""
 
 import asyncio
 import json
@@ -22,10 +22,16 @@ class WeightFolders:
         path: the folder of the versions.
         prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none is
             needed.
+        has_adapters: whether a version is a folder of adapters; the model that they are over is then written
+            once, at the first version.
     """
 
-    def __init__(self, learner: Learner, path: Path, *, prompt_tokens: int = 0) -> None:
+    def __init__(
+        self, learner: Learner, path: Path, *, prompt_tokens: int = 0, has_adapters: bool = False
+    ) -> None:
         self._learner, self._path, self._prompt_tokens = learner, path, prompt_tokens
+        self._has_adapters = has_adapters
+        self._base: Path | None = None
 
     async def write(self, number: int) -> PolicyVersion:
         """Write the policy of now under this version.
@@ -40,17 +46,23 @@ class WeightFolders:
 
     def _write(self, number: int) -> PolicyVersion:
         folder = self._path / f"version_{number}"
-        self._learner.publish(folder)
+        if self._has_adapters and self._base is None:
+            base = (self._path / "base").resolve()
+            self._learner.publish(base, "base")
+            self._base = base
+        self._learner.publish(folder, "whole" if self._base is None else "adapters")
         # By age, not by number: a run that goes on from an older checkpoint writes lower numbers anew.
         versions = sorted(self._path.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
         for old in (*versions[:-_KEPT_VERSIONS], *self._path.glob(".version_*")):
             shutil.rmtree(old, ignore_errors=True)
-        return PolicyVersion(number=number, folder=folder.resolve(), prompt=self._scored_prompt(folder))
+        folder = folder.resolve()
+        prompt = self._scored_prompt(self._base or folder)
+        return PolicyVersion(number=number, folder=folder, base=self._base, prompt=prompt)
 
-    def _scored_prompt(self, folder: Path) -> ScoredPrompt | None:
+    def _scored_prompt(self, model: Path) -> ScoredPrompt | None:
         if not self._prompt_tokens:
             return None
-        ids = _spread_ids(_vocabulary(folder))[: self._prompt_tokens]
+        ids = _spread_ids(_vocabulary(model))[: self._prompt_tokens]
         return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
 
 

@@ -20,6 +20,7 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.models import load_model_folder
 
 SERVED_NAME = "actor"
@@ -130,17 +131,18 @@ class FakeVllm:
         if body["method"] == "turnwise_ready":
             error = "'CPUWorker' object has no attribute 'turnwise_ready'"
             return Response(status_code=200) if self.has_worker else Response(error, status_code=500)
-        folder, _files = body["args"]
+        folder, files, *adapters = body["args"]
         await asyncio.to_thread(self.may_load.wait)
         if len(self.loads) >= self.loads_at_most:
             return Response("no space left on device", status_code=500)
         head = self.model.get_output_embeddings().weight.detach().clone()
         number = len(self.loads) + 1
-        await self.engine.load_weights(number, folder)
+        whole = dict(tensors(Path(folder), files, Path(adapters[0]))) if adapters else folder
+        await self.engine.load_weights(number, whole)
         if self.forgets_head:
             self.model.config.tie_word_embeddings = False
             self.model.lm_head.weight = torch.nn.Parameter(head)
-        self.loads.append(folder)
+        self.loads.append(adapters[0] if adapters else folder)
         return JSONResponse({"results": [{"seconds": 0.0}]})
 
     async def _update_weight_version(self, request: Request) -> Response:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.inference.weights import copy_weights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.config import LearnerConfig
@@ -21,6 +22,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in, new_weights
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
+from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.precision import held_dtype, tokens_for
 from trainer_backend.protocols import Progress
 
@@ -213,6 +215,31 @@ def test_a_checkpoint_is_a_plain_model_with_the_adapter_beside_it(tokenizer, tmp
     names = load_file(tmp_path / "iteration_1/adapter/adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert (tmp_path / "iteration_1/adapter/adapter_config.json").is_file()
+
+
+def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_for_bit(
+    tokenizer, tmp_path: Path
+):
+    learner = updated(tokenizer)
+    for weight in learner.model.parameters():
+        weight.data = weight.data if weight.requires_grad else weight.data.bfloat16()
+    for part in ("whole", "base", "adapters"):
+        learner.publish(tmp_path / part, part)
+    merged = dict(tensors(tmp_path / "base", ["model.safetensors"], tmp_path / "adapters"))
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert merged.keys() == whole.keys()
+    assert all(torch.equal(tensor.float(), whole[name]) for name, tensor in merged.items())
+    assert not torch.equal(  # the base alone is another model
+        load_file(tmp_path / "base" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float(),
+        whole["model.layers.0.mlp.up_proj.weight"],
+    )
+    assert {path.suffix for path in (tmp_path / "adapters").iterdir()} <= {".safetensors", ".json", ".md"}
+    assert load_tokenizer(tmp_path / "base").get_vocab() == tokenizer.get_vocab()
+    stranger = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    stranger = {name.replace(".layers.0.", ".layers.7."): tensor for name, tensor in stranger.items()}
+    save_file(stranger, tmp_path / "adapters" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"has no model\.layers\.7\..*weight, of which .* has an adapter"):
+        dict(tensors(tmp_path / "base", ["model.safetensors"], tmp_path / "adapters"))
 
 
 def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp_path: Path):

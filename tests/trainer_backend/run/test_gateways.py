@@ -40,10 +40,10 @@ class Learner:
         self.real = real
         self.damage = ""
 
-    def publish(self, folder: Path) -> None:
+    def publish(self, folder: Path, part: str) -> None:
         if self.damage == "missing":
             return
-        self.real.publish(folder)
+        self.real.publish(folder, part)
         if self.damage == "cut":
             weights = folder / "model.safetensors"
             os.truncate(weights, weights.stat().st_size // 2)
@@ -264,7 +264,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
 class FolderLearner:
     """A learner whose folders are empty."""
 
-    def publish(self, folder: Path) -> None:
+    def publish(self, folder: Path, part: str) -> None:
         folder.mkdir(parents=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from turnwise_weights import tensors
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -22,28 +22,22 @@ class TurnwiseWorker:
         """Say that this class is there; the trainer asks before a run begins."""
         return True
 
-    def turnwise_load(self: Any, folder: str, files: list[str]) -> dict[str, Any]:
+    def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
         """Replace all weights by those of a folder, a layer at a time.
 
         Args:
             folder: in the layout of Hugging Face, where this process can read it.
             files: names of its safetensors files; no other file is read.
+            adapter: a folder of adapters over those weights; None: there are none.
         """
         began_s = time.perf_counter()
         model = self.model_runner.model
         with torch.device(next(model.parameters()).device), set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            model.load_weights(_tensors(Path(folder), files))
+            model.load_weights(tensors(Path(folder), files, None if adapter is None else Path(adapter)))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             _refresh_tied_head(model)
         return {"seconds": time.perf_counter() - began_s}
-
-
-def _tensors(folder: Path, files: list[str]) -> Any:
-    for name in files:
-        with safe_open(folder / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                yield key, file.get_tensor(key)
 
 
 def _refresh_tied_head(model: Any) -> None:

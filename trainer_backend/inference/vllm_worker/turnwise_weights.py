@@ -1,0 +1,52 @@
+"""The weights of a version: a model folder's, or a base's with the adapters of a folder merged into them.
+
+    W = W_0 + (alpha / rank) * B A        A [rank, in], B [out, rank]
+
+The sum is float32, and rounded once, by whoever takes it. This file runs in vLLM's own environment and
+imports nothing of Turnwise, nor vLLM. Adapters are in peft's layout.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+_OF_THE_WRAPPER, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each weight, one at a time.
+
+    Args:
+        files: names of the folder's safetensors files; no other file is read.
+        adapter: the folder of adapters; None: the model is whole.
+
+    Raises:
+        ValueError: there are adapters of a layer that the folder has not.
+    """
+    deltas = {} if adapter is None else _deltas(adapter)
+    for file in files:
+        with safe_open(folder / file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                tensor = stored.get_tensor(name)
+                if name in deltas:
+                    down, up, scale = deltas.pop(name)
+                    tensor = tensor.float() + up.float() @ down.float() * scale
+                yield name, tensor
+    if deltas:
+        raise ValueError(f"{folder} has no {min(deltas)}, of which {adapter} has an adapter")
+
+
+def _deltas(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """A, B and the scale of each adapted weight, by its name in the model."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    stored = load_file(folder / "adapter_model.safetensors")
+    names = [name.removesuffix(_DOWN) for name in stored if name.endswith(_DOWN)]
+    scale = settings["lora_alpha"] / settings["r"]
+    return {
+        f"{name.removeprefix(_OF_THE_WRAPPER)}.weight": (stored[name + _DOWN], stored[name + _UP], scale)
+        for name in names
+    }
