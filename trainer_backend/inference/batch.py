@@ -1,21 +1,19 @@
 """The running batch: which requests occupy which rows, their prefill, and one decode step for all of them."""
 
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import SampledToken
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.sampler import likeliest, sample, uniforms
+from trainer_backend.inference.runner import runner_of
+from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.layout import refuse_unsupported_attention
-from trainer_backend.models.precision import tokens_for
 
 
 class RunningBatch:
@@ -27,14 +25,13 @@ class RunningBatch:
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int, kept_prefixes: int = 0) -> None:
         refuse_unsupported_attention(model.config, longest=max_len)
-        self.model = model
         self.max_len = max_len
-        # Stored, because `transformers` walks over all modules for each answer.
-        self._device, self._dtype = model.device, model.dtype
-        self._low = None if self._dtype == torch.float32 else self._dtype
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
-        self._cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
+        self._columns = _Columns(slots)
+        self._settings: RowSettings | None = None  # made when the rows have changed
+        self._runner = runner_of(model, slots=slots, max_len=max_len)
+        self._cache = self._runner.cache
         self.prefixes = Prefixes(self._cache, most=kept_prefixes)
 
     @property
@@ -52,60 +49,47 @@ class RunningBatch:
         needs no logits, and no last positions of rows with different lengths have to be gathered.
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
-        # Whole prompts first, then the longest remainders: each kind of prefill gets adjacent rows.
-        in_order = sorted(requests, key=lambda request: _least_first(request, matches[request].length))
+        in_order = sorted(requests, key=lambda request: _by_remainder(request, matches[request].length))
         self._cache.reserve(1 + max(request.cached for request in requests))
         for row, request in enumerate(in_order, start=len(self.rows)):
             request.reused = self.prefixes.fill(matches[request], row)
-        fresh = sum(request.reused == 0 for request in in_order)
-        self._prefill(in_order[:fresh], first_row=len(self.rows))
-        partial = [request for request in in_order[fresh:] if request.reused < request.cached]
-        self._prefill_rest(partial, first_row=len(self.rows) + fresh)
+        self._runner.prefill(in_order, first_row=len(self.rows))
         for request in in_order:
             self.prefixes.runs(request.prefix, row=len(self.rows))
+            self._columns.set(len(self.rows), request)
             self.rows.append(request)
+        self._settings = None
 
-    def step(self) -> list[SampledToken]:
+    def step(self) -> "SampledTokens":
         """Feed each row its next token; return the sampled next tokens, row by row."""
-        logits_BV = self._decode().to(self._draws_on)
-        samplings = [row.sampling for row in self.rows]
-        keys_B = np.array([row.key for row in self.rows], dtype=np.uint64)
-        counters_B = np.array([len(row.token_ids) for row in self.rows], dtype=np.uint64)
-        truncates = any(sampling.is_truncated for sampling in samplings)
-        # Without truncation both kinds are equal; they must not differ by a rounding that neighbours cause.
-        processed = [row.extras.processed and row.sampling.is_truncated for row in self.rows]
-        temperatures_B = self._column([sampling.temperature for sampling in samplings]).float()
-        tokens_B, logprobs_B, mass_B = sample(
-            logits_BV,
-            temperatures_B=temperatures_B,
-            top_ps_B=self._column([sampling.top_p for sampling in samplings]) if truncates else None,
-            top_ks_B=self._column([sampling.top_k for sampling in samplings]) if truncates else None,
-            uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._draws_on),
-            processed_B=self._column(processed) if any(processed) else None,
-        )
-        if mass_B is None:
-            mass_B = torch.ones_like(logprobs_B, dtype=torch.float64)
+        count, columns = len(self.rows), self._columns
+        logits_BV = self._runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
+        if self._settings is None:
+            self._settings = self._row_settings()
+        uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
+        draw = sample(logits_BV, self._settings, torch.from_numpy(uniforms_B).to(self._draws_on))
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device suffices.
-        tokens, logprobs, masses = torch.stack((tokens_B.double(), logprobs_B.double(), mass_B)).tolist()
+        parts = [draw.tokens_B.double(), draw.logprobs_B.double()]
+        host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B]).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
-        tops = likeliest(logits_BV, temperatures_B=temperatures_B, counts=counts) if any(counts) else None
-        return [
-            SampledToken(
-                int(tokens[i]),
-                logprobs[i],
-                tops[i] if tops else (),
-                max(0.0, 1.0 - masses[i]) if sampling.is_truncated and sampling.temperature > 0.0 else None,
-            )
-            for i, sampling in enumerate(samplings)
-        ]
+        tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
+        columns.advance(host[0])
+        return SampledTokens(
+            host[0].astype(np.int64).tolist(),
+            host[1].tolist(),
+            tops,
+            None if draw.mass_B is None else self._lost_masses(host[2].tolist()),
+        )
 
     def drop(self, index: int) -> None:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
         request = self.rows[index]
         self.prefixes.ends(request.prefix, index, request.cached_ids())
         last = self.rows.pop()
+        self._settings = None
         if index < len(self.rows):
             self._cache.move_row(len(self.rows), index, last.cached)
+            self._columns.move(len(self.rows), index)
             self.rows[index] = last
             self.prefixes.move(last.prefix, index)
 
@@ -119,74 +103,66 @@ class RunningBatch:
         """Let no current row or copy seed a later request, because the weights change."""
         self.prefixes.forget(row.prefix for row in self.rows)
 
-    def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute whole prompts, padded on the right to the longest."""
-        length = max((request.cached for request in requests), default=0)
-        if length == 0:
-            return
-        ids = [list(request.prompt_ids[:-1]) for request in requests]
-        self._cache.begin_prefill(first_row=first_row, length=length)
-        # No mask is needed: with padding on the right, causal attention never shows a pad to a token.
-        self._forward(
-            [row + [0] * (length - len(row)) for row in ids],
-            position_ids=torch.arange(length, device=self._device)[None],
+    def _row_settings(self) -> RowSettings:
+        return RowSettings.of(
+            [row.sampling for row in self.rows],
+            processed=[row.extras.processed for row in self.rows],
+            device=self._draws_on,
         )
 
-    def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
-        if not requests:
-            return
-        rests = [list(request.prompt_ids[request.reused : -1]) for request in requests]
-        longest = max(map(len, rests))
-        visible = 1 + max(request.cached for request in requests)
-        starts_B = self._tensor([request.reused for request in requests])
-        positions_BQ = starts_B[:, None] + torch.arange(longest, device=starts_B.device)
-        # Pads go to a column without tokens: the one after the longest prompt.
-        self._append(
-            [rest + [0] * (longest - len(rest)) for rest in rests],
-            positions_BQ.clamp(max=visible - 1),
-            first_row=first_row,
-            visible=visible,
+    def _lost_masses(self, masses: list[float]) -> list[float | None]:
+        """Return what truncation removed from each row; None for rows that it does not touch."""
+        return [
+            max(0.0, 1.0 - mass) if row.sampling.is_truncated and row.sampling.temperature > 0.0 else None
+            for row, mass in zip(self.rows, masses, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One sampled token of each row, by columns: an object for each would cost more than the sampling.
+
+    `likeliest` and `lost_masses` (see `SampledToken`) are None where no row has any.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    likeliest: list[tuple[tuple[int, float], ...]] | None
+    lost_masses: list[float | None] | None
+
+    def token(self, row: int) -> SampledToken:
+        """Return the token of a row."""
+        return SampledToken(
+            self.ids[row],
+            self.logprobs[row],
+            self.likeliest[row] if self.likeliest else (),
+            self.lost_masses[row] if self.lost_masses else None,
         )
 
-    def _decode(self) -> Tensor:
-        return self._append(
-            [[row.next_token] for row in self.rows],
-            self._tensor([row.cached for row in self.rows])[:, None],
-            first_row=0,
-            visible=1 + max(row.cached for row in self.rows),
-        )
 
-    def _append(
-        self, ids: Sequence[Sequence[int]], positions_BQ: Tensor, *, first_row: int, visible: int
-    ) -> Tensor:
-        """Feed Q tokens to each of B rows, with causal visibility.
+class _Columns:
+    """What a step reads of the requests, by rows, so that no step builds it from the requests anew."""
 
-        Return [B, V] logits of the last tokens.
-        """
-        columns_L = torch.arange(visible, device=positions_BQ.device)
-        masked = torch.finfo(self._dtype).min
-        mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)
-        self._cache.begin_append(positions_BQ, first_row=first_row, visible=visible)
-        return self._forward(ids, attention_mask=mask_BQL[:, None], position_ids=positions_BQ)
+    def __init__(self, slots: int) -> None:
+        self.ids = np.zeros(slots, dtype=np.int64)
+        self.cached = np.zeros(slots, dtype=np.int64)
+        self.keys = np.zeros(slots, dtype=np.uint64)
+        self.counters = np.zeros(slots, dtype=np.uint64)
 
-    def _forward(self, ids: Sequence[Sequence[int]], **positions: Tensor) -> Tensor:
-        """Run the model; return [B, V] logits of each row's last token, and cache all keys and values."""
-        low = self._low
-        tokens = tokens_for(self.model, self._tensor(ids), low)
-        with nullcontext() if low is None else torch.autocast(self._device.type, dtype=low):
-            output = self.model(
-                **tokens, **positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
-        logits_BV: Tensor = output.logits[:, -1]
-        return logits_BV
+    def set(self, row: int, request: Request) -> None:
+        self.ids[row], self.cached[row] = request.prompt_ids[-1], request.cached
+        self.keys[row], self.counters[row] = request.key, len(request.token_ids)
 
-    def _tensor(self, values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, device=self._device)
+    def move(self, source: int, target: int) -> None:
+        for column in (self.ids, self.cached, self.keys, self.counters):
+            column[target] = column[source]
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        """Return one value per row on the sampling device."""
-        return torch.tensor(values, device=self._draws_on)
+    def advance(self, ids_B: NDArray[np.float64]) -> None:
+        """Each row has one token more in the cache, and feeds the next id."""
+        count = len(ids_B)
+        self.ids[:count] = ids_B
+        self.cached[:count] += 1
+        self.counters[:count] += np.uint64(1)
 
 
 def drawing_device(device: torch.device) -> torch.device:
@@ -197,9 +173,12 @@ def drawing_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def _least_first(request: Request, length: int) -> int:
-    """Return a sort key: without a cached prefix first (by arrival), then by the length of the remainder."""
-    return length - request.cached if length else -sys.maxsize
+def _by_remainder(request: Request, length: int) -> tuple[bool, bool, int]:
+    """Return a sort key: whole prompts, those with a cached prefix, those that are cached; the longest first.
+
+    Rows of like lengths are adjacent then, and attention pads them to the longest of few.
+    """
+    return length == request.cached, length > 0, length - request.cached
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:

@@ -23,15 +23,15 @@ class RowCopy:
 
 
 class SlotCache(Cache):
-    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer, for `transformers` models.
+    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer.
 
-    Before each forward pass, `begin_prefill` or `begin_append` selects its rows. The capacity doubles on
-    demand up to `max_len`, so short episodes never pay for a long context.
+    The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
+    `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
     """
 
     def __init__(self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layers=[])
-        self.slots, self._dtype = slots, dtype
+        self.slots, self.dtype = slots, dtype
         self.max_len = max_len
         self.capacity = min(FIRST_CAPACITY, max_len)
         self._keys: list[Tensor] = []
@@ -87,13 +87,8 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values of a layer and return the visible ones; attention layers call this."""
         # Under autocast, the rotary embedding produces float32.
-        key_states, value_states = key_states.to(self._dtype), value_states.to(self._dtype)
-        if layer_idx == len(self._keys):
-            # Allocate both first: out of memory in between would leave a layer without values.
-            both = self._allocate(key_states), self._allocate(value_states)
-            self._keys.append(both[0])
-            self._values.append(both[1])
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        keys, values = self._layer(layer_idx, key_states, value_states)
         rows = slice(self._first_row, self._first_row + key_states.shape[0])
         if self._positions_BQ is None:
             length = key_states.shape[2]
@@ -103,6 +98,19 @@ class SlotCache(Cache):
         keys[self._rows_B1, :, self._positions_BQ] = key_states.transpose(1, 2)
         values[self._rows_B1, :, self._positions_BQ] = value_states.transpose(1, 2)
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
+
+    def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer; the first call for it allocates them.
+
+        Args:
+            key_states, value_states: [..., heads, length, head_dim] of the layer, for their shape.
+        """
+        if number == len(self._keys):
+            # Allocate both first: out of memory in between would leave a layer without values.
+            both = self._allocate(key_states), self._allocate(value_states)
+            self._keys.append(both[0])
+            self._values.append(both[1])
+        return self._keys[number], self._values[number]
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens per row. If memory runs out, the previous contents stay valid."""
@@ -128,7 +136,8 @@ class SlotCache(Cache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_zeros((self.slots, like.shape[1], self.capacity, like.shape[3]))
+        size = (self.slots, like.shape[-3], self.capacity, like.shape[-1])
+        return like.new_zeros(size, dtype=self.dtype)
 
     def _grow(self, old: Tensor, capacity: int) -> Tensor:
         if old.shape[2] >= capacity:

@@ -34,7 +34,6 @@ class Request:
     key: int = 0
     cached: int = 0
     reused: int = 0
-    next_token: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -45,17 +44,13 @@ class Request:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
         self.key = stream_key(seed, self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
-        self.next_token = self.prompt_ids[-1]
         self.prefix = Prefix(self.prompt_ids[:-1])
 
-    def take(self, token: SampledToken) -> None:
-        """Record the token that a step sampled after feeding `next_token`."""
+    def take(self, token: int, logprob: float) -> None:
+        """Record the token that a step sampled, after feeding the one before it."""
         self.cached += 1
-        self.next_token = token.token_id
-        self.token_ids.append(token.token_id)
-        self.logprobs.append(token.logprob)
-        if self.extras.likeliest:
-            self.likeliest.append(token.likeliest)
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
 
     def cached_ids(self) -> list[int]:
         """Return the ids whose keys and values are in the request's row."""

@@ -7,12 +7,19 @@ order of arrival can change the result.
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared_schemas.trajectory import Sampling
+
+# Tokens that are cumulated together: see `inverse_cdf`.
+BLOCK = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -46,75 +53,141 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
     return numbers_B
 
 
-def sample(
-    logits_BV: Tensor,
-    *,
-    temperatures_B: Tensor,
-    top_ps_B: Tensor | None,
-    top_ks_B: Tensor | None,
-    uniforms_B: Tensor,
-    processed_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row.
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """How each of B rows is sampled. What no row needs is None, which costs nothing and changes no number.
+
+    Attributes:
+        temperatures_B: [B] fp32; greedy rows have 1.
+        greedy_B: [B] bool: rows that take the most likely token.
+        top_ps_B, top_ks_B: [B] truncation (1.0 and 0 keep everything); both or neither are None.
+        processed_B: [B] bool: rows whose log-probs are taken after truncation.
+    """
+
+    temperatures_B: Tensor | None = None
+    greedy_B: Tensor | None = None
+    top_ps_B: Tensor | None = None
+    top_ks_B: Tensor | None = None
+    processed_B: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, samplings: Sequence[Sampling], *, processed: Sequence[bool], device: torch.device
+    ) -> "RowSettings":
+        """Settings of rows, one of `samplings` each, on the device that samples."""
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        # Without truncation both kinds of log-probs are equal; they must not differ by a rounding.
+        processed = [p and s.is_truncated for p, s in zip(processed, samplings, strict=True)]
+        truncates = any(s.is_truncated for s in samplings)
+        greedy = [s.temperature == 0.0 for s in samplings]
+        temperatures = [s.temperature or 1.0 for s in samplings]
+        return cls(
+            column(temperatures) if set(temperatures) != {1.0} else None,
+            column(greedy) if any(greedy) else None,
+            column([s.top_p for s in samplings]) if truncates else None,
+            column([s.top_k for s in samplings]) if truncates else None,
+            column(processed) if any(processed) else None,
+        )
+
+
+class Draw(NamedTuple):
+    """One sampled token of each row.
+
+    Attributes:
+        tokens_B: [B] int64 ids.
+        logprobs_B: [B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows:
+            under softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf.
+        mass_B: [B] float64 probability that truncation kept; None if no row truncates.
+    """
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    mass_B: Tensor | None
+
+
+def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
+    """Draw one token per row; nothing is read back from the device.
 
     Args:
-        logits_BV: [B, V] of any float type; the arithmetic is fp32, cumulative probabilities are float64.
-        temperatures_B: [B] fp32; 0 takes the most likely token.
-        top_ps_B, top_ks_B: [B] truncation (1.0 and 0 keep everything), or None if no row truncates.
+        logits_BV: [B, V] of any float type; the arithmetic is fp32.
         uniforms_B: [B] float64 in [0, 1).
-        processed_B: [B] bool: rows whose log-probs are taken after truncation; None: no row's.
-
-    Returns:
-        [B] token ids; [B] their log-probs under softmax(logits / temperature) before truncation
-        (temperature 0: under softmax(logits)), or after it, renormalised; [B] float64 the probability that
-        truncation kept, None if no row truncates. A row whose logits hold NaN or +inf has a NaN log-prob.
     """
-    greedy_B = temperatures_B == 0.0
-    logprobs_BV = tempered_logprobs(logits_BV, temperatures_B)
-    probs_BV, mass_B = logprobs_BV.exp(), None
-    if top_ps_B is not None and top_ks_B is not None:
-        probs_BV = torch.where(truncation_mask(probs_BV, top_ps_B, top_ks_B), probs_BV, 0.0)
-        mass_B = probs_BV.double().sum(dim=-1)
-    tokens_B = inverse_cdf(probs_BV, uniforms_B)
-    if bool(greedy_B.any()):
-        tokens_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), tokens_B)
-    token_logprobs_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-    if processed_B is not None and mass_B is not None:
-        token_logprobs_B = torch.where(
-            processed_B & ~greedy_B, token_logprobs_B - mass_B.log().float(), token_logprobs_B
-        )
-    return tokens_B, token_logprobs_B, mass_B
+    tempered_BV = tempered(logits_BV, settings.temperatures_B)
+    probs_BV, mass_B = tempered_BV.softmax(dim=-1), None
+    kept_BV = probs_BV
+    if settings.top_ps_B is not None and settings.top_ks_B is not None:
+        mask_BV = truncation_mask(probs_BV, settings.top_ps_B, settings.top_ks_B)
+        kept_BV = torch.where(mask_BV, probs_BV, 0.0)
+        mass_B = kept_BV.double().sum(dim=-1)
+    tokens_B = inverse_cdf(kept_BV, uniforms_B)
+    if settings.greedy_B is not None:
+        tokens_B = torch.where(settings.greedy_B, tempered_BV.argmax(dim=-1), tokens_B)
+    logprobs_B = _logprobs_of(tokens_B[:, None], tempered_BV, probs_BV)[:, 0]
+    if settings.processed_B is not None and mass_B is not None:
+        renormalised_B = settings.processed_B
+        if settings.greedy_B is not None:
+            renormalised_B = renormalised_B & ~settings.greedy_B
+        logprobs_B = torch.where(renormalised_B, logprobs_B - mass_B.log().float(), logprobs_B)
+    return Draw(tokens_B, logprobs_B, mass_B)
 
 
 def likeliest(
-    logits_BV: Tensor, *, temperatures_B: Tensor, counts: Sequence[int]
+    logits_BV: Tensor, settings: RowSettings, *, counts: Sequence[int]
 ) -> list[tuple[tuple[int, float], ...]]:
     """Return each row's `counts` most likely tokens as (id, log-prob), with the log-probs of `sample`."""
-    most = min(max(counts), logits_BV.shape[1])
-    logprobs_BK, ids_BK = tempered_logprobs(logits_BV, temperatures_B).topk(most, dim=-1)
+    tempered_BV = tempered(logits_BV, settings.temperatures_B)
+    ids_BK = tempered_BV.topk(min(max(counts), logits_BV.shape[1]), dim=-1).indices
+    logprobs_BK = _logprobs_of(ids_BK, tempered_BV, tempered_BV.softmax(dim=-1))
     rows = zip(counts, ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
     return [tuple(zip(ids[:k], logprobs[:k], strict=True)) for k, ids, logprobs in rows]
 
 
-def tempered_logprobs(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
-    """[B, V] fp32 log softmax(logits / temperature), or of the plain logits at temperature 0."""
-    divisors_B = torch.where(temperatures_B == 0.0, 1.0, temperatures_B)
-    return torch.log_softmax(logits_BV.float() / divisors_B[:, None], dim=-1)
+def tempered(logits_BV: Tensor, temperatures_B: Tensor | None) -> Tensor:
+    """[B, V] fp32 logits / temperature."""
+    logits_BV = logits_BV.float()
+    return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
+
+
+def _logprobs_of(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Tensor:
+    """[B, K] log-probs of some tokens, as distances to the likeliest; no other logarithm is needed.
+
+    The logarithm of a token's own probability would be -inf where that is below what fp32 holds.
+    """
+    highest_B1 = tempered_BV.amax(dim=-1, keepdim=True)
+    return tempered_BV.gather(1, tokens_BK) - highest_B1 + probs_BV.amax(dim=-1, keepdim=True).log()
 
 
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """[B] the first token whose cumulative probability exceeds uniform * total.
 
-    Never one of probability 0.
+    Never one of probability 0. In two levels: the block of BLOCK tokens by the blocks' sums, then the token
+    in its block. Blocks are summed in fp32 and everything is cumulated in float64, so that a token's share is
+    off by 1e-7 of its block's at most, without [B, V] float64 numbers.
     """
-    cdf_BV = probs_BV.double().cumsum(dim=-1)
-    total_B = cdf_BV[:, -1]
-    # uniform * total may round up to total itself, which no token's sum exceeds.
-    below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))
-    threshold_B = torch.minimum(uniforms_B * total_B, below_total_B)
-    tokens_B1 = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)
+    vocabulary = probs_BV.shape[1]
+    whole_BV = F.pad(probs_BV, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probs_BV
+    blocks_BNK = whole_BV.unflatten(1, (-1, BLOCK))
+    sums_BN = blocks_BNK.sum(dim=-1).double()
+    cdf_BN = sums_BN.cumsum(dim=-1)
+    block_B1 = _first_above(cdf_BN, uniforms_B[:, None] * cdf_BN[:, -1:])
+    before_B1 = cdf_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
+    rest_B1 = (uniforms_B[:, None] * cdf_BN[:, -1:] - before_B1).clamp_(min=0.0)
+    block_BK = blocks_BNK[torch.arange(len(block_B1), device=block_B1.device), block_B1[:, 0]].double()
+    tokens_B1 = block_B1 * BLOCK + _first_above(block_BK.cumsum(dim=-1), rest_B1)
     # Only a row of NaN can point beyond the vocabulary; its NaN log-prob informs the caller.
-    return tokens_B1[:, 0].clamp(max=probs_BV.shape[1] - 1)
+    return tokens_B1[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
+    """[B, 1] the first place whose cumulative sum exceeds the threshold, or the total if that does not."""
+    # A threshold may round up to the total itself, which no sum exceeds.
+    total_B1 = cdf_BN[:, -1:]
+    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    places_B1 = torch.searchsorted(cdf_BN, torch.minimum(threshold_B1, below_total_B1), right=True)
+    return places_B1.clamp_(max=cdf_BN.shape[1] - 1)  # a row of NaN
 
 
 def truncation_mask(probs_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import structlog
 import torch
 
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
-from trainer_backend.inference.batch import RunningBatch, first_of_siblings
+from trainer_backend.inference.batch import RunningBatch, SampledTokens, first_of_siblings
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.protocol import Generation, SampledToken
+from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.request import Outcome, Request, deliver
 from trainer_backend.models.folder import is_out_of_memory, out_of_memory
 
@@ -132,22 +132,23 @@ class EngineWorker:
         return [(request, request.generation("abort")) for request in requests]
 
     def _step(self) -> list[tuple[Request, Outcome]]:
-        tokens = self._sample()
+        sampled = self._sample()
         self.counters.steps += 1
-        self.counters.sampled_tokens += len(tokens)
-        for item in tokens:
-            if item.lost_mass is not None:
-                self.counters.truncated_tokens += 1
-                self.counters.lost_mass += item.lost_mass
+        if sampled is None:
+            return []
+        self.counters.sampled_tokens += len(sampled.ids)
+        lost = [mass for mass in sampled.lost_masses or () if mass is not None]
+        self.counters.truncated_tokens += len(lost)
+        self.counters.lost_mass += sum(lost)
         outcomes: list[tuple[Request, Outcome]] = []
         finished: list[Request] = []
         # Backwards: dropping a row moves the last one, which is done already, into its place.
-        for index in reversed(range(len(tokens))):
+        for index in reversed(range(len(sampled.ids))):
             request = self.batch.rows[index]
-            end = self._take(request, tokens[index])
+            end = self._take(request, sampled, index)
             if end is None:
                 if request.extras.on_token is not None:
-                    outcomes.append((request, tokens[index]))
+                    outcomes.append((request, sampled.token(index)))
                 continue
             if isinstance(end, InferenceError):
                 self.batch.drop_invalid(index)
@@ -160,8 +161,8 @@ class EngineWorker:
             self.counters.requests += len(finished)
         return outcomes
 
-    def _sample(self) -> list[SampledToken]:
-        """Decode one step; if memory runs out, drop the longest request and repeat."""
+    def _sample(self) -> SampledTokens | None:
+        """Decode one step; if memory runs out, drop the longest request and repeat. None: none is left."""
         while self.batch.rows:
             try:
                 return self._with_room(self.batch.step, "decoding")
@@ -170,7 +171,7 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
-        return []
+        return None
 
     def _with_room(self, action: Callable[[], Result], task: str) -> Result:
         """Run an action; if memory runs out, drop the copies of prefixes and try once more."""
@@ -188,17 +189,20 @@ class EngineWorker:
         self.inbox.forget(requests)
         deliver((request, error) for request in requests)
 
-    def _take(self, request: Request, token: SampledToken) -> Generation | InferenceError | None:
-        """Record a sampled token; return the outcome if it was the last, else None."""
-        if not math.isfinite(token.logprob):
+    def _take(self, request: Request, sampled: SampledTokens, row: int) -> Generation | InferenceError | None:
+        """Record a row's sampled token; return the outcome if it was the last, else None."""
+        token, logprob = sampled.ids[row], sampled.logprobs[row]
+        if not math.isfinite(logprob):
             return InferenceError(
                 f"the weights of policy version {self.version} give logits that are not finite"
             )
-        request.take(token)
-        if token.token_id in self._stop_ids:
+        request.take(token, logprob)
+        if request.extras.likeliest and sampled.likeliest is not None:
+            request.likeliest.append(sampled.likeliest[row])
+        if token in self._stop_ids:
             return request.generation("stop")
         stop = request.extras.stop
-        if stop is not None and (stop_string := stop.take(token.token_id)) is not None:
+        if stop is not None and (stop_string := stop.take(token)) is not None:
             return request.generation("stop", stop_string=stop_string)
         return request.generation("length") if len(request.token_ids) == request.sampling.max_tokens else None
 

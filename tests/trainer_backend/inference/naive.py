@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Generation
-from trainer_backend.inference.sampler import sample, stream_key, uniforms
+from trainer_backend.inference.sampler import RowSettings, sample, stream_key, uniforms
 
 
 def naive_generation(
@@ -19,17 +19,13 @@ def naive_generation(
 ) -> tuple[list[int], list[float]]:
     """The whole sequence through the model for every token."""
     ids, tokens, logprobs = list(prompt), [], []
+    settings = RowSettings.of([sampling], processed=[False], device=torch.device("cpu"))
     key = np.array([stream_key(sampling.seed or 0, prompt)], dtype=np.uint64)
     for i in range(sampling.max_tokens):
         with torch.inference_mode():
             logits = model(torch.tensor([ids]), use_cache=False).logits[:, -1]
-        token, logprob, _ = sample(
-            logits,
-            temperatures_B=torch.tensor([sampling.temperature]),
-            top_ps_B=torch.tensor([sampling.top_p]),
-            top_ks_B=torch.tensor([sampling.top_k]),
-            uniforms_B=torch.from_numpy(uniforms(key, np.array([i], dtype=np.uint64))),
-        )
+        numbers = torch.from_numpy(uniforms(key, np.array([i], dtype=np.uint64)))
+        token, logprob, _ = sample(logits, settings, numbers)
         ids.append(int(token))
         tokens.append(int(token))
         logprobs.append(float(logprob))

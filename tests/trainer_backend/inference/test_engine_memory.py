@@ -1,11 +1,12 @@
 """Out of memory while generating: who did not fit hears which keys to lower, and everyone else goes on."""
 
 import asyncio
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from shared_schemas.trajectory import Sampling
@@ -79,10 +80,25 @@ async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tigh
     assert (await ask(engine, prompt)).prompt_tokens_reused == 0, "it was dropped"
 
 
+class TightHead(nn.Linear):
+    """Raises as CUDA does where it is given more than two rows."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if len(hidden) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("by_decoder", [True, False], ids=["our decoder", "transformers"])
 async def test_a_step_that_does_not_fit_ends_the_longest_request_and_no_other(
-    start_engine: StartEngine, tight: TightModel
+    start_engine: StartEngine, tight: TightModel, model: PreTrainedModel, by_decoder: bool
 ):
     tight.fits = lambda rows, tokens: tokens > 1 or rows <= 2
+    if by_decoder:
+        tight = copy.deepcopy(model)
+        width, vocabulary = tight.config.hidden_size, tight.config.vocab_size
+        tight.lm_head = TightHead(width, vocabulary, bias=False)
+        tight.lm_head.weight = tight.model.embed_tokens.weight
     engine = start_engine(tight)
     prompts = [[1, 2, 3], [4, 5, 6] * 5, [7, 8, 9] * 2]
     short, longest, middle = await together(engine, *prompts)

@@ -1,6 +1,7 @@
 """Nobody starves, nobody is lost: waiting lines, aborts, pauses, bounds, and the end of an engine."""
 
 import asyncio
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -197,14 +198,14 @@ async def test_stopping_ends_waiting_and_running_requests_with_the_reason(start_
 async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_reason(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine = start_engine(slots=1)
-    await engine.pause()
-    tasks = [generation(engine, str(i)) for i in range(3)]
-
     def out_of_memory(*args: object) -> None:
         raise MemoryError("no memory left")
 
-    engine._model.register_forward_pre_hook(out_of_memory)
+    broken = copy.deepcopy(model)
+    broken.register_forward_pre_hook(out_of_memory)
+    engine = start_engine(broken, slots=1)
+    await engine.pause()
+    tasks = [generation(engine, str(i)) for i in range(3)]
     await engine.resume()
     for task in tasks:
         with pytest.raises(EngineStopped, match="MemoryError: no memory left"):

@@ -3,8 +3,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.batch import drawing_device
-from trainer_backend.inference.sampler import inverse_cdf, sample, stream_key, truncation_mask, uniforms
+from trainer_backend.inference.sampler import (
+    BLOCK,
+    RowSettings,
+    inverse_cdf,
+    likeliest,
+    sample,
+    stream_key,
+    truncation_mask,
+    uniforms,
+)
 
 
 def splitmix64(seed: int, steps: int) -> int:
@@ -16,15 +26,14 @@ def splitmix64(seed: int, steps: int) -> int:
     return z ^ (z >> 31)
 
 
+def settings_of(samplings: list[Sampling], *, processed: bool = False) -> RowSettings:
+    return RowSettings.of(samplings, processed=[processed] * len(samplings), device=torch.device("cpu"))
+
+
 def drawn(logits: Tensor, uniform: float, **options: float) -> tuple[int, float]:
-    token, logprob, _ = sample(
-        logits[None],
-        temperatures_B=torch.tensor([options.get("temperature", 1.0)]),
-        top_ps_B=torch.tensor([options.get("top_p", 1.0)]),
-        top_ks_B=torch.tensor([int(options.get("top_k", 0))]),
-        uniforms_B=torch.tensor([uniform], dtype=torch.float64),
-        processed_B=torch.tensor([bool(options.get("processed", False))]),
-    )
+    processed = bool(options.pop("processed", False))
+    settings = settings_of([Sampling.model_validate(options)], processed=processed)
+    token, logprob, _ = sample(logits[None], settings, torch.tensor([uniform], dtype=torch.float64))
     return int(token), float(logprob)
 
 
@@ -62,6 +71,54 @@ def test_a_token_of_probability_zero_is_never_drawn_at_the_edges():
         assert int(inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64))) == 1
 
 
+def test_draws_over_many_blocks_are_those_of_one_cumulative_sum():
+    # 1000 tokens are 15 blocks and a part of one; a third of them has probability 0, and so has a whole block
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(1000, generator=generator).mul(3).softmax(0)
+    probs[torch.rand(1000, generator=generator) < 0.3] = 0.0
+    probs[5 * BLOCK : 6 * BLOCK] = 0.0
+    numbers = torch.from_numpy(
+        uniforms(np.full(20_000, 9, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    )
+    tokens = inverse_cdf(probs.expand(20_000, -1), numbers)
+    cdf = probs.double().cumsum(0)
+    below, above = cdf[tokens] - probs.double()[tokens], cdf[tokens]
+    # float32 sums of blocks move the borders between tokens by less than a millionth
+    assert (below - 1e-6 <= numbers * cdf[-1]).all() and (numbers * cdf[-1] <= above + 1e-6).all()
+    assert (probs[tokens] > 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK - 1, BLOCK, BLOCK + 1, 20 * BLOCK + 7])
+def test_no_number_draws_a_token_of_probability_zero_whatever_the_rounding(vocabulary: int):
+    # Around each token of probability 0 the cumulative sum stands still; thirds are rounded in every sum.
+    probs = torch.zeros(3, vocabulary)
+    probs[0, ::3], probs[1, vocabulary - 2], probs[2, : vocabulary // 2] = 1 / 3, 1e-30, 0.1
+    for uniform in (0.0, 1 / 3, 0.5, 2 / 3, 1.0 - 2**-53):
+        tokens = inverse_cdf(probs, torch.full((3,), uniform, dtype=torch.float64))
+        assert (probs.gather(1, tokens[:, None]) > 0).all()
+        assert int(tokens[1]) == vocabulary - 2
+
+
+def test_a_row_draws_the_same_beside_any_others():
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+    numbers = torch.from_numpy(uniforms(np.arange(64, dtype=np.uint64), np.zeros(64, dtype=np.uint64)))
+    together = sample(logits, settings_of([Sampling(temperature=0.7)] * 64), numbers)
+    for row in (0, 17, 63):
+        others = [Sampling(temperature=0.7), Sampling(top_p=0.5), Sampling(temperature=0.0)]
+        alone = sample(
+            torch.stack([logits[row], logits[1], logits[2]]), settings_of(others), numbers[[row, 1, 2]]
+        )
+        assert torch.equal(alone.tokens_B[0], together.tokens_B[row])
+        assert torch.equal(alone.logprobs_B[0], together.logprobs_B[row])
+
+
+def test_the_likeliest_tokens_have_the_log_probs_of_sampled_ones_however_unlikely():
+    logits = torch.tensor([[0.0, 200.0, -5.0]])
+    ((first, *others),) = likeliest(logits, RowSettings(), counts=[3])
+    assert first == (1, 0.0)
+    assert others == [(0, -200.0), (2, -205.0)], "exp(-200) is 0 in float32"
+
+
 def test_temperature_zero_takes_the_likeliest_token_with_its_untempered_logprob():
     logits = torch.tensor([0.0, 2.0, 1.0])
     assert drawn(logits, 0.0, temperature=0.0) == (1, pytest.approx(float(torch.log_softmax(logits, 0)[1])))
@@ -95,10 +152,7 @@ def test_frequencies_follow_the_probabilities():
     numbers = torch.from_numpy(
         uniforms(np.full(20_000, 9, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
     )
-    tokens, *_ = sample(
-        logits.expand(20_000, 4), temperatures_B=torch.ones(20_000), top_ps_B=None, top_ks_B=None,
-        uniforms_B=numbers,
-    )  # fmt: skip
+    tokens, *_ = sample(logits.expand(20_000, 4), RowSettings(), numbers)
     shares = torch.bincount(tokens, minlength=4) / 20_000
     assert (shares - logits.softmax(0)).abs().max() < 0.015
 
@@ -111,10 +165,8 @@ def test_logits_that_are_not_finite_show_as_a_nan_logprob(bad: float):
 
 def test_each_row_has_its_own_settings():
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    tokens, *_ = sample(
-        logits, temperatures_B=torch.tensor([0.0, 1.0]), top_ps_B=None, top_ks_B=None,
-        uniforms_B=torch.tensor([0.0, 0.0], dtype=torch.float64),
-    )  # fmt: skip
+    settings = settings_of([Sampling(temperature=0.0), Sampling()])
+    tokens, *_ = sample(logits, settings, torch.tensor([0.0, 0.0], dtype=torch.float64))
     assert tokens.tolist() == [1, 0]
 
 

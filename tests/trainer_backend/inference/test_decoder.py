@@ -1,0 +1,229 @@
+"""Our decoder computes what `transformers` computes, with the same weights in the same memory."""
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.decoder import Decoder, Unsupported
+from trainer_backend.inference.row_attention import RowAttention, spans_of
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
+from trainer_backend.inference.weights import copy_weights
+
+SIZE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "initializer_range": 0.1,
+}  # fmt: skip
+LONG = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LLAMA3 = {**LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=24, tie_word_embeddings=True)),
+    "qwen3, biases": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=40, attention_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE | {"num_key_value_heads": 4})),
+    "llama, biases": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZE | {"num_key_value_heads": 1}, attention_bias=True, mlp_bias=True)
+    ),
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True)),
+    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=LLAMA3)),
+    "yarn": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, rope_parameters={**LONG, "rope_type": "yarn"})),
+    "linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters={**LONG, "rope_type": "linear"})),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=None, head_dim=20)),
+    "mistral, wide window": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=256)),
+}
+CPU = torch.device("cpu")
+
+
+def model_of(name: str, seed: int = 0) -> PreTrainedModel:
+    """As trained: no norm is 1, no bias is 0."""
+    torch.manual_seed(seed)
+    model = MODELS[name]().eval()
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Rows:
+    """Sequences in the rows of a cache, fed by hand."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int = 256) -> None:
+        self.decoder = Decoder(model, max_len=max_len)
+        self.cache = SlotCache(slots=8, max_len=max_len)
+
+    @torch.inference_mode()
+    def prefill(self, first_row: int, starts: list[int], ids: list[list[int]], *, logits: bool) -> Tensor:
+        """Feed each row some ids, which begin at its start; return [T, V] logits, or none."""
+        attention = RowAttention.prefill(
+            self.cache,
+            first_row=first_row,
+            starts_B=np.array(starts),
+            counts_B=np.array([len(row) for row in ids]),
+            device=CPU,
+        )
+        tokens = torch.tensor(list(chain.from_iterable(ids))), attention.positions_T, attention
+        if logits:
+            return self.decoder.logits(*tokens)
+        self.decoder.prefill(*tokens)
+        return torch.empty(0)
+
+    @torch.inference_mode()
+    def decode(self, ids: list[int], cached: list[int]) -> Tensor:
+        """Feed a token to each of the first rows; return [B, V] logits."""
+        attention = RowAttention.decode(self.cache, np.array(cached), CPU)
+        return self.decoder.logits(torch.tensor(ids), attention.positions_T, attention)
+
+
+@torch.inference_mode()
+def by_transformers(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """[length, V] logits of one sequence, alone, without a cache."""
+    logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(name: str):
+    model = model_of(name)
+    rows, prompts = Rows(model), [ids_of(length, length) for length in (200, 3, 1, 60)]
+    found = rows.prefill(1, [0] * 4, prompts, logits=True).split([len(prompt) for prompt in prompts])
+    for logits, prompt in zip(found, prompts, strict=True):
+        assert_near(logits, by_transformers(model, prompt))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(name: str):
+    model, rows = model_of(name), None
+    rows = Rows(model)
+    sequences = [ids_of(length, length) for length in (90, 7, 34)]
+    rows.prefill(0, [0] * 3, [ids[:-4] for ids in sequences], logits=False)
+    # A row goes on from a copy of the first; the rest of its prompt is computed beside that of another.
+    sibling, other = [*sequences[0][:50], *ids_of(30, 5)], [*sequences[2][:20], *ids_of(9, 6)]
+    rows.cache.move_row(0, 3, 50)
+    rows.cache.move_row(2, 4, 20)
+    rows.prefill(3, [50, 20], [sibling[50:-4], other[20:-4]], logits=False)
+    sequences += [sibling, other]
+    for step in range(4, 0, -1):
+        if step == 2:  # the second row ends, and the last one moves into its place
+            rows.cache.move_row(4, 1, len(other) - step)
+            sequences[1] = sequences.pop()
+        starts = [len(ids) - step for ids in sequences]
+        found = rows.decode([ids[at] for ids, at in zip(sequences, starts, strict=True)], starts)
+        for logits, ids, start in zip(found, sequences, starts, strict=True):
+            assert_near(logits, by_transformers(model, ids)[start])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama, biases"])
+def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str):
+    model, other = model_of(name), model_of(name, seed=1)
+    rows, prompt = Rows(model), ids_of(20)
+    copy_weights(model, other.state_dict())
+    expected = by_transformers(other, prompt)
+    assert_near(rows.prefill(0, [0], [prompt], logits=True), expected)
+    assert_near(by_transformers(model, prompt), expected)
+
+
+def test_there_is_one_copy_of_the_weights_and_tied_ones_stay_tied():
+    model = model_of("qwen3")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    decoder = Decoder(model, max_len=8)
+    layer, attention = decoder._layers[0], model.model.layers[0].self_attn
+    assert layer.query_key_value.weight.data_ptr() == attention.q_proj.weight.data_ptr()
+    memory = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in model.parameters()}
+    assert sum(storage.nbytes() for storage in memory.values()) == 4 * model.num_parameters()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+def hooked(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def wrapped(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = nn.Sequential(attention.k_proj)
+
+
+def rounded(model: PreTrainedModel) -> None:
+    model.to(torch.bfloat16)
+
+
+def rotated_by_length(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.rope_type = "dynamic"
+
+
+def other_activation(model: PreTrainedModel) -> None:
+    model.config.hidden_act = "gelu"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hooked, "model.layers.1.mlp has hooks"),
+        (wrapped, "model.layers.0.self_attn.k_proj is a Sequential and not a plain Linear"),
+        (rounded, "norm.weight is torch.bfloat16"),
+        (rotated_by_length, "rope_type is 'dynamic'"),
+        (other_activation, "hidden_act is 'gelu'"),
+    ],
+)
+def test_a_model_that_would_be_computed_otherwise_is_left_as_it_is(
+    change: Callable[[PreTrainedModel], None], reason: str
+):
+    model = model_of("qwen3, biases")
+    change(model)
+    places = [weight.data_ptr() for weight in model.parameters()]
+    with pytest.raises(Unsupported, match=reason):
+        Decoder(model, max_len=8)
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
+def test_another_architecture_is_run_by_transformers_and_the_log_says_why_once():
+    gemma = GemmaForCausalLM(GemmaConfig(**SIZE, head_dim=16)).eval()
+    with capture_logs() as lines:
+        runner = runner_of(gemma, slots=1, max_len=8)
+    assert isinstance(runner, TransformersRunner)
+    (line,) = lines
+    assert (
+        line["event"] == "engine_decodes_by_transformers" and "GemmaForCausalLM is none of" in line["reason"]
+    )
+    with capture_logs() as lines:
+        assert isinstance(runner_of(model_of("llama"), slots=1, max_len=8), DecoderRunner)
+    assert lines == []
+
+
+def test_rows_of_like_lengths_attend_in_one_call_and_others_in_calls_of_their_own():
+    def spans(starts: list[int], counts: list[int]) -> list[tuple[int, int]]:
+        return spans_of(np.array(starts), np.array(counts))
+
+    assert spans([40, 60, 50], [1, 1, 1]) == [(0, 3)]
+    # 5000 beside 100: 4900 columns of padding cost more than a call
+    assert spans([4999, 99, 99], [1, 1, 1]) == [(0, 1), (1, 3)]
+    assert spans([99, 99, 4999], [1, 1, 1]) == [(0, 2), (2, 3)]
+    # whole prompts need no mask, rests of prompts do
+    assert spans([0, 0, 96, 128], [30, 20, 30, 5]) == [(0, 2), (2, 4)]

@@ -1,0 +1,291 @@
+"""Our own forward pass of Qwen3, Qwen2, Llama and Mistral models, over a flat list of tokens.
+
+    h += O(attention(rope(norm(Q(n(h)))), rope(norm(K(n(h)))), V(n(h))))        each layer; n is RMSNorm
+    h += Down(silu(Gate(n(h))) * Up(n(h)))                                      logits = Head(n(h))
+
+It has no batch dimension and no padding: prefill and decode differ only in what a token attends to, which the
+cache's `TokenAttention` knows. No step of it reads a number back from the device. Matrices with the same
+input are one matrix (Q, K, V; gate, up). The modules' own weights become views of its rows, so that there is
+one copy of the weights, `transformers` computes with it too, and a swap writes straight into it.
+
+The places of rounding are those of `models.precision`. In float32 logits differ from those of `transformers`
+by the order of sums alone.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
+# Kinds of rotary positions whose frequencies depend on the position alone.
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+
+
+class Unsupported(Exception):
+    """A model that the decoder does not compute, with the reason."""
+
+
+class TokenAttention(Protocol):
+    """What the tokens of one pass attend to: the seam between the decoder and a cache.
+
+    The T tokens of a pass have a row and a position each; whoever makes the object knows both.
+    """
+
+    def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        """Store a layer's keys (rotated) and values of the tokens, [T, key-value heads, head_dim]."""
+
+    def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
+        """Return [T, heads, head_dim] for rotated queries, each over its row up to its own position.
+
+        It is called after `write` for the same layer.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y = x W' + b, with factors rounded to the type of W."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, input_TI: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return F.linear(input_TI.to(self.weight.dtype), self.weight, bias)
+
+    def add_to(self, residual_TW: Tensor, input_TI: Tensor) -> None:
+        """Add the product to the residual stream, in place."""
+        if self.bias is None and self.weight.dtype == residual_TW.dtype:
+            residual_TW.addmm_(input_TI, self.weight.t())
+        else:
+            residual_TW.add_(self(input_TI))
+
+    def outputs(self, first: int) -> "Product":
+        """Its outputs from `first` on; the memory is shared."""
+        return Product(self.weight[first:], None if self.bias is None else self.bias[first:])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm over the last dimension, in float32."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, input_TW: Tensor) -> Tensor:
+        return F.rms_norm(input_TW, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Numbers of heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Qwen3's norms of single heads."""
+
+    queries: Norm
+    keys: Norm
+
+    def __call__(self, heads_THD: Tensor, keys: int) -> Tensor:
+        """Return normed heads in float32; the last `keys` of them are keys, the others queries."""
+        size = self.queries.weight.shape
+        normed_THD = F.rms_norm(heads_THD.float(), size, None, self.queries.eps)
+        if heads_THD.dtype != torch.float32:  # where `transformers` rounds
+            normed_THD = normed_THD.to(heads_THD.dtype).float()
+        normed_THD[:, :-keys].mul_(self.queries.weight)
+        normed_THD[:, -keys:].mul_(self.keys.weight)
+        return normed_THD
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosine and sine of the tokens' angles, [T, 1, head_dim]; the sine's first half is negated."""
+
+    cos_T1D: Tensor
+    sin_T1D: Tensor
+
+    def __call__(self, heads_THD: Tensor) -> Tensor:
+        """Rotate each pair (i, i + head_dim / 2) of each head.
+
+        Source: Su et al., RoFormer, arXiv:2104.09864, eq. 34, with pairs as in GPT-NeoX.
+        """
+        swapped_THD = heads_THD.roll(heads_THD.shape[-1] // 2, dims=-1)
+        return (heads_THD * self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of a layer."""
+
+    heads: Heads
+    attention_norm: Norm
+    query_key_value: Product
+    head_norms: HeadNorms | None
+    out: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+
+    def run(self, number: int, residual_TW: Tensor, rotation: Rotation, attention: TokenAttention) -> None:
+        """Add the layer to the residual stream, in place."""
+        heads = self.heads
+        normed_TW = self.attention_norm(residual_TW)
+        all_TSD = self.query_key_value(normed_TW).unflatten(-1, (-1, heads.size))
+        turned_TSD = rotation(self._normed(all_TSD[:, : -heads.keys]))
+        attention.write(number, turned_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
+        mixed_THD = attention.attend(number, turned_TSD[:, : heads.queries])
+        self.out.add_to(residual_TW, mixed_THD.flatten(1))
+        gate_TM, up_TM = self.gate_up(self.mlp_norm(residual_TW)).chunk(2, dim=-1)
+        self.down.add_to(residual_TW, F.silu(gate_TM, inplace=True).mul_(up_TM))
+
+    def write_only(
+        self, number: int, residual_TW: Tensor, rotation: Rotation, attention: TokenAttention
+    ) -> None:
+        """Store keys and values alone: of the last layer, a prefill needs no more."""
+        heads = self.heads
+        key_value = self.query_key_value.outputs(heads.queries * heads.size)
+        all_TSD = key_value(self.attention_norm(residual_TW)).unflatten(-1, (-1, heads.size))
+        turned_TKD = rotation(self._normed(all_TSD[:, : heads.keys]))
+        attention.write(number, turned_TKD, all_TSD[:, heads.keys :])
+
+    def _normed(self, heads_TSD: Tensor) -> Tensor:
+        """Norm heads of which the last are keys; the result is float32 and contiguous."""
+        return heads_TSD.float() if self.head_norms is None else self.head_norms(heads_TSD, self.heads.keys)
+
+
+class Decoder:
+    """The forward pass of a model. It computes with the model's own weights, and moves them together.
+
+    Args:
+        model: of one of the `ARCHITECTURES`, unwrapped. No other decoder may use it.
+        max_len: one more than the last position.
+
+    Raises:
+        Unsupported: with the reason; the model is then as it was.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_len: int) -> None:
+        refuse_unsupported(model)
+        base = model.model
+        self._head = model.lm_head
+        self._embedding: Tensor = base.embed_tokens.weight
+        self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
+        self._cos_L1D, self._sin_L1D = rotation_tables(base.rotary_emb, max_len, self._embedding.device)
+        self._norm = _norm(base.norm)
+        self._layers = [_layer(layer) for layer in base.layers]
+
+    @property
+    def heads(self) -> Heads:
+        return self._layers[0].heads
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
+        """Store keys and values of T tokens, [T] int64; logits are not computed."""
+        residual_TW, rotation = self._embedded(ids_T), self._rotation(positions_T)
+        last = len(self._layers) - 1
+        for number in range(last):
+            self._layers[number].run(number, residual_TW, rotation, attention)
+        self._layers[last].write_only(last, residual_TW, rotation, attention)
+
+    def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
+        """Store keys and values of T tokens, [T] int64; return [T, V] logits of what follows each."""
+        residual_TW, rotation = self._embedded(ids_T), self._rotation(positions_T)
+        for number, layer in enumerate(self._layers):
+            layer.run(number, residual_TW, rotation, attention)
+        low = self._low
+        with nullcontext() if low is None else torch.autocast(residual_TW.device.type, dtype=low):
+            logits_TV: Tensor = self._head(self._norm(residual_TW))
+        return logits_TV
+
+    def _embedded(self, ids_T: Tensor) -> Tensor:
+        """[T, width] float32 in memory of its own: the residual stream."""
+        return F.embedding(ids_T, self._embedding).float()
+
+    def _rotation(self, positions_T: Tensor) -> Rotation:
+        return Rotation(
+            self._cos_L1D.index_select(0, positions_T), self._sin_L1D.index_select(0, positions_T)
+        )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise Unsupported for a model that would be computed otherwise than `transformers` does."""
+    names = ", ".join(kind.__name__ for kind in ARCHITECTURES)
+    if type(model) not in ARCHITECTURES:
+        raise Unsupported(f"{type(model).__name__} is none of {names}")
+    rotation = model.model.rotary_emb.rope_type
+    if rotation not in ROTATIONS:
+        raise Unsupported(f"rope_type is {rotation!r}, not one of {', '.join(ROTATIONS)}")
+    if model.config.hidden_act != "silu":
+        raise Unsupported(f"hidden_act is {model.config.hidden_act!r}, not 'silu'")
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Unsupported(f"{name or 'the model'} has hooks, which it would not call")
+        if name.endswith("_proj") and type(module) is not nn.Linear:
+            raise Unsupported(f"{name} is a {type(module).__name__} and not a plain Linear")
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and weight.dtype != torch.float32:
+            raise Unsupported(f"{name} is {weight.dtype}, and norms and biases are computed in float32")
+
+
+def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[longest, 1, head_dim] cosine and signed sine of each position, by the model's own module."""
+    positions_1L = torch.arange(longest, device=device)[None]
+    cos_1LD, sin_1LD = rotary(torch.zeros(1, device=device), positions_1L)
+    sin_1LD[..., : sin_1LD.shape[-1] // 2].neg_()
+    return cos_1LD[0][:, None], sin_1LD[0][:, None]
+
+
+def _layer(module: Any) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    size: int = attention.head_dim
+    normed = hasattr(attention, "q_norm")
+    return Layer(
+        Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size),
+        _norm(module.input_layernorm),
+        fused([attention.q_proj, attention.k_proj, attention.v_proj]),
+        HeadNorms(_norm(attention.q_norm), _norm(attention.k_norm)) if normed else None,
+        fused([attention.o_proj]),
+        _norm(module.post_attention_layernorm),
+        fused([mlp.gate_proj, mlp.up_proj]),
+        fused([mlp.down_proj]),
+    )
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
+
+
+def fused(linears: Sequence[nn.Linear]) -> Product:
+    """One matrix of several with the same input. Their own weights and biases become views of its rows."""
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Product(_joined(weights), _joined(biases) if biases else None)
+
+
+def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].detach()
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole

@@ -1,0 +1,167 @@
+"""Forward passes of the running batch: by our own decoder, or by `transformers` where it has to be."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.decoder import Decoder, Unsupported
+from trainer_backend.inference.request import Request
+from trainer_backend.inference.row_attention import RowAttention
+from trainer_backend.models.precision import tokens_for
+
+log = structlog.get_logger(__name__)
+
+# A CPU prefills whole prompts of about so many tokens at a time: their activations stay in its cache.
+CHUNK_TOKENS = 512
+
+
+class Runner(Protocol):
+    """Computes keys, values and logits of rows of a cache.
+
+    A call that raises (out of memory) changes no row that runs, and may be repeated.
+    """
+
+    cache: SlotCache
+
+    def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Compute prompts but for their last tokens, in the rows `first_row` and on.
+
+        Each row has its first `reused` tokens already. Whole prompts come first, then rests of prompts; what
+        needs no computation comes last.
+        """
+
+    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+
+
+def runner_of(model: PreTrainedModel, *, slots: int, max_len: int) -> Runner:
+    """Return the runner of a model; where it is not our decoder's, the log says why."""
+    try:
+        return DecoderRunner(model, slots=slots, max_len=max_len)
+    except Unsupported as reason:
+        log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=str(reason))
+        return TransformersRunner(model, slots=slots, max_len=max_len)
+
+
+class DecoderRunner:
+    """Runs our own decoder over flat lists of tokens. Raises Unsupported for a model that it cannot run."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
+        self._decoder = Decoder(model, max_len=max_len)
+        self._device = model.device
+        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype)
+
+    def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        for chunk in self._chunks(_to_compute(requests)):
+            self._prefill(chunk, first_row=first_row)
+            first_row += len(chunk)
+
+    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        attention = RowAttention.decode(self.cache, cached_B, self._device)
+        return self._decoder.logits(self._on_device(ids_B), attention.positions_T, attention)
+
+    def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        starts_B = np.array([request.reused for request in requests])
+        counts_B = np.array([request.cached for request in requests]) - starts_B
+        rests = (request.prompt_ids[request.reused : -1] for request in requests)
+        ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
+        attention = RowAttention.prefill(
+            self.cache, first_row=first_row, starts_B=starts_B, counts_B=counts_B, device=self._device
+        )
+        self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
+
+    def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+        most = CHUNK_TOKENS if self._device.type == "cpu" else sum(request.cached for request in requests)
+        first, tokens = 0, 0
+        for number, request in enumerate(requests):
+            needed = request.cached - request.reused
+            if tokens + needed > most and number > first:
+                yield requests[first:number]
+                first, tokens = number, 0
+            tokens += needed
+        if requests:
+            yield requests[first:]
+
+    def _on_device(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+
+class TransformersRunner:
+    """Runs any causal model with full attention by `transformers`, in padded rows."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
+        self._model = model
+        # Stored, because `transformers` walks over all modules for each answer.
+        self._device, self._dtype = model.device, model.dtype
+        self._low = None if self._dtype == torch.float32 else self._dtype
+        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
+
+    def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        requests = _to_compute(requests)
+        whole = sum(request.reused == 0 for request in requests)
+        self._prefill_whole(requests[:whole], first_row=first_row)
+        self._prefill_rest(requests[whole:], first_row=first_row + whole)
+
+    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))
+        return self._append(ids_B1, positions_B1, first_row=0, visible=1 + int(cached_B.max()))
+
+    def _prefill_whole(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Compute whole prompts, padded on the right to the longest."""
+        if not requests:
+            return
+        length = max(request.cached for request in requests)
+        ids_BL = self._padded([request.prompt_ids[:-1] for request in requests])
+        self.cache.begin_prefill(first_row=first_row, length=length)
+        # No mask is needed: with padding on the right, causal attention never shows a pad to a token.
+        self._forward(ids_BL, position_ids=torch.arange(length, device=self._device)[None])
+
+    def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
+        if not requests:
+            return
+        ids_BQ = self._padded([request.prompt_ids[request.reused : -1] for request in requests])
+        visible = 1 + max(request.cached for request in requests)
+        starts_B1 = torch.tensor([[request.reused] for request in requests], device=self._device)
+        positions_BQ = starts_B1 + torch.arange(ids_BQ.shape[1], device=self._device)
+        # Pads go to a column without tokens: the one after the longest prompt.
+        self._append(ids_BQ, positions_BQ.clamp(max=visible - 1), first_row=first_row, visible=visible)
+
+    def _append(self, ids_BQ: Tensor, positions_BQ: Tensor, *, first_row: int, visible: int) -> Tensor:
+        """Feed Q tokens to each of B rows, with causal visibility.
+
+        Return [B, V] logits of the last tokens.
+        """
+        columns_L = torch.arange(visible, device=positions_BQ.device)
+        masked = torch.finfo(self._dtype).min
+        mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)
+        self.cache.begin_append(positions_BQ, first_row=first_row, visible=visible)
+        return self._forward(ids_BQ, attention_mask=mask_BQL[:, None], position_ids=positions_BQ)
+
+    def _forward(self, ids_BQ: Tensor, **positions: Tensor) -> Tensor:
+        """Run the model; return [B, V] logits of each row's last token, and cache all keys and values."""
+        low = self._low
+        tokens = tokens_for(self._model, ids_BQ, low)
+        with nullcontext() if low is None else torch.autocast(self._device.type, dtype=low):
+            output = self._model(
+                **tokens, **positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._device)
+
+
+def _to_compute(requests: Sequence[Request]) -> list[Request]:
+    return [request for request in requests if request.reused < request.cached]
