@@ -99,8 +99,9 @@ class RunningBatch:
         self._cache.clear_row(index)
         self.drop(index)
 
-    def forget_prefixes(self) -> None:
-        """Let no current row or copy seed a later request, because the weights change."""
+    def take_weights(self) -> None:
+        """Compute with new weights: no current row or copy seeds a later request."""
+        self._runner.take_weights()
         self.prefixes.forget(row.prefix for row in self.rows)
 
     def _row_settings(self) -> RowSettings:

@@ -190,14 +190,16 @@ class Decoder:
         self._cos_L1D, self._sin_L1D = rotation_tables(base.rotary_emb, max_len, self._embedding.device)
         self._norm = _norm(base.norm)
         self._layers = [_layer(layer) for layer in base.layers]
+        self._places = {weight: weight.data_ptr() for weight in model.parameters()}
+
+    def assert_in_place(self) -> None:
+        """Assert that the model's weights are still the decoder's, so that new ones reach both."""
+        moved = any(weight.data_ptr() != place for weight, place in self._places.items())
+        assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
 
     @property
     def heads(self) -> Heads:
         return self._layers[0].heads
-
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""

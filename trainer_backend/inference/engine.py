@@ -1,4 +1,4 @@
-"""The local engine: continuous batching of a `transformers` model on its own thread.
+"""The local engine: continuous batching of a causal language model on its own thread.
 
 Each turn of the thread admits waiting requests in order of arrival (a bounded number, so as not to hold up
 running ones), prefills them together, and makes one decode step for all. Results go to the event loop of the
@@ -7,8 +7,8 @@ caller. This file is the callers' side; `worker` is the thread, and `inbox` conn
 A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). Out of memory
 ends only the requests that did not fit.
 
-Left out: CUDA graphs and compiled decode (not measured yet), paged memory (a row reserves its whole length),
-speculative decoding.
+Left out: CUDA graphs, paged memory (a row reserves its whole length), a compiled decode (compiling takes
+longer than many a run's first iteration), speculative decoding.
 """
 
 import asyncio
@@ -62,7 +62,8 @@ class LocalEngine:
     """`InferenceEngine` on a `transformers` model. The engine owns the model: train another copy of it.
 
     Args:
-        model: any causal model with full attention, in evaluation mode, on its device.
+        model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
+            moved together (`decoder`); it must not be moved to another device afterwards.
         stop_ids: the token ids that end a generation; see `stop_token_ids`.
         version: the policy version of the model's current weights.
     """

@@ -12,9 +12,6 @@ from torch import Tensor
 from trainer_backend.inference.cache import SlotCache
 
 Counts = NDArray[np.int64]
-# Adjacent rows attend together, padded to the longest of them. A kernel call more costs as much as this many
-# tokens' keys and values do.
-CALL_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +47,17 @@ class RowAttention:
         self._layer: tuple[Tensor, ...] = ()  # the one that was written last
 
     @classmethod
-    def decode(cls, cache: SlotCache, cached_B: Counts, device: torch.device) -> "RowAttention":
-        """Feed one token to each of the first B rows, which have `cached` tokens."""
+    def decode(
+        cls, cache: SlotCache, cached_B: Counts, *, device: torch.device, most_waste: int
+    ) -> "RowAttention":
+        """Feed one token to each of the first B rows, which have `cached` tokens; see `spans_of`."""
         rows = len(cached_B)
         longest = int(cached_B.max()) + 1
         cache.reserve(longest)
         positions_T = torch.from_numpy(cached_B).to(device)
-        is_even = longest * rows - int(cached_B.sum()) - rows <= CALL_TOKENS
-        cuts = [(0, rows)] if is_even else spans_of(cached_B, np.ones_like(cached_B))
+        is_even = longest * rows - int(cached_B.sum()) - rows <= most_waste
+        ones_B = np.ones_like(cached_B)
+        cuts = [(0, rows)] if is_even else spans_of(cached_B, ones_B, most_waste=most_waste)
         spans = [
             Span(
                 slice(first, last),
@@ -73,12 +73,20 @@ class RowAttention:
 
     @classmethod
     def prefill(
-        cls, cache: SlotCache, *, first_row: int, starts_B: Counts, counts_B: Counts, device: torch.device
+        cls,
+        cache: SlotCache,
+        *,
+        first_row: int,
+        starts_B: Counts,
+        counts_B: Counts,
+        device: torch.device,
+        most_waste: int,
     ) -> "RowAttention":
         """Feed each of B rows, `first_row` and on, its tokens from position `start` on.
 
         Args:
             counts_B: how many, at least 1; all before `start` are cached.
+            most_waste: see `spans_of`.
         """
         cache.reserve(int((starts_B + counts_B).max()))
         befores_B = counts_B.cumsum() - counts_B
@@ -86,7 +94,7 @@ class RowAttention:
         positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
         spans = [
             _span(slice(first, last), first_row, starts_B, counts_B, cache.dtype, device)
-            for first, last in spans_of(starts_B, counts_B)
+            for first, last in spans_of(starts_B, counts_B, most_waste=most_waste)
         ]
         return cls(
             cache, torch.from_numpy(rows_T).to(device), torch.from_numpy(positions_T).to(device), spans
@@ -147,22 +155,24 @@ def _mask(positions_BQ: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
     return torch.where(columns_L <= positions_BQ[:, :, None], 0.0, torch.finfo(dtype).min).to(dtype)
 
 
-def spans_of(starts_B: Counts, counts_B: Counts) -> list[tuple[int, int]]:
+def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
     """Cut rows into spans [first, last): whole prompts apart from others, and like lengths together.
 
-    A span ends where padding has cost more than a call does.
+    Args:
+        starts_B, counts_B: each row's first position, and its tokens in the pass.
+        most_waste: (query, key) pairs of padding that a span may have.
     """
     spans: list[tuple[int, int]] = []
-    first, longest, filled = 0, 0, 0
+    first, width, visible, pairs = 0, 0, 0, 0
+    is_prefill = counts_B.max() > 1
     for row, (start, count) in enumerate(zip(starts_B.tolist(), counts_B.tolist(), strict=True)):
-        length = start + count
-        widest = max(longest, length)
-        waste = widest * (row - first + 1) - filled - length
-        other_kind = row > first and (start > 0) != (starts_B[first] > 0) and counts_B.max() > 1
-        if row > first and (other_kind or waste > CALL_TOKENS):
+        own = count * (start + count)
+        padded = (row - first + 1) * max(width, count) * max(visible, start + count)
+        other_kind = is_prefill and row > 0 and (start > 0) != (starts_B[row - 1] > 0)
+        if row > first and (other_kind or padded - pairs - own > most_waste):
             spans.append((first, row))
-            first, widest, filled = row, length, 0
-        longest, filled = widest, filled + length
+            first, width, visible, pairs = row, 0, 0, 0
+        width, visible, pairs = max(width, count), max(visible, start + count), pairs + own
     return [*spans, (first, len(starts_B))]
 
 

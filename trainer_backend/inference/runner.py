@@ -22,6 +22,9 @@ log = structlog.get_logger(__name__)
 
 # A CPU prefills whole prompts of about so many tokens at a time: their activations stay in its cache.
 CHUNK_TOKENS = 512
+# Rows attend together, padded to the longest of them, where another call would cost more. It takes about as
+# long as reading so many numbers of keys and values (measured on a CPU).
+CALL_NUMBERS = 2**17
 
 
 class Runner(Protocol):
@@ -42,6 +45,9 @@ class Runner(Protocol):
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
 
+    def take_weights(self) -> None:
+        """Compute with the model's new weights from now on."""
+
 
 def runner_of(model: PreTrainedModel, *, slots: int, max_len: int) -> Runner:
     """Return the runner of a model; where it is not our decoder's, the log says why."""
@@ -58,6 +64,8 @@ class DecoderRunner:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
         self._device = model.device
+        heads = self._decoder.heads
+        self._most_waste = CALL_NUMBERS // (2 * heads.keys * heads.size)
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
@@ -66,8 +74,13 @@ class DecoderRunner:
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        attention = RowAttention.decode(self.cache, cached_B, self._device)
+        attention = RowAttention.decode(
+            self.cache, cached_B, device=self._device, most_waste=self._most_waste
+        )
         return self._decoder.logits(self._on_device(ids_B), attention.positions_T, attention)
+
+    def take_weights(self) -> None:
+        self._decoder.assert_in_place()
 
     def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         starts_B = np.array([request.reused for request in requests])
@@ -75,7 +88,12 @@ class DecoderRunner:
         rests = (request.prompt_ids[request.reused : -1] for request in requests)
         ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
         attention = RowAttention.prefill(
-            self.cache, first_row=first_row, starts_B=starts_B, counts_B=counts_B, device=self._device
+            self.cache,
+            first_row=first_row,
+            starts_B=starts_B,
+            counts_B=counts_B,
+            device=self._device,
+            most_waste=self._most_waste,
         )
         self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
 
@@ -114,6 +132,9 @@ class TransformersRunner:
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))
         return self._append(ids_B1, positions_B1, first_row=0, visible=1 + int(cached_B.max()))
+
+    def take_weights(self) -> None:
+        """Do nothing: a pass reads the model's own weights."""
 
     def _prefill_whole(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute whole prompts, padded on the right to the longest."""

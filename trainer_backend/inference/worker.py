@@ -98,7 +98,7 @@ class EngineWorker:
     def new_version(self, version: int) -> None:
         """Record new weights: tokens sampled from now on have this version."""
         self.version = version
-        self.batch.forget_prefixes()
+        self.batch.take_weights()
         for request in self.batch.rows:
             request.set_version(version)
 
