@@ -33,10 +33,6 @@ ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralFo
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
-class Unsupported(Exception):
-    """A model that the decoder does not compute, with the reason."""
-
-
 class TokenAttention(Protocol):
     """What the tokens of one pass attend to: the seam between the decoder and a cache.
 
@@ -174,17 +170,14 @@ class Decoder:
     """The forward pass of a model. It computes with the model's own weights, and moves them together.
 
     Args:
-        model: of one of the `ARCHITECTURES`, unwrapped. No other decoder may use it.
+        model: one that is supported (`unsupported_because`). No other decoder may use it.
         max_len: one more than the last position.
-
-    Raises:
-        Unsupported: with the reason; the model is then as it was.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_len: int) -> None:
-        refuse_unsupported(model)
-        base = model.model
-        self._head = model.lm_head
+        assert unsupported_because(model) is None, "another way of computing it must be taken"
+        base: Any = model.model
+        self._head: nn.Module = model.lm_head
         self._embedding: Tensor = base.embed_tokens.weight
         self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
         self._cos_L1D, self._sin_L1D = rotation_tables(base.rotary_emb, max_len, self._embedding.device)
@@ -229,24 +222,26 @@ class Decoder:
         )
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise Unsupported for a model that would be computed otherwise than `transformers` does."""
-    names = ", ".join(kind.__name__ for kind in ARCHITECTURES)
+def unsupported_because(model: PreTrainedModel) -> str | None:
+    """Return why the decoder would compute a model otherwise than `transformers` does, or None."""
     if type(model) not in ARCHITECTURES:
-        raise Unsupported(f"{type(model).__name__} is none of {names}")
-    rotation = model.model.rotary_emb.rope_type
+        names = ", ".join(kind.__name__ for kind in ARCHITECTURES)
+        return f"{type(model).__name__} is none of {names}"
+    base: Any = model.model
+    rotation = base.rotary_emb.rope_type
     if rotation not in ROTATIONS:
-        raise Unsupported(f"rope_type is {rotation!r}, not one of {', '.join(ROTATIONS)}")
+        return f"rope_type is {rotation!r}, not one of {', '.join(ROTATIONS)}"
     if model.config.hidden_act != "silu":
-        raise Unsupported(f"hidden_act is {model.config.hidden_act!r}, not 'silu'")
+        return f"hidden_act is {model.config.hidden_act!r}, not 'silu'"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
-            raise Unsupported(f"{name or 'the model'} has hooks, which it would not call")
+            return f"{name or 'the model'} has hooks, which it would not call"
         if name.endswith("_proj") and type(module) is not nn.Linear:
-            raise Unsupported(f"{name} is a {type(module).__name__} and not a plain Linear")
+            return f"{name} is a {type(module).__name__} and not a plain Linear"
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and weight.dtype != torch.float32:
-            raise Unsupported(f"{name} is {weight.dtype}, and norms and biases are computed in float32")
+            return f"{name} is {weight.dtype}, and norms and biases are computed in float32"
+    return None
 
 
 def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.inference.cache import SlotCache
-from trainer_backend.inference.decoder import Decoder, Unsupported
+from trainer_backend.inference.decoder import Decoder, unsupported_because
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_attention import RowAttention
 from trainer_backend.models.precision import tokens_for
@@ -51,15 +51,15 @@ class Runner(Protocol):
 
 def runner_of(model: PreTrainedModel, *, slots: int, max_len: int) -> Runner:
     """Return the runner of a model; where it is not our decoder's, the log says why."""
-    try:
+    reason = unsupported_because(model)
+    if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
-    except Unsupported as reason:
-        log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=str(reason))
-        return TransformersRunner(model, slots=slots, max_len=max_len)
+    log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason)
+    return TransformersRunner(model, slots=slots, max_len=max_len)
 
 
 class DecoderRunner:
-    """Runs our own decoder over flat lists of tokens. Raises Unsupported for a model that it cannot run."""
+    """Runs our own decoder over flat lists of tokens."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
