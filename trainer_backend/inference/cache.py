@@ -88,7 +88,7 @@ class SlotCache(Cache):
         """Write new keys and values of a layer and return the visible ones; attention layers call this."""
         # Under autocast, the rotary embedding produces float32.
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
-        keys, values = self._layer(layer_idx, key_states, value_states)
+        keys, values = self.layer(layer_idx, key_states, value_states)
         rows = slice(self._first_row, self._first_row + key_states.shape[0])
         if self._positions_BQ is None:
             length = key_states.shape[2]

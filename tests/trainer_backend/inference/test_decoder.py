@@ -92,6 +92,10 @@ class Rows:
         return torch.empty(0)
 
     @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.cache.move_row(source, target, length)
+
+    @torch.inference_mode()
     def decode(self, ids: list[int], cached: list[int]) -> Tensor:
         """Feed a token to each of the first rows; return [B, V] logits."""
         attention = RowAttention.decode(self.cache, np.array(cached), device=CPU, most_waste=self.most_waste)
@@ -129,13 +133,13 @@ def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers
     rows.prefill(0, [0] * 3, [ids[:-4] for ids in sequences], logits=False)
     # A row goes on from a copy of the first; the rest of its prompt is computed beside that of another.
     sibling, other = [*sequences[0][:50], *ids_of(30, 5)], [*sequences[2][:20], *ids_of(9, 6)]
-    rows.cache.move_row(0, 3, 50)
-    rows.cache.move_row(2, 4, 20)
+    rows.copy(0, 3, 50)
+    rows.copy(2, 4, 20)
     rows.prefill(3, [50, 20], [sibling[50:-4], other[20:-4]], logits=False)
     sequences += [sibling, other]
     for step in range(4, 0, -1):
         if step == 2:  # the second row ends, and the last one moves into its place
-            rows.cache.move_row(4, 1, len(other) - step)
+            rows.copy(4, 1, len(other) - step)
             sequences[1] = sequences.pop()
         starts = [len(ids) - step for ids in sequences]
         found = rows.decode([ids[at] for ids, at in zip(sequences, starts, strict=True)], starts)
@@ -201,7 +205,7 @@ def other_activation(model: PreTrainedModel) -> None:
     [
         (hooked, "model.layers.1.mlp has hooks"),
         (wrapped, "model.layers.0.self_attn.k_proj is a Sequential and not a plain Linear"),
-        (rounded, "norm.weight is torch.bfloat16"),
+        (rounded, "q_proj.bias is torch.bfloat16"),
         (rotated_by_length, "rope_type is 'dynamic'"),
         (other_activation, "hidden_act is 'gelu'"),
     ],
