@@ -28,7 +28,7 @@ class RunningBatch:
         self.max_len = max_len
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
-        self._columns = _Columns(slots)
+        self._columns = _Columns()
         self._settings: RowSettings | None = None  # made when the rows have changed
         self._runner = runner_of(model, slots=slots, max_len=max_len)
         self._cache = self._runner.cache
@@ -144,13 +144,14 @@ class SampledTokens:
 class _Columns:
     """What a step reads of the requests, by rows, so that no step builds it from the requests anew."""
 
-    def __init__(self, slots: int) -> None:
-        self.ids = np.zeros(slots, dtype=np.int64)
-        self.cached = np.zeros(slots, dtype=np.int64)
-        self.keys = np.zeros(slots, dtype=np.uint64)
-        self.counters = np.zeros(slots, dtype=np.uint64)
+    def __init__(self) -> None:
+        self.ids, self.cached = np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64)
+        self.keys, self.counters = np.zeros(64, dtype=np.uint64), np.zeros(64, dtype=np.uint64)
 
     def set(self, row: int, request: Request) -> None:
+        if row == len(self.ids):
+            self.ids, self.cached = np.resize(self.ids, 2 * row), np.resize(self.cached, 2 * row)
+            self.keys, self.counters = np.resize(self.keys, 2 * row), np.resize(self.counters, 2 * row)
         self.ids[row], self.cached[row] = request.prompt_ids[-1], request.cached
         self.keys[row], self.counters[row] = request.key, len(request.token_ids)
 
