@@ -57,8 +57,9 @@ class Product:
     bias: Tensor | None
 
     def __call__(self, input_TI: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
-        return F.linear(input_TI.to(self.weight.dtype), self.weight, bias)
+        dtype = self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(input_TI.to(dtype), self.weight, bias)
 
     def add_to(self, residual_TW: Tensor, input_TI: Tensor) -> None:
         """Add the product to the residual stream, in place."""
@@ -143,7 +144,7 @@ class Layer:
         """Add the layer to the residual stream, in place."""
         heads = self.heads
         normed_TW = self.attention_norm(residual_TW)
-        all_TSD = self.query_key_value(normed_TW).unflatten(-1, (-1, heads.size))
+        all_TSD = self.query_key_value(normed_TW).view(len(normed_TW), -1, heads.size)
         turned_TSD = rotation(self._normed(all_TSD[:, : -heads.keys]))
         attention.write(number, turned_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
         mixed_THD = attention.attend(number, turned_TSD[:, : heads.queries])
@@ -157,7 +158,8 @@ class Layer:
         """Store keys and values alone: of the last layer, a prefill needs no more."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
-        all_TSD = key_value(self.attention_norm(residual_TW)).unflatten(-1, (-1, heads.size))
+        normed_TW = self.attention_norm(residual_TW)
+        all_TSD = key_value(normed_TW).view(len(normed_TW), -1, heads.size)
         turned_TKD = rotation(self._normed(all_TSD[:, : heads.keys]))
         attention.write(number, turned_TKD, all_TSD[:, heads.keys :])
 

@@ -23,7 +23,8 @@ class Span:
     visible: columns that the call reads.
     width: tokens of each row with its padding.
     places_N: of each token in the padded [rows * width]; None where nothing is padded.
-    mask_BQL: what to add to the scores; None: each row starts at position 0, and its padding is on the right.
+    mask: what to add to the scores, [rows, 1, width, visible], of single tokens [rows * key-value heads, 1,
+        visible]; None: each row starts at position 0, and its padding is on the right.
     """
 
     tokens: slice
@@ -31,128 +32,119 @@ class Span:
     visible: int
     width: int
     places_N: Tensor | None
-    mask_BQL: Tensor | None
+    mask: Tensor | None
 
 
 class RowAttention:
-    """`TokenAttention` of a pass over adjacent rows: token by token, row after row.
+    """`TokenAttention` of a pass over adjacent rows: token by token, row after row."""
 
-    Its constructors reserve the room. They may run out of memory, which leaves the cache as it was.
-    """
-
-    def __init__(self, cache: SlotCache, rows_T: Tensor, positions_T: Tensor, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, cache: SlotCache, positions_T: Tensor, places_N: Tensor, spans: Sequence[Span]
+    ) -> None:
         self.positions_T = positions_T
-        self._cache, self._rows_T, self._spans = cache, rows_T, spans
-        self._places_N: Tensor | None = None
+        self._cache, self._places_N, self._spans = cache, places_N, spans
         self._layer: tuple[Tensor, ...] = ()  # the one that was written last
 
-    @classmethod
-    def decode(
-        cls, cache: SlotCache, cached_B: Counts, *, device: torch.device, most_waste: int
-    ) -> "RowAttention":
-        """Feed one token to each of the first B rows, which have `cached` tokens; see `spans_of`."""
-        rows = len(cached_B)
-        longest = int(cached_B.max()) + 1
-        cache.reserve(longest)
-        positions_T = torch.from_numpy(cached_B).to(device)
-        is_even = longest * rows - int(cached_B.sum()) - rows <= most_waste
-        ones_B = np.ones_like(cached_B)
-        cuts = [(0, rows)] if is_even else spans_of(cached_B, ones_B, most_waste=most_waste)
-        spans = [
-            Span(
-                slice(first, last),
-                slice(first, last),
-                visible := int(cached_B[first:last].max()) + 1,
-                1,
-                None,
-                _mask(positions_T[first:last, None], visible, cache.dtype),
-            )
-            for first, last in cuts
-        ]
-        return cls(cache, torch.arange(rows, device=device), positions_T, spans)
+    def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        size = keys_TKD.shape[2]
+        self._layer = self._cache.layer(layer, keys_TKD.transpose(0, 1), values_TKD.transpose(0, 1))
+        for tensor, new_TKD in zip(self._layer, (keys_TKD, values_TKD), strict=True):
+            rounded_NKD = new_TKD.to(tensor.dtype).reshape(-1, size)
+            tensor.view(-1, size).index_copy_(0, self._places_N, rounded_NKD)
 
-    @classmethod
-    def prefill(
-        cls,
-        cache: SlotCache,
-        *,
-        first_row: int,
-        starts_B: Counts,
-        counts_B: Counts,
-        device: torch.device,
-        most_waste: int,
-    ) -> "RowAttention":
+    def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
+        keys, values = self._layer
+        if len(self._spans) == 1:
+            return _attend(self._spans[0], queries_THD.to(keys.dtype), keys, values)
+        return torch.cat(
+            [_attend(span, queries_THD[span.tokens].to(keys.dtype), keys, values) for span in self._spans]
+        )
+
+
+class RowAttentions:
+    """Makes the attention of passes over a cache, which reserves the room for them.
+
+    That may run out of memory, which leaves the cache as it was.
+
+    Args:
+        kv_heads: heads of keys and values.
+        most_waste: see `spans_of`.
+    """
+
+    def __init__(self, cache: SlotCache, *, kv_heads: int, device: torch.device, most_waste: int) -> None:
+        self._cache, self._device, self._most_waste = cache, device, most_waste
+        self._columns_L = torch.arange(cache.max_len, device=device)
+        self._heads_K = torch.arange(kv_heads, device=device)
+        self._hidden = torch.finfo(cache.dtype).min
+
+    def decode(self, cached_B: Counts) -> RowAttention:
+        """Feed one token to each of the first B rows, which have `cached` tokens."""
+        count, longest = len(cached_B), int(cached_B.max()) + 1
+        self._cache.reserve(longest)
+        waste = count * (longest - 1) - int(cached_B.sum())
+        cuts = [(0, count)]
+        if waste > self._most_waste:
+            cuts = spans_of(cached_B, np.ones_like(cached_B), most_waste=self._most_waste)
+        positions_B = torch.from_numpy(cached_B).to(self._device)
+        return RowAttention(
+            self._cache,
+            positions_B,
+            self._places(torch.arange(count, device=self._device), positions_B),
+            [self._single(slice(*cut), cached_B, positions_B) for cut in cuts],
+        )
+
+    def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
         """Feed each of B rows, `first_row` and on, its tokens from position `start` on.
 
         Args:
             counts_B: how many, at least 1; all before `start` are cached.
-            most_waste: see `spans_of`.
         """
-        cache.reserve(int((starts_B + counts_B).max()))
+        self._cache.reserve(int((starts_B + counts_B).max()))
+        rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B
-        rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
-        positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
-        spans = [
-            _span(slice(first, last), first_row, starts_B, counts_B, cache.dtype, device)
-            for first, last in spans_of(starts_B, counts_B, most_waste=most_waste)
-        ]
-        return cls(
-            cache, torch.from_numpy(rows_T).to(device), torch.from_numpy(positions_T).to(device), spans
+        positions = np.arange(len(rows)) + np.repeat(starts_B - befores_B, counts_B)
+        rows_T, positions_T = (torch.from_numpy(x).to(self._device) for x in (rows, positions))
+        return RowAttention(
+            self._cache,
+            positions_T,
+            self._places(rows_T, positions_T),
+            [
+                self._padded(slice(*cut), first_row, starts_B, counts_B)
+                for cut in spans_of(starts_B, counts_B, most_waste=self._most_waste)
+            ],
         )
 
-    def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
-        heads, size = keys_TKD.shape[1:]
-        self._layer = self._cache.layer(layer, keys_TKD.transpose(0, 1), values_TKD.transpose(0, 1))
-        if self._places_N is None:
-            first_T = self._rows_T * (heads * self._cache.capacity) + self.positions_T
-            heads_K = torch.arange(heads, device=keys_TKD.device) * self._cache.capacity
-            self._places_N = (first_T[:, None] + heads_K).flatten()
-        for tensor, new_TKD in zip(self._layer, (keys_TKD, values_TKD), strict=True):
-            tensor.view(-1, size).index_copy_(0, self._places_N, new_TKD.to(tensor.dtype).reshape(-1, size))
+    def _places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
+        """[T * key-value heads] places of the tokens' vectors in a layer, [slots * heads * capacity]."""
+        heads_TK = rows_T[:, None] * len(self._heads_K) + self._heads_K
+        return (heads_TK * self._cache.capacity + positions_T[:, None]).view(-1)
 
-    def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
-        keys, values = self._layer
-        queries_THD = queries_THD.to(keys.dtype)
-        parts = [
-            _attend(
-                span,
-                queries_THD[span.tokens],
-                keys[span.rows, :, : span.visible],
-                values[span.rows, :, : span.visible],
-            )
-            for span in self._spans
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
+        """Some rows of a decode step."""
+        visible = int(cached_B[rows].max()) + 1
+        mask_RL = self._mask(positions_B[rows, None], visible)
+        mask_N1L = mask_RL.repeat_interleave(len(self._heads_K), 0)[:, None]
+        return Span(rows, rows, visible, 1, None, mask_N1L)
 
+    def _padded(self, rows: slice, first_row: int, starts_B: Counts, counts_B: Counts) -> Span:
+        """Some rows of a prefill."""
+        starts_R, counts_R = starts_B[rows], counts_B[rows]
+        width, visible = int(counts_R.max()), int((starts_R + counts_R).max())
+        before, tokens = int(counts_B[: rows.start].sum()), int(counts_R.sum())
+        places_N, mask_R1QL = None, None
+        if tokens < width * len(counts_R):
+            gaps_R = np.arange(len(counts_R)) * width - (counts_R.cumsum() - counts_R)
+            places = np.arange(tokens) + np.repeat(gaps_R, counts_R)
+            places_N = torch.from_numpy(places).to(self._device)
+        if starts_R.any():
+            last_RQ = torch.from_numpy(starts_R[:, None] + np.arange(width)).to(self._device)
+            mask_R1QL = self._mask(last_RQ[:, :, None], visible)[:, None]
+        cache_rows = slice(first_row + rows.start, first_row + rows.stop)
+        return Span(slice(before, before + tokens), cache_rows, visible, width, places_N, mask_R1QL)
 
-def _span(
-    rows: slice, first_row: int, starts_B: Counts, counts_B: Counts, dtype: torch.dtype, device: torch.device
-) -> Span:
-    """Some rows of a prefill."""
-    starts_R, counts_R = starts_B[rows], counts_B[rows]
-    width, visible = int(counts_R.max()), int((starts_R + counts_R).max())
-    before, tokens = int(counts_B[: rows.start].sum()), int(counts_R.sum())
-    places_N, mask_RQL = None, None
-    if tokens < width * len(counts_R):
-        gaps_R = np.arange(len(counts_R)) * width - (counts_R.cumsum() - counts_R)
-        places_N = torch.from_numpy(np.arange(tokens) + np.repeat(gaps_R, counts_R)).to(device)
-    if starts_R.any() or width == 1:
-        last_RQ = torch.from_numpy(starts_R[:, None] + np.arange(width)).to(device)
-        mask_RQL = _mask(last_RQ, visible, dtype)
-    return Span(
-        slice(before, before + tokens),
-        slice(first_row + rows.start, first_row + rows.stop),
-        visible,
-        width,
-        places_N,
-        mask_RQL,
-    )
-
-
-def _mask(positions_BQ: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
-    """[B, Q, L] what to add to scores: each token sees the columns up to its own position."""
-    columns_L = torch.arange(visible, device=positions_BQ.device)
-    return torch.where(columns_L <= positions_BQ[:, :, None], 0.0, torch.finfo(dtype).min).to(dtype)
+    def _mask(self, positions: Tensor, visible: int) -> Tensor:
+        """[..., L] what to add to scores: each token sees the columns up to its own position, [..., 1]."""
+        return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 
 def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
@@ -176,44 +168,44 @@ def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tup
     return [*spans, (first, len(starts_B))]
 
 
-def _attend(span: Span, queries_NHD: Tensor, keys_BKLD: Tensor, values_BKLD: Tensor) -> Tensor:
-    """[N, H, D] of a span's tokens."""
-    rows, groups = len(keys_BKLD), queries_NHD.shape[1] // keys_BKLD.shape[1]
-    if span.width == 1:
-        return _attend_once(span, queries_NHD, keys_BKLD, values_BKLD)
-    padded_NHD = queries_NHD
+def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[N, H, D] of a span's tokens, over a layer of the cache."""
+    if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
+        return _attend_once(span, span.mask, queries_NHD, keys, values)
+    rows, padded_NHD = span.rows.stop - span.rows.start, queries_NHD
     if span.places_N is not None:
-        padded_NHD = queries_NHD.new_zeros((rows * span.width, *queries_NHD.shape[1:]))
+        # What stands in the padding is computed and dropped, row by row.
+        padded_NHD = queries_NHD.new_empty((rows * span.width, *queries_NHD.shape[1:]))
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
     mixed_BHQD = F.scaled_dot_product_attention(
         padded_NHD.unflatten(0, (rows, span.width)).transpose(1, 2),
-        keys_BKLD,
-        values_BKLD,
-        attn_mask=None if span.mask_BQL is None else span.mask_BQL[:, None],
-        is_causal=span.mask_BQL is None,
-        enable_gqa=groups > 1,
+        keys[span.rows, :, : span.visible],
+        values[span.rows, :, : span.visible],
+        attn_mask=span.mask,
+        is_causal=span.mask is None,
+        enable_gqa=queries_NHD.shape[1] > keys.shape[1],
     )
     mixed_NHD = mixed_BHQD.transpose(1, 2).flatten(0, 1)
     return mixed_NHD if span.places_N is None else mixed_NHD.index_select(0, span.places_N)
 
 
-def _attend_once(span: Span, queries_BHD: Tensor, keys_BKLD: Tensor, values_BKLD: Tensor) -> Tensor:
+def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[B, H, D] where each row has one token: the queries of a key-value head are one matrix."""
-    assert span.mask_BQL is not None, "a row of one token is masked like any other"
-    rows, kv_heads, _, size = keys_BKLD.shape
-    queries_NGD = queries_BHD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
-    if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
-        mixed = F.scaled_dot_product_attention(
-            queries_NGD.unflatten(0, (rows, kv_heads)),
-            keys_BKLD,
-            values_BKLD,
-            attn_mask=span.mask_BQL[:, None],
-        )
-        return mixed.flatten(1, 2)
-    # Faster than the CPU's kernel for single queries by 1.7.
-    mask_N1L = span.mask_BQL.repeat_interleave(kv_heads, 0) if kv_heads > 1 else span.mask_BQL
-    scores_NGL = torch.baddbmm(
-        mask_N1L, queries_NGD, keys_BKLD.flatten(0, 1).transpose(1, 2), alpha=size**-0.5
+    kv_heads, capacity, size = keys.shape[1:]
+    first, number = span.rows.start * kv_heads, len(mask_N1L)
+    queries_NGD = queries_BHD.reshape(number, -1, size)
+    keys_NLD, values_NLD = (
+        tensor.view(-1, capacity, size).narrow(0, first, number).narrow(1, 0, span.visible)
+        for tensor in (keys, values)
     )
-    mixed_NGD = scores_NGL.softmax(-1) @ values_BKLD.flatten(0, 1)
-    return mixed_NGD.view(queries_BHD.shape)
+    if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
+        by_head = (-1, kv_heads)
+        return F.scaled_dot_product_attention(
+            queries_NGD.unflatten(0, by_head),
+            keys_NLD.unflatten(0, by_head),
+            values_NLD.unflatten(0, by_head),
+            attn_mask=mask_N1L.unflatten(0, by_head),
+        ).view(queries_BHD.shape)
+    # Faster than the CPU's kernel for single queries by 1.7.
+    scores_NGL = torch.baddbmm(mask_N1L, queries_NGD, keys_NLD.transpose(1, 2), alpha=size**-0.5)
+    return torch.bmm(scores_NGL.softmax(-1), values_NLD).view(queries_BHD.shape)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.row_attention import RowAttention
+from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.precision import tokens_for
 
 log = structlog.get_logger(__name__)
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 CHUNK_TOKENS = 512
 # Rows attend together, padded to the longest of them, where another call would cost more. It takes about as
 # long as reading so many numbers of keys and values (measured on a CPU).
-CALL_NUMBERS = 2**17
+CALL_NUMBERS = 2**18
 
 
 class Runner(Protocol):
@@ -64,9 +64,14 @@ class DecoderRunner:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
         self._device = model.device
-        heads = self._decoder.heads
-        self._most_waste = CALL_NUMBERS // (2 * heads.keys * heads.size)
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype)
+        heads = self._decoder.heads
+        self._attentions = RowAttentions(
+            self.cache,
+            kv_heads=heads.keys,
+            device=self._device,
+            most_waste=CALL_NUMBERS // (2 * heads.keys * heads.size),
+        )
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         for chunk in self._chunks(_to_compute(requests)):
@@ -74,9 +79,7 @@ class DecoderRunner:
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        attention = RowAttention.decode(
-            self.cache, cached_B, device=self._device, most_waste=self._most_waste
-        )
+        attention = self._attentions.decode(cached_B)
         return self._decoder.logits(self._on_device(ids_B), attention.positions_T, attention)
 
     def take_weights(self) -> None:
@@ -87,14 +90,7 @@ class DecoderRunner:
         counts_B = np.array([request.cached for request in requests]) - starts_B
         rests = (request.prompt_ids[request.reused : -1] for request in requests)
         ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
-        attention = RowAttention.prefill(
-            self.cache,
-            first_row=first_row,
-            starts_B=starts_B,
-            counts_B=counts_B,
-            device=self._device,
-            most_waste=self._most_waste,
-        )
+        attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
         self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:

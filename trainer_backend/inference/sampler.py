@@ -20,6 +20,8 @@ from shared_schemas.trajectory import Sampling
 
 # Tokens that are cumulated together: see `inverse_cdf`.
 BLOCK = 64
+# The largest number that `uniforms` gives. A float64 times it is the float64 before.
+BELOW_ONE = 1.0 - 2.0**-53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -113,7 +115,7 @@ def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw
 
     Args:
         logits_BV: [B, V] of any float type; the arithmetic is fp32.
-        uniforms_B: [B] float64 in [0, 1).
+        uniforms_B: [B] float64 in [0, BELOW_ONE].
     """
     tempered_BV = tempered(logits_BV, settings.temperatures_B)
     probs_BV, mass_B = tempered_BV.softmax(dim=-1), None
@@ -169,25 +171,20 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     vocabulary = probs_BV.shape[1]
     whole_BV = F.pad(probs_BV, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probs_BV
-    blocks_BNK = whole_BV.unflatten(1, (-1, BLOCK))
+    blocks_BNK = whole_BV.view(len(probs_BV), -1, BLOCK)
     sums_BN = blocks_BNK.sum(dim=-1).double()
     cdf_BN = sums_BN.cumsum(dim=-1)
-    block_B1 = _first_above(cdf_BN, uniforms_B[:, None] * cdf_BN[:, -1:])
-    before_B1 = cdf_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
-    rest_B1 = (uniforms_B[:, None] * cdf_BN[:, -1:] - before_B1).clamp_(min=0.0)
-    block_BK = blocks_BNK[torch.arange(len(block_B1), device=block_B1.device), block_B1[:, 0]].double()
-    tokens_B1 = block_B1 * BLOCK + _first_above(block_BK.cumsum(dim=-1), rest_B1)
-    # Only a row of NaN can point beyond the vocabulary; its NaN log-prob informs the caller.
+    # Below the total, since uniforms are at most BELOW_ONE. A row of NaN points beyond the end.
+    threshold_B1 = uniforms_B[:, None] * cdf_BN[:, -1:]
+    block_B1 = torch.searchsorted(cdf_BN, threshold_B1, right=True).clamp_(max=cdf_BN.shape[1] - 1)
+    rest_B1 = threshold_B1 - (cdf_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1))
+    block_B1K = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK))
+    cdf_BK = block_B1K[:, 0].double().cumsum(dim=-1)
+    # The block's fp32 sum may be above this one, and the rest of the threshold too.
+    rest_B1 = torch.minimum(rest_B1.clamp_(min=0.0), cdf_BK[:, -1:] * BELOW_ONE)
+    tokens_B1 = torch.searchsorted(cdf_BK, rest_B1, right=True).add_(block_B1, alpha=BLOCK)
+    # The NaN log-prob of such a row informs the caller.
     return tokens_B1[:, 0].clamp_(max=vocabulary - 1)
-
-
-def _first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
-    """[B, 1] the first place whose cumulative sum exceeds the threshold, or the total if that does not."""
-    # A threshold may round up to the total itself, which no sum exceeds.
-    total_B1 = cdf_BN[:, -1:]
-    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    places_B1 = torch.searchsorted(cdf_BN, torch.minimum(threshold_B1, below_total_B1), right=True)
-    return places_B1.clamp_(max=cdf_BN.shape[1] - 1)  # a row of NaN
 
 
 def truncation_mask(probs_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from transformers import (
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
-from trainer_backend.inference.row_attention import RowAttention, spans_of
+from trainer_backend.inference.row_attention import RowAttentions, spans_of
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.weights import copy_weights
 
@@ -49,7 +49,6 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=None, head_dim=20)),
     "mistral, wide window": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=256)),
 }
-CPU = torch.device("cpu")
 
 
 def model_of(name: str, seed: int = 0) -> PreTrainedModel:
@@ -72,19 +71,15 @@ class Rows:
     def __init__(self, model: PreTrainedModel, *, most_waste: int = 10**9) -> None:
         self.decoder = Decoder(model, max_len=256)
         self.cache = SlotCache(slots=8, max_len=256)
-        self.most_waste = most_waste
+        self.attentions = RowAttentions(
+            self.cache, kv_heads=self.decoder.heads.keys, device=torch.device("cpu"), most_waste=most_waste
+        )
 
     @torch.inference_mode()
     def prefill(self, first_row: int, starts: list[int], ids: list[list[int]], *, logits: bool) -> Tensor:
         """Feed each row some ids, which begin at its start; return [T, V] logits, or none."""
-        attention = RowAttention.prefill(
-            self.cache,
-            first_row=first_row,
-            starts_B=np.array(starts),
-            counts_B=np.array([len(row) for row in ids]),
-            device=CPU,
-            most_waste=self.most_waste,
-        )
+        counts_B = np.array([len(row) for row in ids])
+        attention = self.attentions.prefill(first_row=first_row, starts_B=np.array(starts), counts_B=counts_B)
         tokens = torch.tensor(list(chain.from_iterable(ids))), attention.positions_T, attention
         if logits:
             return self.decoder.logits(*tokens)
@@ -98,7 +93,7 @@ class Rows:
     @torch.inference_mode()
     def decode(self, ids: list[int], cached: list[int]) -> Tensor:
         """Feed a token to each of the first rows; return [B, V] logits."""
-        attention = RowAttention.decode(self.cache, np.array(cached), device=CPU, most_waste=self.most_waste)
+        attention = self.attentions.decode(np.array(cached))
         return self.decoder.logits(torch.tensor(ids), attention.positions_T, attention)
 
 
