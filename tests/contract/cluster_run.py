@@ -1,4 +1,5 @@
-"""`python -m tests.contract.cluster_run JOB.toml RUN STAGE`: train; kill the learner once at a stage.
+"""`python -m tests.contract.cluster_run JOB.toml RUN STAGE`: train; kill the learner once at a stage, and the
+engine of the first gateway once it has played a rollout of training.
 
 The last line is `torch: True` or `torch: False`: whether this process, the orchestrator, has imported it.
 """
@@ -13,26 +14,30 @@ from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
 
+LEARNER, ENGINE = b"trainer_backend.learner.process", b"trainer_backend.run.engine_process"
 
-def kill_the_learner() -> None:
-    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        if b"trainer_backend.learner.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+
+def kill(module: bytes, parent: int) -> None:
+    """Kill what runs a module below a process."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if module in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
+        else:
+            kill(module, int(child))
 
 
 class Killing:
     """Prints the lines of a run."""
 
     def __init__(self, stage: str) -> None:
-        self._stage = stage
+        self._stages = {stage: LEARNER, "collect 1": ENGINE}
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def stage(self, name: str, done: int, total: int) -> None:
-        if name == self._stage:
-            self._stage = ""
-            kill_the_learner()
+        if name in self._stages and done < total and (done or name.startswith("update")):
+            kill(self._stages.pop(name), os.getpid())
 
     def metrics(self, row: dict[str, object]) -> None: ...
 

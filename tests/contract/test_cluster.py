@@ -46,7 +46,8 @@ def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bi
 def _compared(mixed: JobConfig, tmp_path: Path) -> None:
     whole, _, _ = train_job(mixed, tmp_path / "whole")
     job = tmp_path / "job.toml"
-    job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable()})))
+    inference = mixed.inference.model_copy(update={"own_process": True})
+    job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable(), "inference": inference})))
     command = [
         sys.executable,
         "-m",
@@ -60,6 +61,7 @@ def _compared(mixed: JobConfig, tmp_path: Path) -> None:
     assert done.stdout.endswith("torch: False\n"), "the orchestrator needs none"
     lost = "the learner's process has ended in the call 'update'; the last line of its log, "
     assert lost in done.stdout and "the run goes on from its newest checkpoint (1 of 3)" in done.stdout
+    assert "gateway_0 ended with exit code 1, and is started again" in done.stdout, "its engine was killed"
     states = [line.removeprefix("learner: ") for line in done.stdout.splitlines() if "learner: " in line[:9]]
     assert states == ["starting", "serving", "lost", "starting", "serving"]
     run = open_run(tmp_path / "run")

@@ -32,7 +32,13 @@ class SampledToken:
 
 
 class StopRule(Protocol):
-    """Decides after each sampled token, in order, whether to stop. One per request."""
+    """Decides after each sampled token, in order, whether to stop. One per request.
+
+    Attributes:
+        strings: what it looks for in the text of the tokens.
+    """
+
+    strings: tuple[str, ...]
 
     def take(self, token_id: int) -> str | None:
         """Return the stop string that this token completes, or None to continue. It must not raise."""

@@ -44,19 +44,19 @@ class StopStrings:
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         self._decode = decode
         self._text = GrowingText(decode)
-        self._strings = strings
+        self.strings = tuple(strings)
         self._tail = ""  # text that may be the beginning of a stop string
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
-        return StopStrings(self._decode, self._strings)
+        return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:
         new = self._text.take(token_id)
         if not new:
             return None
         text = self._tail + new
-        match = earliest(text, self._strings)
+        match = earliest(text, self.strings)
         self._tail = text[max(0, len(text) - self._longest + 1) :]
         return None if match is None else match[1]
 

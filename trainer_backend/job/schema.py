@@ -150,7 +150,7 @@ class JobConfig(Table):
         self._refuse_shared_worlds()
         self._refuse_worlds_beside_rows()
         self._refuse_interactions_for_others()
-        self._refuse_idle_gateways()
+        self._refuse_idle_processes()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
         if self.training.max_staleness and self.inference.deterministic:
@@ -209,13 +209,18 @@ class JobConfig(Table):
                 "services.task_url names others: start those with `turnwise task-app --interactions FILE`"
             )
 
-    def _refuse_idle_gateways(self) -> None:
+    def _refuse_idle_processes(self) -> None:
         gateways, urls = self.services.gateways, self.inference.urls
         servers, key = (len(urls), "urls") if urls else (self.inference.replicas, "replicas")
         if gateways > 1 and self.cluster is None:
             raise ValueError(
                 f"services.gateways is {gateways}, and without [cluster] a run is one process with one "
                 'gateway; did you leave out [cluster] with launcher = "local"?'
+            )
+        if self.inference.own_process and self.cluster is None:
+            raise ValueError(
+                "inference.own_process is true, and without [cluster] a run is one process; did you leave "
+                'out [cluster] with launcher = "local"?'
             )
         if self.inference.engine == "vllm" and gateways > servers:
             raise ValueError(

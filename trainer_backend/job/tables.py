@@ -221,6 +221,11 @@ class InferenceTable(Table):
         "when none serves; then it saves and ends. A server of the run's own that stays away so long is "
         "started anew, and the run waits as long again",
     )
+    own_process: bool = Field(
+        default=False,
+        description="the local engine runs beside its gateway, in a process of its own, and not in the "
+        "gateway's: parsing and rendering requests then hold up no step of it. It needs [cluster]",
+    )
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
     max_running: int = Field(default=64, ge=1, le=4096, description="requests that are decoded together")
     max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
@@ -267,6 +272,8 @@ class InferenceTable(Table):
             raise ValueError(
                 "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
             )
+        if self.engine == "vllm" and self.own_process:
+            raise ValueError("own_process is of the local engine, and engine is 'vllm': leave it out")
         if self.engine == "vllm" and self.deterministic:
             raise ValueError("deterministic cannot be had of vLLM: equal seeds give other tokens there")
         return self

@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 # What a gateway's process gets in its environment, and how it ends.
 SETUP, GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY", "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
-REFUSAL, BREAKDOWN = 2, 3
+LOST, REFUSAL, BREAKDOWN = 1, 2, 3
 # The line by which it tells that it has answered a request.
 SERVED = "has answered a request"
 # It says this with the address of a vLLM server of the run's own that does not come back,

@@ -3,8 +3,8 @@
 `run.gateways` starts it: it listens on a socket that its parent holds, serves one version of the policy after
 another, each from a folder, and ends with its parent. Lines for the run's user go to stdout, logs to stderr.
 
-Exit codes: 0 stopped, 2 the policy cannot be served, 3 its engine has failed; the last line of stderr says
-why.
+Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be served, 3 its engine has
+failed; the last line of stderr says why.
 """
 
 from service_kit.children import READY, end_with_parent
@@ -29,6 +29,7 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, Server, run
 from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.errors import EngineStopped
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
 from trainer_backend.inference.gateway import create_gateway
@@ -41,6 +42,7 @@ from trainer_backend.run.gateway import (
     BREAKDOWN,
     CONTROL_KEY,
     GATEWAY_KEY,
+    LOST,
     PROCESS,
     REFUSAL,
     RENEW,
@@ -49,6 +51,7 @@ from trainer_backend.run.gateway import (
     GatewaySetup,
 )
 from trainer_backend.run.policy_server import engine_limits, engine_of_folder, first_breakdown
+from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
 from trainer_backend.run.replicas import pool_of, publication_of, shown_by
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
@@ -62,6 +65,9 @@ class Actor(Controlled, Protocol):
     """The actor, as this process serves it."""
 
     policy: ServedPolicy
+
+    async def begin(self) -> None:
+        """Start what serves the version of the setup."""
 
     async def look_after(self) -> None:
         """Run while the actor is served, and be cancelled at its end."""
@@ -81,6 +87,9 @@ class FolderActor:
         )
         self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
 
+    async def begin(self) -> None:
+        """An engine of this process begins with its weights."""
+
     async def load(self, version: PolicyVersion) -> None:
         source = await asyncio.to_thread(new_weights, version.folder, self._placement)
         await self._engine.load_weights(version.number, source)
@@ -95,6 +104,37 @@ class FolderActor:
         """An engine of this process looks after itself."""
 
 
+class ProcessActor:
+    """An engine in a process of its own, a child of this one, whose weights come from folders."""
+
+    def __init__(self, setup: GatewaySetup) -> None:
+        facts = PolicyFacts.of_folder(setup.model, setup.version.model)
+        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.tables))
+        engine = EngineSetup(model=setup.model, limits=limits, version=setup.version)
+        self._engine = ProcessEngine(engine, length=setup.inference.max_model_len)
+        self.policy = ServedPolicy(self._engine, facts.tokenizer)
+
+    async def begin(self) -> None:
+        await self._engine.begin()
+
+    async def load(self, version: PolicyVersion) -> None:
+        await self._engine.load(version)
+
+    def totals(self) -> Mapping[str, float]:
+        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
+
+    async def probe(self) -> None:
+        await self._engine.probe()
+
+    async def look_after(self) -> None:
+        code = await self._engine.ended()
+        if code == BREAKDOWN:
+            raise EngineStopped("its process says why, in the same log")
+        # Whoever started this process starts it anew with an engine, and requests are sent again.
+        print(f"the engine's process ended with exit code {code}", file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+
 class PoolActor:
     """vLLM servers that are this gateway's alone."""
 
@@ -104,6 +144,9 @@ class PoolActor:
         self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell, renew)
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
         self._pool.watch(shown_by(_tell_of_process))
+
+    async def begin(self) -> None:
+        """The servers run already; what they have is told by a load."""
 
     async def load(self, version: PolicyVersion) -> None:
         await self._pool.publish(publication_of(version, self._model))
@@ -118,6 +161,12 @@ class PoolActor:
         await self._pool.look_after()
 
 
+def actor_of(setup: GatewaySetup) -> Actor:
+    if setup.inference.engine == "vllm":
+        return PoolActor(setup)
+    return ProcessActor(setup) if setup.inference.own_process else FolderActor(setup)
+
+
 async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     """Serve until this process is asked to stop, or its engine fails; return the exit code."""
     fixed = await _fixed_policies(setup)
@@ -126,6 +175,7 @@ async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     gateway = create_gateway(served, key=setup_key(GATEWAY_KEY))
     app = ControlledGateway(gateway, actor, fixed.verify, key=setup_key(CONTROL_KEY))
     server = Server(app, BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
+    await actor.begin()
     for policy in served.values():
         policy.engine.start()
     watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
@@ -193,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listener = Listener.inherited(options.socket)
     setup = GatewaySetup.model_validate_json(os.environ.pop(SETUP))
     try:
-        actor: Actor = (PoolActor if setup.inference.engine == "vllm" else FolderActor)(setup)
-        return run(serve(actor, setup, listener))
+        return run(serve(actor_of(setup), setup, listener))
     except ServiceError as error:
         print(error, file=sys.stderr, flush=True)
         return REFUSAL

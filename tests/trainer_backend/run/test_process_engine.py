@@ -1,0 +1,113 @@
+"""An engine in a process of its own, a real child: the tokens of an engine of this process, and its death."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, WeightsRefused
+from trainer_backend.inference.engine import EngineLimits
+from trainer_backend.inference.protocol import Extras, FrozenEngine, Generation, SampledToken
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.stop_strings import Decode, StopStrings
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.job.tables import ModelTable
+from trainer_backend.run.policy_server import engine_of_folder
+from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
+
+# One at a time: which requests are decoded together changes the last bits.
+LIMITS = EngineLimits(slots=1, kept_prefixes=0, max_model_len=64)
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14]]
+
+
+async def answered(engine: FrozenEngine, decode: Decode) -> list[Any]:
+    """Samples of each kind, at the same time."""
+    told: list[list[SampledToken]] = [[], []]
+
+    async def ask(place: int, extras: Extras, **keys: Any) -> Generation:
+        sampling = Sampling(max_tokens=12, seed=place, **keys)
+        ids = PROMPTS[place % len(PROMPTS)]
+        return await engine.generate(ids, sampling, request_id=f"r{place}", extras=extras)
+
+    plain = await asyncio.gather(*(ask(place, Extras()) for place in range(6)))
+    text = decode(plain[0].token_ids)
+    others = await asyncio.gather(
+        ask(0, Extras(stop=StopStrings(decode, (text[3:6],)), on_token=told[0].append)),
+        ask(1, Extras(on_token=told[1].append)),
+        ask(2, Extras(likeliest=3, processed=True), top_k=5),
+    )
+    return [plain, others, told]
+
+
+def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[str, Path]) -> None:
+    folder = model_folders["qwen3"]
+    table = ModelTable(path=folder, device="cpu")
+    local, tokenizer = engine_of_folder(table, folder, LIMITS, version=3)
+    local.start()
+    decode = ChatRenderer(tokenizer).decode
+    setup = EngineSetup(model=table, limits=LIMITS, version=PolicyVersion(number=3, folder=folder))
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        engine = ProcessEngine(setup, length=64)
+        with pytest.raises(EngineStopped, match="it was not started"):
+            await engine.generate([1], Sampling(max_tokens=1), request_id="0")
+        await engine.begin()
+        try:
+            ours = await answered(engine, decode)
+            assert engine.counters.requests == sum(map(len, ours[:2]))
+            await engine.probe()
+            with pytest.raises(ContextLengthExceeded):
+                await engine.generate([1], Sampling(max_tokens=64), request_id="1")
+            with pytest.raises(BadChatRequest, match="prompt ids must lie in"):
+                await engine.generate([1 << 20], Sampling(max_tokens=1), request_id="2")
+            with pytest.raises(WeightsRefused):
+                await engine.load(PolicyVersion(number=4, folder=folder / "none"))
+            assert engine.version == 3
+            await engine.load(PolicyVersion(number=4, folder=folder))
+            after = await engine.generate([5, 6], Sampling(max_tokens=2, seed=0), request_id="3")
+            assert (after.versions, engine.version) == (((0, 4),), 4)
+            endless = asyncio.ensure_future(
+                engine.generate([5], Sampling(max_tokens=60, seed=1), request_id="4")
+            )
+            await engine.probe()
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGSTOP)
+            endless.cancel()
+            waiting = asyncio.ensure_future(engine.probe())
+            await asyncio.sleep(0)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineStopped, match="its process has ended"):
+                await waiting
+            assert await engine.ended() == -signal.SIGKILL
+        finally:
+            await engine.close()
+        return ours, await answered(local, decode)
+
+    try:
+        ours, expected = asyncio.run(both())
+    finally:
+        local.stop()
+    assert ours == expected
+    stopped = ours[1][0]
+    assert stopped.stop_string is not None and len(ours[2][0]) == len(stopped.token_ids) - 1 < 11
+
+
+def test_a_folder_that_cannot_be_served_is_refused_with_the_exit_code(tmp_path: Path) -> None:
+    setup = EngineSetup(
+        model=ModelTable(path=tmp_path, device="cpu"), limits=LIMITS,
+        version=PolicyVersion(number=0, folder=tmp_path),
+    )  # fmt: skip
+
+    async def begin() -> None:
+        engine = ProcessEngine(setup, length=64)
+        try:
+            await engine.begin()
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineStopped, match="ended with exit code 2 before it served"):
+        asyncio.run(begin())

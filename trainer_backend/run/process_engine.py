@@ -1,0 +1,226 @@
+"""The local engine in a process of its own, so that no gateway's work holds up its steps.
+
+With the gateway in the engine's process, each of the engine's thousand calls a second waits for Python's
+global lock while the gateway parses and renders.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+from service_kit.children import PIPE, Child
+from shared_schemas.base import Body
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
+from trainer_backend.inference.engine import EngineLimits
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.inference.worker import EngineCounters
+from trainer_backend.job.tables import ModelTable
+from trainer_backend.learner.calls import ErrorBody
+from trainer_backend.run.engine_frames import EngineCall, Frame, Line
+
+# What the engine's process gets in its environment.
+SETUP = "TURNWISE_ENGINE"
+
+_MODULE = "trainer_backend.run.engine_process"
+_STOP_S = 10.0
+_BEGIN_S = 600.0
+# Beyond the engine's own limit of a request, which its process keeps while it works at all.
+_GRACE_S = 10.0
+
+
+class EngineSetup(Body):
+    """What an engine's process computes.
+
+    Attributes:
+        version: the one that it begins with.
+    """
+
+    model: ModelTable
+    limits: EngineLimits
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call that waits for its end."""
+
+    future: asyncio.Future[Any]
+    on_token: Callable[[SampledToken], None] | None = None
+
+
+class ProcessEngine:
+    """A `FrozenEngine` whose process is a child of this one. It belongs to one event loop.
+
+    Args:
+        length: the most tokens of a prompt and its continuation.
+
+    Attributes:
+        counters: of the engine, as the last answer told them.
+    """
+
+    def __init__(self, setup: EngineSetup, *, length: int) -> None:
+        self._setup, self._length, self._version = setup, length, setup.version.number
+        self._child: Child | None = None
+        self._line: Line | None = None
+        self._numbers = count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._breakdown: Future[str] = Future()
+        self._listening: asyncio.Future[None] | None = None
+        self.counters = EngineCounters()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._length
+
+    @property
+    def breakdown(self) -> Future[str]:
+        return self._breakdown
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None before the start."""
+        return None if self._child is None else self._child.pid
+
+    async def begin(self) -> None:
+        """Start the process, and wait until it serves.
+
+        Raises:
+            EngineStopped: it ended before, or did not serve in time; its last words are in the log.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = await Child.start(
+                (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno())),
+                stdout=PIPE,
+                env={**os.environ, SETUP: self._setup.model_dump_json()},
+                descriptors=(theirs.fileno(),),
+            )
+        self._line = Line(*await asyncio.open_connection(sock=ours))
+        try:
+            async with asyncio.timeout(_BEGIN_S):
+                if await self._child.address() is None:
+                    code = await self._child.ended()
+                    raise EngineStopped(f"the engine's process ended with exit code {code} before it served")
+        except TimeoutError as error:
+            raise EngineStopped(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
+        self._listening = asyncio.ensure_future(self._listen())
+
+    async def ended(self) -> int:
+        """Wait for the end of its process; return the exit code."""
+        assert self._child is not None, "it has begun"
+        return await self._child.ended()
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        if len(ids) + sampling.max_tokens > self._length:
+            raise ContextLengthExceeded(
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._length
+            )
+        call = EngineCall(
+            tuple(ids),
+            sampling,
+            likeliest=extras.likeliest,
+            processed=extras.processed,
+            stop=() if extras.stop is None else extras.stop.strings,
+            streams=extras.on_token is not None,
+        )
+        limit_s = self._setup.limits.request_timeout_s + _GRACE_S
+        number, waiting = next(self._numbers), _Waiting(self._new_future(), extras.on_token)
+        try:
+            generation: Generation = await self._ask(number, waiting, "generate", call, timeout_s=limit_s)
+        finally:
+            if not waiting.future.done() or waiting.future.cancelled():
+                self._say(next(self._numbers), "abort", number)
+        return generation
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve this version from now on; WeightsRefused where the one before goes on serving."""
+        limit_s = self._setup.limits.order_timeout_s + _GRACE_S
+        await self._ask(next(self._numbers), _Waiting(self._new_future()), "load", version, timeout_s=limit_s)
+        self._version = version.number
+
+    async def probe(self) -> None:
+        """Return once the engine is between two steps."""
+        limit_s = self._setup.limits.order_timeout_s
+        await self._ask(next(self._numbers), _Waiting(self._new_future()), "probe", timeout_s=limit_s)
+
+    def start(self) -> None:
+        """Do nothing: `begin` has started it."""
+
+    def stop(self) -> None:
+        """Let go of the process, which ends then; unfinished requests get an EngineStopped."""
+        self._fail_all("it was stopped")
+        if self._line is not None:
+            self._line.close()
+
+    async def close(self) -> None:
+        """End the process."""
+        self.stop()
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._child is not None:
+            await self._child.end(_STOP_S)
+
+    def _new_future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+    async def _ask(self, number: int, waiting: _Waiting, verb: str, *rest: Any, timeout_s: float) -> Any:
+        if self._line is None:
+            raise EngineStopped("the engine does not run: it was not started")
+        self._waiting[number] = waiting
+        try:
+            self._say(number, verb, *rest)
+            async with asyncio.timeout(timeout_s):
+                return await waiting.future
+        except TimeoutError as error:
+            raise EngineTimeout(f"the engine's process gave no answer within {timeout_s:g} s") from error
+        finally:
+            self._waiting.pop(number, None)
+
+    def _say(self, *frame: Any) -> None:
+        if self._line is not None:
+            self._line.say(*frame)
+
+    async def _listen(self) -> None:
+        assert self._line is not None, "it has begun"
+        while (frame := await self._line.hear()) is not None:
+            self._take(frame)
+        self._fail_all("its process has ended")
+
+    def _take(self, frame: Frame) -> None:
+        number, kind, *rest = frame
+        if kind == "done":
+            self.counters = EngineCounters(*rest[1])
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.future.done():
+            return  # nobody waits any more
+        if kind == "token":
+            if waiting.on_token is not None:
+                waiting.on_token(rest[0])
+        elif kind == "done":
+            waiting.future.set_result(rest[0])
+        else:
+            waiting.future.set_exception(ErrorBody.model_validate(rest[0]).error())
+
+    def _fail_all(self, reason: str) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(EngineStopped(f"the engine does not run: {reason}"))
+
+
+def counts_of(counters: EngineCounters) -> tuple[float, ...]:
+    """The counters in their order."""
+    return tuple(asdict(counters).values())
