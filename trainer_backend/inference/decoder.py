@@ -281,10 +281,10 @@ def fused(linears: Sequence[nn.Linear]) -> Product:
     return Product(_joined(weights), _joined(biases) if biases else None)
 
 
-def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].detach()
     whole = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    for part, view in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
         part.data = view
     return whole

@@ -178,7 +178,7 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
         padded_NHD = queries_NHD.new_empty((rows * span.width, *queries_NHD.shape[1:]))
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
     mixed_BHQD = F.scaled_dot_product_attention(
-        padded_NHD.unflatten(0, (rows, span.width)).transpose(1, 2),
+        padded_NHD.view(rows, span.width, *queries_NHD.shape[1:]).transpose(1, 2),
         keys[span.rows, :, : span.visible],
         values[span.rows, :, : span.visible],
         attn_mask=span.mask,
@@ -199,13 +199,13 @@ def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor
         for tensor in (keys, values)
     )
     if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
-        by_head = (-1, kv_heads)
+        cache_rows = span.rows, slice(None), slice(span.visible)
         return F.scaled_dot_product_attention(
-            queries_NGD.unflatten(0, by_head),
-            keys_NLD.unflatten(0, by_head),
-            values_NLD.unflatten(0, by_head),
-            attn_mask=mask_N1L.unflatten(0, by_head),
-        ).view(queries_BHD.shape)
+            queries_NGD.view(-1, kv_heads, *queries_NGD.shape[1:]),
+            keys[cache_rows],
+            values[cache_rows],
+            attn_mask=mask_N1L.view(-1, kv_heads, 1, span.visible),
+        ).reshape(queries_BHD.shape)
     # Faster than the CPU's kernel for single queries by 1.7.
     scores_NGL = torch.baddbmm(mask_N1L, queries_NGD, keys_NLD.transpose(1, 2), alpha=size**-0.5)
     return torch.bmm(scores_NGL.softmax(-1), values_NLD).view(queries_BHD.shape)

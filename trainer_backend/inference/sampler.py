@@ -78,7 +78,7 @@ class RowSettings:
     ) -> "RowSettings":
         """Settings of rows, one of `samplings` each, on the device that samples."""
 
-        def column(values: list[float]) -> Tensor:
+        def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, device=device)
 
         # Without truncation both kinds of log-probs are equal; they must not differ by a rounding.
