@@ -14,9 +14,8 @@ from trainer_backend.inference.cache import RowCopy, SlotCache
 from trainer_backend.models.folder import is_out_of_memory
 
 BLOCK = 32
-# Shorter prefixes are not used: prompts of two kinds need two forward passes, and for a small model the
-# second
-# costs as much as these tokens do. A multiple of BLOCK.
+# Shorter prefixes are not used: rests of prompts attend under a mask in calls of their own, and for a small
+# model these cost as much as so many tokens do. A multiple of BLOCK.
 SHORTEST_PREFIX = 3 * BLOCK
 
 
