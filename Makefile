@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
+.PHONY: help demo test test-fast test-kernel check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -27,6 +27,11 @@ FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/job task_a
 
 test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, without servers and training
 	$(PYTEST) $(FAST_TESTS)
+
+# Triton has 286 MB, and runs without a GPU only to test: it is no dependency.
+test-kernel: $(VENV)/.ready ## the kernels of the paged cache, interpreted; installs triton into build/
+	$(BIN)/python -m pip install --quiet --upgrade --target build/triton --no-deps triton
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/trainer_backend/inference/test_paged_attention.py
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 

@@ -9,6 +9,9 @@ import shutil
 
 # Before torch: spinning OpenMP threads make it many times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before triton, where it is installed: without a GPU its kernels are interpreted.
+if not (os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

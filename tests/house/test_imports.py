@@ -54,6 +54,7 @@ DOORS = {
     "huggingface_hub": ["trainer_backend/models"],
     "safetensors": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
     "vllm": ["trainer_backend/inference/vllm_worker"],  # which runs in vLLM's environment
+    "triton": ["trainer_backend/inference/paged_kernel.py"],
     "tensorboard": ["trainer_backend/sinks.py"],
     "wandb": ["trainer_backend/sinks.py"],
     "peft": ["trainer_backend/learner"],

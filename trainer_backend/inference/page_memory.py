@@ -1,0 +1,91 @@
+"""The device memory of pages: slabs of keys and values of all layers, allocated as they are needed."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer_backend.inference.pages import PAGE
+from trainer_backend.models.folder import is_out_of_memory
+
+# A slab should be large for the allocator, and small beside the memory of a device.
+SLAB_BYTES = 256 * 2**20
+# What slabs leave free on a GPU: a prefill, and the capture of a graph, need memory too.
+RESERVE_BYTES = 2 * 2**30
+
+
+class PageMemory:
+    """Slabs [2, layers, slab_pages, PAGE, kv_heads, head_dim], keys first; `slab_pages` is a power of 2.
+
+    Page p is page p % slab_pages of slab p // slab_pages. `bases_S` holds the address of each slab on the
+    device: kernels of a captured graph find slabs that are allocated later, or anew.
+
+    Args:
+        limit: the most pages.
+    """
+
+    def __init__(
+        self, *, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, limit: int
+    ) -> None:
+        self.layers, self.heads, self.dim, self.dtype, self.device = layers, heads, dim, dtype, device
+        self.slab_pages = slab_pages(page_bytes(layers, heads, dim, dtype), limit)
+        self.slabs: list[Tensor] = []
+        self.bases_S = torch.zeros(-(-limit // self.slab_pages), dtype=torch.int64, device=device)
+
+    def grow(self, most: int) -> int:
+        """Allocate a slab; return how many of its pages may be used, 0 if memory runs out."""
+        shape = (2, self.layers, self.slab_pages, PAGE, self.heads, self.dim)
+        needed = math.prod(shape) * self.dtype.itemsize + RESERVE_BYTES
+        if self.slabs and self.device.type == "cuda" and free_memory(self.device) < needed:
+            return 0
+        try:
+            slab = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0
+        self.bases_S[len(self.slabs)] = slab.data_ptr()
+        self.slabs.append(slab)
+        return min(most, self.slab_pages)
+
+    def release(self) -> None:
+        """Give all memory back to the device. The next `grow` begins anew."""
+        self.slabs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page of all layers."""
+        (from_slab, source), (to_slab, target) = (divmod(page, self.slab_pages) for page in (source, target))
+        self.slabs[to_slab][:, :, target] = self.slabs[from_slab][:, :, source]
+
+    def offsets(self, layer: int) -> tuple[int, int]:
+        """Where a layer's keys and values begin in a slab, in numbers of its type."""
+        layer_size = self.slab_pages * PAGE * self.heads * self.dim
+        return layer * layer_size, (self.layers + layer) * layer_size
+
+    def tokens(self, slab: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer in one slab, [slab_pages * PAGE, heads, dim] each: views."""
+        keys, values = self.slabs[slab][:, layer].flatten(1, 2)
+        return keys, values
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that are free, or that torch's allocator keeps for nobody."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a page: of the keys and values of all layers."""
+    return 2 * layers * PAGE * heads * dim * dtype.itemsize
+
+
+def slab_pages(page: int, limit: int) -> int:
+    """Pages of a slab: as many as SLAB_BYTES hold, and no more than are allowed; a power of 2.
+
+    Args:
+        page: bytes of one.
+    """
+    most = max(1, min(SLAB_BYTES // page, limit))
+    return 1 << (most.bit_length() - 1)

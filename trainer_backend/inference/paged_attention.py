@@ -1,0 +1,97 @@
+"""Keys and values in pages: storing them, and attention of one new token a row over its pages.
+
+Triton's kernels where `triton` is installed (torch for CUDA on Linux brings it along), else plain torch,
+which gathers all pages of the tables. `torch.nn.attention.varlen` cannot do this here: it takes page tables
+since torch 2.12, and computes in 16 bits alone.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.pages import PAGE
+
+
+def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+    """Write keys and values of T tokens into their slots.
+
+    Args:
+        slots_T: int64, page * PAGE + place in the page; -1 for none. No two are equal.
+        k_THD, v_THD: of any type and strides, but that of the last axis is 1.
+    """
+    if kernels_are_here(memory.device):
+        from trainer_backend.inference import paged_kernel
+
+        paged_kernel.store(memory, layer, slots_T, k_THD, v_THD)
+    else:
+        store_by_torch(memory, layer, slots_T, k_THD, v_THD)
+
+
+def attend(
+    memory: PageMemory, layer: int, q_BHD: Tensor, table_BP: Tensor, lengths_B: Tensor, *, scale: float
+) -> Tensor:
+    """[B, H, D] attention of one query a row to the first tokens of its pages, in the type of the cache.
+
+    Args:
+        q_BHD: of any type, rounded to that of the cache; the last axis has stride 1. H is a multiple of the
+            cache's heads, whose queries are adjacent.
+        table_BP: int32, the pages of each row in order; what lies behind its length is not read.
+        lengths_B: int32, tokens that each row sees; 0 for a row that fills a bucket up, whose result is 0.
+    """
+    if kernels_are_here(memory.device):
+        from trainer_backend.inference import paged_kernel
+
+        return paged_kernel.attend(memory, layer, q_BHD, table_BP, lengths_B, scale)
+    return attend_by_torch(memory, layer, q_BHD, table_BP, lengths_B, scale)
+
+
+def gather(memory: PageMemory, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, heads, dim] keys and values of slots, int64; of slot -1, zeros."""
+    size = memory.slab_pages * PAGE
+    k_THD = torch.zeros((len(slots_T), memory.heads, memory.dim), dtype=memory.dtype, device=memory.device)
+    v_THD = torch.zeros_like(k_THD)
+    for slab in range(len(memory.slabs)):
+        is_here_T11 = ((slots_T >= 0) & (slots_T // size == slab))[:, None, None]
+        places_T = slots_T.clamp(min=0) % size
+        keys, values = memory.tokens(slab, layer)
+        k_THD = torch.where(is_here_T11, keys[places_T], k_THD)
+        v_THD = torch.where(is_here_T11, values[places_T], v_THD)
+    return k_THD, v_THD
+
+
+def store_by_torch(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+    size = memory.slab_pages * PAGE
+    for slab in range(len(memory.slabs)):
+        is_here_T = (slots_T >= 0) & (slots_T // size == slab)
+        keys, values = memory.tokens(slab, layer)
+        keys[slots_T[is_here_T] % size] = k_THD[is_here_T].to(memory.dtype)
+        values[slots_T[is_here_T] % size] = v_THD[is_here_T].to(memory.dtype)
+
+
+def attend_by_torch(
+    memory: PageMemory, layer: int, q_BHD: Tensor, table_BP: Tensor, lengths_B: Tensor, scale: float
+) -> Tensor:
+    columns_L = torch.arange(table_BP.shape[1] * PAGE, device=memory.device)
+    is_key_BL = columns_L < lengths_B[:, None]
+    slots_BL = table_BP.long().repeat_interleave(PAGE, dim=1) * PAGE + columns_L % PAGE
+    slots_BL = torch.where(is_key_BL, slots_BL, -1)
+    shape = (*slots_BL.shape, memory.heads, memory.dim)
+    k_BHLD, v_BHLD = (
+        tensor.view(shape).transpose(1, 2) for tensor in gather(memory, layer, slots_BL.flatten())
+    )
+    out_BH1D = scaled_dot_product_attention(
+        q_BHD[:, :, None].to(memory.dtype), k_BHLD, v_BHLD, attn_mask=is_key_BL[:, None, None], scale=scale,
+        enable_gqa=True,
+    )  # fmt: skip
+    # Softmax over no key is NaN on some devices.
+    return torch.where((lengths_B > 0)[:, None, None], out_BH1D[:, :, 0], 0.0)
+
+
+@cache
+def kernels_are_here(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and find_spec("triton") is not None

@@ -1,0 +1,254 @@
+"""Triton kernels of the paged cache: to store keys and values, and to attend to them.
+
+Attention of a decode step (Flash-Decoding): the keys of a row are dealt out to splits, each of which keeps
+an online softmax in float32 for all query heads that share its keys; a second kernel joins the splits.
+Lengths and tables are read on the device, and nothing of a launch depends on them, so a CUDA graph can hold
+it. How a row is cut depends on its own length alone: its sums do not change with its neighbours.
+
+Pages lie in slabs (`page_memory`), whose addresses are read from the device too: slabs may be added or
+replaced under a captured graph. A slab is [2, layers, pages, PAGE, kv_heads, head_dim], keys first.
+
+Attention of a prefill is that of FlashAttention, a block of queries of one row a program.
+
+Imported only where `triton` is. Sources: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1; Dao et al.,
+Flash-Decoding for long-context inference, 2023; the addresses as in Triton's tutorial 08, grouped GEMM.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code=misc
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.pages import PAGE
+
+# Splits of the longest rows, and the fewest keys of a split: fewer do not pay for joining them.
+SPLITS, LEAST = 16, 256
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+LOG2_E = 1.4426950408889634
+# tl.dot takes no fewer rows.
+_LEAST_ROWS = 16
+# Of shared memory: keys and values of a tile, two of each at a time, and the queries of a block. Together
+# they leave room in the 99 KB of the GPUs that have least.
+_TILE_BYTES, _QUERY_BYTES, _STAGES = 64 * 1024, 16 * 1024, 2
+
+
+@triton.jit
+def _page_starts(bases_ptr, pages, SLAB: tl.constexpr, PAGE_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Addresses of the first key of layer 0 in pages."""
+    slab = tl.load(bases_ptr + pages // SLAB).to(tl.pointer_type(DTYPE))
+    # Addresses from memory are not known to be aligned, and keys would be loaded one by one.
+    return tl.multiple_of(slab, 16) + (pages % SLAB) * PAGE_SIZE
+
+
+@triton.jit
+def _share(length, SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
+    """Keys of a split."""
+    return tl.maximum(LEAST, tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE)
+
+
+@triton.jit
+def _attend_split(
+    q_ptr, bases_ptr, table_ptr, lengths_ptr, parts_ptr, weights_ptr,
+    q_row, q_head, table_row, keys, values, scale, DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + row)
+    share = _share(length, SPLITS, LEAST, TILE)
+    start = split * share
+    if start >= length:
+        return
+    end = tl.minimum(start + share, length)
+    g, d, n = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    in_group, in_head = g < GROUP, d < DIM
+    q_places = row.to(tl.int64) * q_row + (head * GROUP + g[:, None]) * q_head + d[None, :]
+    q = tl.load(q_ptr + q_places, mask=in_group[:, None] & in_head[None, :], other=0.0).to(DTYPE)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(start, end, TILE):
+        position = first + n
+        is_key = position < end
+        page = tl.load(table_ptr + row.to(tl.int64) * table_row + position // PAGE, mask=is_key, other=0)
+        starts = _page_starts(bases_ptr, page, SLAB, PAGE * HEADS * DIM, DTYPE)
+        starts += (position % PAGE) * (HEADS * DIM) + head * DIM
+        mask = is_key[:, None] & in_head[None, :]
+        k = tl.load(starts[:, None] + keys + d[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - higher)
+        p = tl.exp2(scores - higher[:, None])
+        # Keys and values behind the end are not read: masked garbage that is not finite would make sums NaN.
+        v = tl.load(starts[:, None] + values + d[None, :], mask=mask, other=0.0)
+        sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = higher
+    places = ((row.to(tl.int64) * HEADS + head) * GROUP + g) * SPLITS + split
+    tl.store(weights_ptr + places, best + tl.log2(total), mask=in_group)
+    mask = in_group[:, None] & in_head[None, :]
+    tl.store(parts_ptr + places[:, None] * DIM + d[None, :], sums / total[:, None], mask=mask)
+
+
+@triton.jit
+def _join_splits(
+    parts_ptr, weights_ptr, lengths_ptr, out_ptr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths_ptr + row)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    is_split = s < tl.cdiv(length, _share(length, SPLITS, LEAST, TILE))
+    in_head = d < DIM
+    place = row.to(tl.int64) * HEADS + head
+    logs = tl.load(weights_ptr + place * SPLITS + s, mask=is_split, other=float("-inf"))
+    # A row without keys has no maximum.
+    weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))
+    mask = is_split[:, None] & in_head[None, :]
+    parts = tl.load(parts_ptr + (place * SPLITS + s[:, None]) * DIM + d[None, :], mask=mask, other=0.0)
+    # Such a row fills a bucket up, and attends to nothing: 0.
+    joined = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
+    tl.store(out_ptr + place * DIM + d, joined.to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+@triton.jit
+def _store_token(
+    k_ptr, v_ptr, slots_ptr, bases_ptr, k_row, k_head, v_row, v_head, keys, values, DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    h, d = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    mask = (h < HEADS) & (d < DIM)
+    start = _page_starts(bases_ptr, slot // PAGE, SLAB, PAGE * HEADS * DIM, DTYPE)
+    start += (slot % PAGE) * (HEADS * DIM)
+    k = tl.load(k_ptr + token * k_row + h * k_head + d, mask=mask).to(DTYPE)
+    v = tl.load(v_ptr + token * v_row + h * v_head + d, mask=mask).to(DTYPE)
+    tl.store(start + keys + h * DIM + d, k, mask=mask)
+    tl.store(start + values + h * DIM + d, v, mask=mask)
+
+
+@triton.jit
+def _attend_block(
+    q_ptr, bases_ptr, tables_ptr, blocks_ptr, out_ptr, q_row, q_head, table_row, keys, values, scale,
+    DTYPE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
+    row, start = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
+    m, d, n = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    token, in_head = m // GROUP, d < DIM
+    query_head = head * GROUP + m % GROUP
+    mask = (token < count)[:, None] & in_head[None, :]
+    place = (first + token).to(tl.int64)
+    q = tl.load(q_ptr + (place * q_row + query_head * q_head)[:, None] + d[None, :], mask=mask, other=0.0)
+    q = q.to(DTYPE)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    end = start + count
+    for at in range(0, end, TILE):
+        position = at + n
+        is_key = position < end
+        page = tl.load(tables_ptr + row.to(tl.int64) * table_row + position // PAGE, mask=is_key, other=0)
+        starts = _page_starts(bases_ptr, page, SLAB, PAGE * HEADS * DIM, DTYPE)
+        starts += (position % PAGE) * (HEADS * DIM) + head * DIM
+        is_read = is_key[:, None] & in_head[None, :]
+        k = tl.load(starts[:, None] + keys + d[None, :], mask=is_read, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        # Every query sees the first key, so no maximum is of nothing.
+        scores = tl.where(position[None, :] <= (start + token)[:, None], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - higher)
+        p = tl.exp2(scores - higher[:, None])
+        v = tl.load(starts[:, None] + values + d[None, :], mask=is_read, other=0.0)
+        sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        best = higher
+    out = (sums / total[:, None]).to(DTYPE)
+    places = (place * (HEADS * GROUP) + query_head) * DIM
+    tl.store(out_ptr + places[:, None] + d[None, :], out, mask=mask)
+
+
+def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+    """As `paged_attention.store`."""
+    keys, values = memory.offsets(layer)
+    if len(slots_T):
+        _store_token[(len(slots_T),)](
+            k_THD, v_THD, slots_T, memory.bases_S,
+            k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1), keys, values,
+            DTYPE=TYPES[memory.dtype], HEADS=memory.heads, DIM=memory.dim,
+            ROWS=triton.next_power_of_2(memory.heads), WIDTH=triton.next_power_of_2(memory.dim),
+            PAGE=PAGE, SLAB=memory.slab_pages,
+        )  # fmt: skip
+
+
+def attend(
+    memory: PageMemory, layer: int, q_BHD: Tensor, table_BP: Tensor, lengths_B: Tensor, scale: float
+) -> Tensor:
+    """As `paged_attention.attend`. Scratch memory: [B, H, SPLITS, D] float32."""
+    rows, heads, dim = q_BHD.shape
+    keys, values = memory.offsets(layer)
+    group, width, tile = heads // memory.heads, triton.next_power_of_2(dim), _tile(memory)
+    parts = q_BHD.new_empty((rows, heads, SPLITS, dim), dtype=torch.float32)
+    weights = q_BHD.new_empty((rows, heads, SPLITS), dtype=torch.float32)
+    out_BHD = q_BHD.new_empty((rows, heads, dim), dtype=memory.dtype)
+    _attend_split[(rows, memory.heads, SPLITS)](
+        q_BHD, memory.bases_S, table_BP, lengths_B, parts, weights,
+        q_BHD.stride(0), q_BHD.stride(1), table_BP.stride(0), keys, values, scale * LOG2_E,
+        DTYPE=TYPES[memory.dtype], HEADS=memory.heads, GROUP=group, DIM=dim,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=max(_LEAST_ROWS, width),
+        PAGE=PAGE, SLAB=memory.slab_pages, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
+        num_warps=4, num_stages=_STAGES,
+    )  # fmt: skip
+    _join_splits[(rows, heads)](
+        parts, weights, lengths_B, out_BHD,
+        HEADS=heads, DIM=dim, WIDTH=width, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
+    )  # fmt: skip
+    return out_BHD
+
+
+def block_rows(memory: PageMemory, group: int) -> int:
+    """Return how many queries a program of `attend_blocks` has, those of all heads of a group counted."""
+    fits = _QUERY_BYTES // (triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
+    return int(max(_LEAST_ROWS, min(64, fits), triton.next_power_of_2(group)))
+
+
+def _tile(memory: PageMemory) -> int:
+    """Keys that are read together."""
+    fits = _TILE_BYTES // (2 * _STAGES * triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
+    return int(max(_LEAST_ROWS, min(64, fits)))
+
+
+def attend_blocks(
+    memory: PageMemory, layer: int, q_THD: Tensor, tables_BP: Tensor, blocks_N4: Tensor, scale: float
+) -> Tensor:
+    """[T, H, D] causal attention of many queries a row, in the type of the cache.
+
+    Args:
+        blocks_N4: int32, each the first token of a block in `q_THD`, the number of its tokens, their row, and
+            the position of the first. A block has at most `block_rows` queries.
+    """
+    tokens, heads, dim = q_THD.shape
+    keys, values = memory.offsets(layer)
+    group = heads // memory.heads
+    rows = block_rows(memory, group)
+    out_THD = q_THD.new_empty((tokens, heads, dim), dtype=memory.dtype)
+    _attend_block[(len(blocks_N4), memory.heads)](
+        q_THD, memory.bases_S, tables_BP, blocks_N4, out_THD,
+        q_THD.stride(0), q_THD.stride(1), tables_BP.stride(0), keys, values, scale * LOG2_E,
+        DTYPE=TYPES[memory.dtype], HEADS=memory.heads, GROUP=group, DIM=dim,
+        WIDTH=max(_LEAST_ROWS, triton.next_power_of_2(dim)), PAGE=PAGE, SLAB=memory.slab_pages,
+        ROWS=rows, TILE=_tile(memory), num_warps=4, num_stages=_STAGES,
+    )  # fmt: skip
+    return out_THD

@@ -1,0 +1,116 @@
+"""What the tokens of a pass attend to where the cache is in pages: `decoder.TokenAttention`, two ways."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.paged_attention import attend, gather, store
+from trainer_backend.inference.pages import PAGE
+
+Counts = NDArray[np.int64]
+
+
+class DecodeAttention:
+    """One token a row; everything is read on the device.
+
+    Args:
+        slots_B: int64, where the tokens' keys and values go.
+        table_BP, lengths_B: as `paged_attention.attend` has them.
+    """
+
+    def __init__(self, memory: PageMemory, slots_B: Tensor, table_BP: Tensor, lengths_B: Tensor) -> None:
+        self._memory, self._slots_B = memory, slots_B
+        self._table_BP, self._lengths_B = table_BP, lengths_B
+
+    def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        store(self._memory, layer, self._slots_B, keys_TKD, values_TKD)
+
+    def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
+        scale = self._memory.dim**-0.5
+        return attend(self._memory, layer, queries_THD, self._table_BP, self._lengths_B, scale=scale)
+
+
+class PrefillAttention:
+    """Many tokens a row: token by token, row after row.
+
+    Args:
+        tables_BP: int32 pages of B rows.
+        starts_B: each row's position of its first token in the pass; all before are cached.
+        counts_B: its tokens in the pass, at least 1.
+        heads: of queries.
+        by_kernel: by Triton's kernel (`kernels_are_here`), or by torch.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        tables_BP: NDArray[np.int32],
+        *,
+        starts_B: Counts,
+        counts_B: Counts,
+        heads: int,
+        by_kernel: bool,
+    ) -> None:
+        self._memory = memory
+        self._firsts_B = counts_B.cumsum() - counts_B
+        self._starts_B, self._counts_B = starts_B, counts_B
+        rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
+        positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - self._firsts_B, counts_B)
+        slots_T = tables_BP[rows_T, positions_T // PAGE].astype(np.int64) * PAGE + positions_T % PAGE
+        self.positions_T, self._slots_T = self._on_device(positions_T), self._on_device(slots_T)
+        self._tables_BP, self._blocks_N4 = tables_BP, torch.empty(0)
+        self._by_kernel = by_kernel
+        if by_kernel:
+            self._tables = self._on_device(tables_BP)
+            self._blocks_N4 = self._on_device(self._blocks(heads // memory.heads))
+
+    def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        store(self._memory, layer, self._slots_T, keys_TKD, values_TKD)
+
+    def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
+        scale = self._memory.dim**-0.5
+        if self._by_kernel:
+            from trainer_backend.inference.paged_kernel import attend_blocks
+
+            return attend_blocks(self._memory, layer, queries_THD, self._tables, self._blocks_N4, scale)
+        ends_B = (self._firsts_B + self._counts_B).tolist()
+        parts = [
+            self._attend_row(layer, row, queries_THD[first:end], scale)
+            for row, (first, end) in enumerate(zip(self._firsts_B.tolist(), ends_B, strict=True))
+        ]
+        return torch.cat(parts)
+
+    def _attend_row(self, layer: int, row: int, q_QHD: Tensor, scale: float) -> Tensor:
+        """[Q, H, D] of one row, by torch."""
+        start, count = int(self._starts_B[row]), int(self._counts_B[row])
+        columns = np.arange(start + count)
+        slots = self._tables_BP[row, columns // PAGE].astype(np.int64) * PAGE + columns % PAGE
+        k_LKD, v_LKD = gather(self._memory, layer, self._on_device(slots))
+        visible_QL = torch.ones(count, start + count, dtype=torch.bool, device=q_QHD.device).tril(start)
+        q_HQD, k_KLD, v_KLD = (
+            tensor.transpose(0, 1)[None] for tensor in (q_QHD.to(k_LKD.dtype), k_LKD, v_LKD)
+        )
+        out_1HQD = scaled_dot_product_attention(
+            q_HQD, k_KLD, v_KLD, attn_mask=visible_QL, scale=scale, enable_gqa=True
+        )
+        return out_1HQD[0].transpose(0, 1)
+
+    def _blocks(self, group: int) -> NDArray[np.int32]:
+        """[N, 4] for `paged_kernel.attend_blocks`, those that see most keys first."""
+        from trainer_backend.inference.paged_kernel import block_rows
+
+        size = block_rows(self._memory, group) // group
+        blocks = [
+            (first + at, min(size, count - at), row, start + at)
+            for row, (first, count, start) in enumerate(
+                zip(self._firsts_B.tolist(), self._counts_B.tolist(), self._starts_B.tolist(), strict=True)
+            )
+            for at in range(0, count, size)
+        ]
+        return np.array(sorted(blocks, key=lambda block: -block[3]), dtype=np.int32)
+
+    def _on_device(self, numbers: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._memory.device)
