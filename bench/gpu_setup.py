@@ -38,17 +38,38 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amount of measurement: tokens of an update, rows and new tokens of the engine, timed rounds."""
+    """The amount of measurement.
+
+    tokens: of an update.
+    rows, contexts: of decode steps: every number of rows with every length of context.
+    new: timed decode steps.
+    rounds: timed updates, after one that is not.
+    least_mfu: of an update.
+    reserve_s: seconds that decode leaves to what comes after it.
+    served: requests, and tokens of each, of the engine that shares the device with the learner.
+    """
 
     tokens: int
     rows: tuple[int, ...]
-    prompt: int
+    contexts: tuple[int, ...]
     new: int
     rounds: int
+    least_mfu: float
+    reserve_s: float
+    served: tuple[int, int]
 
     @property
     def longest(self) -> int:
-        return self.prompt + self.new
+        return max(self.contexts) + self.new
+
+
+FULL = Plan(
+    tokens=16384, rows=(64, 16, 1), contexts=(1024, 288, 4096), new=32, rounds=3, least_mfu=0.35,
+    reserve_s=180.0, served=(8, 1024),
+)  # fmt: skip
+SMOKE = Plan(
+    tokens=512, rows=(4, 1), contexts=(112,), new=8, rounds=1, least_mfu=0.0, reserve_s=0.0, served=(8, 256)
+)
 
 
 def config_of(name: str, layers: int | None = None) -> Qwen3Config:
@@ -91,7 +112,7 @@ def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
     document = {
         "model": {"preset": "tiny-0.3m", "device": device},  # the model itself is handed over
         "inference": {
-            "max_model_len": plan.longest, "max_running": max(plan.rows), "kept_prefixes": 0,
+            "max_running": plan.served[0], "max_model_len": plan.served[1], "kept_prefixes": 0,
         },
         "training": training | {
             "update_passes": 1, "batch_decisions": 10**6, "row_tokens": plan.tokens,

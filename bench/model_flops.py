@@ -61,21 +61,34 @@ def layer_weights(shape: ModelShape) -> int:
     return shape.layers * (attention + 3 * shape.width * shape.mlp_width)
 
 
+def forward_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
+    """FLOPs of one forward pass over segments of these lengths.
+
+    Args:
+        sampled: tokens whose predictions are read.
+    """
+    return float(sum(_forward(shape, lengths, sampled)))
+
+
 def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
     """FLOPs of scoring segments of these lengths (a forward pass), and of one optimizer step over them.
 
     Args:
         sampled: tokens of all of them that are trained.
     """
+    base, attention, adapters = _forward(shape, lengths, sampled)
+    backward = (1 if shape.adapters else 2) * base + 2 * (attention + adapters)
+    return float(2 * (base + attention + adapters) + backward)
+
+
+def _forward(shape: ModelShape, lengths: Sequence[int], sampled: int) -> tuple[int, int, int]:
+    """Of the base's products, of attention, of adapters."""
     tokens = sum(lengths)
     last_mlp = 3 * shape.width * shape.mlp_width
     base = 2 * (layer_weights(shape) - last_mlp) * tokens
     base += 2 * (last_mlp + shape.vocabulary * shape.width) * sampled
     attention = 2 * shape.layers * shape.heads * shape.head_dim * sum(n * n for n in lengths)
-    adapters = 2 * shape.adapters * tokens
-    forward = base + attention + adapters
-    backward = (1 if shape.adapters else 2) * base + 2 * (attention + adapters)
-    return float(2 * forward + backward)
+    return base, attention, 2 * shape.adapters * tokens
 
 
 def decode_seconds(shape: ModelShape, peak: Peak, *, rows: int, cached: float) -> float:

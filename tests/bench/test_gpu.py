@@ -1,10 +1,15 @@
 """What needs a GPU is measured by code that runs everywhere, against limits that are counted right."""
 
+import json
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, model_flops
+from bench.gpu_report import Report, Task
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
@@ -27,12 +32,51 @@ def test_without_a_gpu_it_says_why_in_a_line_and_ends_well(capsys: pytest.Captur
     assert "not measured" in printed and "sees no GPU" in printed
 
 
-def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(capsys: pytest.CaptureFixture[str]):
-    assert gpu.main(["--smoke"]) == 0
+def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert gpu.main(["--smoke", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for kind in ("attention", "plan", "learner", "decode", "update", "memory"):
-        assert f"\n  {kind} " in printed
+    kinds = ["agreement", "attention", "decode", "iteration", "learner", "lora", "memory", "plan", "prefill"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert sorted({figure["kind"] for figure in written["figures"]}) == [*kinds, "update"]
+    assert all(f" {figure['line']}" in printed for figure in written["figures"])
+    assert written["missing"] == []
     assert "all weights; memory (cpu, float32)" in printed
+    decoded = [figure for figure in written["figures"] if figure["kind"] == "decode"]
+    assert {(figure["rows"], figure["context"]) for figure in decoded} == {(4, 112), (1, 112)}
+    # of five calls a cell the first computes its prompts, but for the last token of each
+    assert all(figure["reused"] > 0.9 for figure in decoded)
+
+
+def report_in(folder: Path, seconds: float = 100.0) -> Report:
+    return Report(folder / "gpu.json", {"device": "none"}, time.monotonic() + seconds)
+
+
+def test_a_figure_that_fails_costs_no_other_and_all_are_written(tmp_path: Path):
+    def broken() -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    report = report_in(tmp_path)
+    good = Task("update", "4b", 0.0, lambda: report.add("update", "4b", "fast", met=True, mfu=0.5))
+    report.measure([Task("decode", "4b", 0.0, broken), good])
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["figures"] == [{"kind": "update", "shape": "4b", "line": "fast", "met": True, "mfu": 0.5}]
+    assert written["missing"] == [
+        {"kind": "decode", "shape": "4b", "reason": "RuntimeError: CUDA out of memory"}
+    ]
+
+
+def test_what_has_no_time_left_is_not_begun(tmp_path: Path):
+    report = report_in(tmp_path, seconds=10.0)
+    report.measure([Task("iteration", "4b", 30.0, lambda: pytest.fail("begun"))])
+    assert [one["kind"] for one in report.missing] == ["iteration"]
+    assert report.met, "a missing figure misses no bound"
+
+
+def test_a_missed_bound_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = report_in(tmp_path)
+    report.add("update", "4b", "MFU 20%", met=False, missed="TOO SLOW")
+    assert not report.met
+    assert capsys.readouterr().out == "  4b    update     MFU 20% TOO SLOW\n"
 
 
 TWO_LAYERS = ModelShape(
@@ -46,6 +90,11 @@ def test_the_flops_of_an_update_worked_by_hand():
     # segments of 3 and 5 tokens, 2 of the 8 sampled: products 2 * ((1152 - 384) * 8 + (384 + 32 * 8) * 2),
     # attention 2 * 2 layers * 8 * (9 + 25) = 1088; scored once, then forward and twice that backward
     assert model_flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 4 * (14848 + 1088)
+
+
+def test_the_flops_of_a_prefill_worked_by_hand():
+    # as above, nothing read: products 2 * (1152 - 384) * 8
+    assert model_flops.forward_flops(TWO_LAYERS, [3, 5], sampled=0) == 12288 + 1088
 
 
 def test_adapters_save_the_gradient_of_the_base_and_of_nothing_else():

@@ -1,0 +1,170 @@
+"""The engine's figures of bench/gpu.py: decode and prefill beside what the device could do, and agreement."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bench.gpu_report import Report, timed
+from bench.gpu_setup import Plan, config_of, model_of
+from bench.model_flops import Peak, decode_seconds, forward_flops
+from shared_schemas.trajectory import Sampling
+from trainer_backend.core.collate import pack_segments
+from trainer_backend.core.memory import ModelShape
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import InferenceError
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.protocol import Generation
+from trainer_backend.learner.attention import BlockMask
+from trainer_backend.learner.capacity import model_shape
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.loading import copy_to_serve
+from trainer_backend.learner.scoring import Scorer
+
+# Of the bandwidth limit, by shape, rows and tokens of context.
+LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}
+# Between the learner's log-probs and the engine's, in nats.
+MOST_RMS_LOW, MOST_FLOAT32 = 2e-2, 1e-4
+PREFILL_TOKENS = 16384
+
+
+async def sampled(engine: LocalEngine, prompts: Sequence[Sequence[int]], new: int) -> list[Generation]:
+    """Sample so many tokens behind each prompt, all at once."""
+    calls = (
+        engine.generate(ids, Sampling(max_tokens=new, seed=i), request_id=str(i))
+        for i, ids in enumerate(prompts)
+    )
+    return list(await asyncio.gather(*calls))
+
+
+def random_prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
+    draw = random.Random(rows * 100_003 + length)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
+
+
+def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
+    """Decode and prefill of every number of rows and length of context, and the peak of memory.
+
+    The first call of a cell computes its prompts, and is the prefill. Later calls find them in the cache, and
+    differ by the steps between the first and the last token alone.
+    """
+    config = config_of(name)
+    shape = model_shape(config, None)
+    engine = LocalEngine(
+        copy_to_serve(model_of(config, placement.device), placement.held),
+        stop_ids=[],
+        limits=EngineLimits(slots=max(plan.rows), max_model_len=plan.longest, prefill_tokens=PREFILL_TOKENS),
+    )
+    engine.start()
+    try:
+        for context in plan.contexts:
+            for rows in plan.rows:
+                if report.left_s < plan.reserve_s:
+                    report.miss("decode", name, f"{rows} rows of {context}: no time left")
+                    continue
+                try:
+                    decode_figure(report, engine, name, shape, plan, peak, (rows, context))
+                except InferenceError as error:  # such as out of memory, with the most rows alone
+                    report.miss("decode", name, f"{rows} rows of {context}: {error}")
+        if placement.device.type == "cuda":
+            gib = torch.cuda.max_memory_allocated() / 2**30
+            report.add("memory", name, f"engine: peak {gib:.1f} GiB", engine_gib=gib)
+    finally:
+        engine.stop()
+
+
+def decode_figure(
+    report: Report,
+    engine: LocalEngine,
+    name: str,
+    shape: ModelShape,
+    plan: Plan,
+    peak: Peak,
+    cell: tuple[int, int],
+) -> None:
+    rows, context = cell
+    prompts = random_prompts(rows, context - plan.new // 2, shape.vocabulary)
+    cpu = torch.device("cpu")  # an answer is there when its numbers are
+
+    def run(new: int) -> float:
+        return timed(lambda: asyncio.run(sampled(engine, prompts, new)), cpu)
+
+    asyncio.run(sampled(engine, [ids[:8] for ids in prompts], 3))  # what is compiled or captured once
+    before = engine.counters.prompt_tokens_reused
+    cold, first = run(1), min(run(1), run(1))
+    step = (min(run(1 + plan.new), run(1 + plan.new)) - first) / plan.new
+    reused = (engine.counters.prompt_tokens_reused - before) / (4 * rows * len(prompts[0]))
+    limit = decode_seconds(shape, peak, rows=rows, cached=context)
+    least = LEAST_SHARE.get((name, rows, context))
+    report.add(
+        "decode",
+        name,
+        f"{rows:3d} rows of {context:5d}: {rows / step:7.0f} tokens/s, {1e3 * step:6.2f} ms a step, "
+        f"{limit / step:5.1%} of the bandwidth limit ({1e3 * limit:.2f} ms)"
+        + (f", least {least:.0%}" if least else ""),
+        met=None if least is None else limit / step >= least,
+        missed="TOO SLOW",
+        rows=rows, context=context, tokens_per_s=rows / step, step_s=step, limit_s=limit,
+        share_of_limit=limit / step, reused=reused,
+    )  # fmt: skip
+    tokens, seconds = rows * len(prompts[0]), max(cold - first, 1e-9)
+    mfu = forward_flops(shape, [len(prompts[0])] * rows, sampled=0) / (seconds * peak.flops)
+    report.add(
+        "prefill",
+        name,
+        f"{rows:3d} rows of {context:5d}: {tokens / seconds:7.0f} tokens/s, {seconds:.3f} s, MFU {mfu:.1%}",
+        rows=rows, context=context, tokens_per_s=tokens / seconds, mfu=mfu,
+    )  # fmt: skip
+
+
+def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> None:
+    """Log-probs of what an engine samples from the scorer's model, by the scorer."""
+    placement, vocabulary = scorer.placement, config_of(name).vocab_size
+    longest = plan.contexts[0]
+    engine = LocalEngine(
+        copy_to_serve(scorer.model, placement.held),
+        stop_ids=[],
+        limits=EngineLimits(slots=8, max_model_len=2 * longest),
+    )
+    engine.start()
+    prompts = [ids[: longest - 7 * i] for i, ids in enumerate(random_prompts(8, longest, vocabulary))]
+    results = asyncio.run(sampled(engine, prompts, plan.new))
+    engine.stop()
+    parts = [segment_of(i, *pair) for i, pair in enumerate(zip(prompts, results, strict=True))]
+    packed = pack_segments(parts, row_tokens=sum(map(len, parts)))
+    scorer.model.set_attn_implementation(scorer.attention.implementation)
+    with torch.no_grad():
+        learned_N = scorer.logprobs(packed)[0].double().cpu()
+    by_engine_N = torch.tensor([p for result in results for p in result.logprobs], dtype=torch.float64)
+    apart_N = (learned_N - by_engine_N).abs()
+    rms, most = float(apart_N.square().mean().sqrt()), float(apart_N.max())
+    is_low = placement.low is not None
+    found, bound = (rms, MOST_RMS_LOW) if is_low else (most, MOST_FLOAT32)
+    report.add(
+        "agreement",
+        name,
+        f"learner and engine in {str(placement.held).removeprefix('torch.')}: {rms:.1e} nats rms, {most:.1e} "
+        f"at most ({'rms' if is_low else 'the most'} may be {bound:g})",
+        met=found <= bound,
+        missed="TOO FAR",
+        precision=str(placement.held), rms=rms, most=most,
+    )  # fmt: skip
+
+
+def agreement_in_float32(report: Report, name: str, plan: Plan, placement: Placement) -> None:
+    model = model_of(config_of(name), placement.device)
+    agreement_figure(report, name, plan, Scorer(model, replace(placement, low=None), BlockMask(), 1024))
+
+
+def segment_of(number: int, prompt: Sequence[int], result: Generation) -> Segment:
+    length, new = len(prompt) + len(result.token_ids), len(result.token_ids)
+    return Segment(
+        rollout_id=f"r{number}",
+        token_ids=(*prompt, *result.token_ids),
+        decision=(CONTEXT,) * len(prompt) + (0,) * new,
+        logprobs=(0.0,) * len(prompt) + result.logprobs,
+        versions=(0,) * length,
+        temperatures=(1.0,) * length,
+    )
