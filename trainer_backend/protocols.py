@@ -167,6 +167,9 @@ class InferenceServer(Protocol):
     async def publish(self, policy_version: int) -> None:
         """Serve the learner's weights from now on, under this version; no request is lost."""
 
+    async def release(self) -> None:
+        """Free the memory that it shares with the learner, because nothing is sampled for a while."""
+
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work that uses the server, and return its result; the work has ended in any case.
 

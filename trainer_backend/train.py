@@ -174,6 +174,8 @@ class Iteration:
         branches = await self._collect("branches", new)  # 4 to 6
         if branches is None:
             return False
+        if not self._planner.table.max_staleness:  # else later iterations are being collected
+            await run.server.release()
         with run.timeline.working("learn") as span:
             self._rounds.append(collection)
             self._branches.append(branches)

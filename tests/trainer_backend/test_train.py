@@ -63,8 +63,13 @@ class Server:
 
     def __init__(self) -> None:
         self._looked_at = 0
+        self.calls: list[str] = []
 
-    async def publish(self, policy_version: int) -> None: ...
+    async def publish(self, policy_version: int) -> None:
+        self.calls.append(f"publish {policy_version}")
+
+    async def release(self) -> None:
+        self.calls.append("release")
 
     async def while_serving(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
@@ -309,6 +314,17 @@ async def test_rollouts_are_only_kept_for_a_start_that_would_have_their_weights_
     # After 0 and 2 there is a checkpoint; a spool begins with its first rollout, so each is seen one later.
     assert spools == [[], [first], [], [third]]
     assert not list(run.directory.rollouts.glob("*.spool.jsonl"))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_the_servers_memory_is_free_for_the_learner_unless_it_collects_ahead(
+    tmp_path: Path, staleness: int
+):
+    run = run_of(tmp_path, training__iterations=2, training__max_staleness=staleness)
+    await train(run, Progress(0, 0, 0), asyncio.Event())
+    assert isinstance(run.server, Server)
+    between = [] if staleness else ["release"]
+    assert run.server.calls == ["publish 0", *between, "publish 1", *between, "publish 2"]
 
 
 async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):

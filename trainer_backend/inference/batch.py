@@ -5,13 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from trainer_backend.inference.cache import RowCache
+from trainer_backend.inference.columns import Columns
+from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits, Step
+from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import SampledToken
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.runner import runner_of
+from trainer_backend.inference.runner import Runner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.layout import refuse_unsupported_attention
 
@@ -23,20 +26,35 @@ class RunningBatch:
     (out of memory) changes nothing and may be repeated.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int, kept_prefixes: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_len: int,
+        kept_prefixes: int = 0,
+        pages: PageLimits = BY_DEVICE,
+    ) -> None:
         refuse_unsupported_attention(model.config, longest=max_len)
         self.max_len = max_len
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
-        self._columns = _Columns()
+        self._columns = Columns()
         self._settings: RowSettings | None = None  # made when the rows have changed
-        self._runner = runner_of(model, slots=slots, max_len=max_len)
-        self._cache = self._runner.cache
+        self._runner = runner_of(model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages)
+        self._cache: RowCache = self._runner.cache
         self.prefixes = Prefixes(self._cache, most=kept_prefixes)
+        self._is_full = False
 
     @property
     def free_slots(self) -> int:
-        return self._cache.slots - len(self.rows)
+        """Rows for new requests: none after `wait`, until a row ends."""
+        return 0 if self._is_full else self._cache.slots - len(self.rows)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a request that does not fit now may fit later: its room is that of rows that end."""
+        return isinstance(self._runner, PagedRunner)
 
     def to_prefill(self, request: Request) -> int:
         """Return how many of a prompt's tokens would need computation if it joined now."""
@@ -50,20 +68,51 @@ class RunningBatch:
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
         in_order = sorted(requests, key=lambda request: _by_remainder(request, matches[request].length))
-        self._cache.reserve(1 + max(request.cached for request in requests))
-        for row, request in enumerate(in_order, start=len(self.rows)):
-            request.reused = self.prefixes.fill(matches[request], row)
-        self._runner.prefill(in_order, first_row=len(self.rows))
+        first_row = len(self.rows)
+        try:
+            for row, request in enumerate(in_order, start=first_row):
+                request.reused = self.prefixes.fill(matches[request], row, room=1 + request.cached)
+            self._runner.prefill(in_order, first_row=first_row)
+        except RuntimeError:
+            for row in range(first_row, first_row + len(in_order)):
+                self._cache.close_row(row)
+            raise
         for request in in_order:
             self.prefixes.runs(request.prefix, row=len(self.rows))
             self._columns.set(len(self.rows), request)
             self.rows.append(request)
         self._settings = None
 
-    def step(self) -> "SampledTokens":
-        """Feed each row its next token; return the sampled next tokens, row by row."""
+    def step(self) -> "SampledTokens | None":
+        """Feed rows their next tokens; return the sampled next tokens.
+
+        By pages, those of the step before: None for none. Rows that have ended meanwhile may be among them.
+        """
+        if isinstance(self._runner, PagedRunner):
+            return self._read(self._runner.step(self.rows, self._columns))
+        return self._step_now(self._runner)
+
+    def settle(self) -> "SampledTokens | None":
+        """Return the tokens of the step that is under way, if there is one."""
+        return self._read(self._runner.settle()) if isinstance(self._runner, PagedRunner) else None
+
+    def _read(self, step: Step | None) -> "SampledTokens | None":
+        if step is None:
+            return None
+        host = step.launched.read()
+        masses = host[:, 2].tolist()
+        truncates = any(request.sampling.is_truncated for request in step.requests)
+        return SampledTokens(
+            step.requests,
+            host[:, 0].astype(np.int64).tolist(),
+            host[:, 1].tolist(),
+            step.likeliest,
+            _lost_masses(step.requests, masses) if truncates else None,
+        )
+
+    def _step_now(self, runner: Runner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
-        logits_BV = self._runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
+        logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
             self._settings = self._row_settings()
         uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
@@ -73,18 +122,22 @@ class RunningBatch:
         host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B]).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
-        columns.advance(host[0])
+        columns.ids[:count] = host[0]
+        columns.advance(slice(count))
         return SampledTokens(
+            list(self.rows),
             host[0].astype(np.int64).tolist(),
             host[1].tolist(),
             tops,
-            None if draw.mass_B is None else self._lost_masses(host[2].tolist()),
+            None if draw.mass_B is None else _lost_masses(self.rows, host[2].tolist()),
         )
 
     def drop(self, index: int) -> None:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
         request = self.rows[index]
         self.prefixes.ends(request.prefix, index, request.cached_ids())
+        self._cache.close_row(index)
+        self._is_full = False
         last = self.rows.pop()
         self._settings = None
         if index < len(self.rows):
@@ -92,6 +145,35 @@ class RunningBatch:
             self._columns.move(len(self.rows), index)
             self.rows[index] = last
             self.prefixes.move(last.prefix, index)
+
+    def wait(self) -> None:
+        """Let no request join before a row has ended."""
+        self._is_full = bool(self.rows)
+
+    def preempt(self) -> Request | None:
+        """Free the row of the youngest request, which can be computed again; None if it is alone."""
+        index = victim([request.arrival for request in self.rows])
+        if index is None:
+            return None
+        request = self.rows[index]
+        self.prefixes.unshare(request.prefix)
+        self.drop(index)
+        request.begin_again()
+        self.wait()
+        return request
+
+    def release(self) -> list[Request]:
+        """Free all memory of a cache in pages; return the requests that ran, which can be computed again."""
+        if not isinstance(self._runner, PagedRunner):
+            return []
+        self._runner.settle()
+        self.prefixes.forget(row.prefix for row in self.rows)
+        requests = list(self.rows)
+        for request in requests:
+            self.drop(len(self.rows) - 1)
+            request.begin_again()
+        self._runner.cache.release()
+        return requests
 
     def drop_invalid(self, index: int) -> None:
         """Free a row with numbers that are not finite, and share none of it."""
@@ -111,21 +193,23 @@ class RunningBatch:
             device=self._draws_on,
         )
 
-    def _lost_masses(self, masses: list[float]) -> list[float | None]:
-        """Return what truncation removed from each row; None for rows that it does not touch."""
-        return [
-            max(0.0, 1.0 - mass) if row.sampling.is_truncated and row.sampling.temperature > 0.0 else None
-            for row, mass in zip(self.rows, masses, strict=True)
-        ]
+
+def _lost_masses(rows: Sequence[Request], masses: list[float]) -> list[float | None]:
+    """Return what truncation removed from each row; None for rows that it does not touch."""
+    return [
+        max(0.0, 1.0 - mass) if row.sampling.is_truncated and row.sampling.temperature > 0.0 else None
+        for row, mass in zip(rows, masses, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One sampled token of each row, by columns: an object for each would cost more than the sampling.
+    """One sampled token of each of some requests, by columns: objects would cost more than the sampling.
 
     `likeliest` and `lost_masses` (see `SampledToken`) are None where no row has any.
     """
 
+    requests: list[Request]
     ids: list[int]
     logprobs: list[float]
     likeliest: list[tuple[tuple[int, float], ...]] | None
@@ -139,32 +223,6 @@ class SampledTokens:
             self.likeliest[row] if self.likeliest else (),
             self.lost_masses[row] if self.lost_masses else None,
         )
-
-
-class _Columns:
-    """What a step reads of the requests, by rows, so that no step builds it from the requests anew."""
-
-    def __init__(self) -> None:
-        self.ids, self.cached = np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64)
-        self.keys, self.counters = np.zeros(64, dtype=np.uint64), np.zeros(64, dtype=np.uint64)
-
-    def set(self, row: int, request: Request) -> None:
-        if row == len(self.ids):
-            self.ids, self.cached = np.resize(self.ids, 2 * row), np.resize(self.cached, 2 * row)
-            self.keys, self.counters = np.resize(self.keys, 2 * row), np.resize(self.counters, 2 * row)
-        self.ids[row], self.cached[row] = request.prompt_ids[-1], request.cached
-        self.keys[row], self.counters[row] = request.key, len(request.token_ids)
-
-    def move(self, source: int, target: int) -> None:
-        for column in (self.ids, self.cached, self.keys, self.counters):
-            column[target] = column[source]
-
-    def advance(self, ids_B: NDArray[np.float64]) -> None:
-        """Each row has one token more in the cache, and feeds the next id."""
-        count = len(ids_B)
-        self.ids[:count] = ids_B
-        self.cached[:count] += 1
-        self.counters[:count] += np.uint64(1)
 
 
 def drawing_device(device: torch.device) -> torch.device:

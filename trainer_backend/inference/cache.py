@@ -1,17 +1,56 @@
 """Keys and values of all running requests: one row per request, no gaps, positions per row.
 
-A row holds its tokens from position 0, padded on the right. Data beyond a row's length is garbage that no
-mask shows and that later tokens overwrite. So rows can be added, moved and removed without clearing.
+In a `SlotCache` a row holds its tokens from position 0, padded on the right. Data beyond a row's length is
+garbage that no mask shows and that later tokens overwrite. So rows can be added, moved and removed without
+clearing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 FIRST_CAPACITY = 128
+
+
+class RowCache(Protocol):
+    """What the running batch and its prefixes ask of a cache. Out of memory is a RuntimeError that says so.
+
+    A row is opened, with room for so many tokens, before anything is written in it. If that raises, the row
+    is not open.
+    """
+
+    slots: int
+
+    def open_row(self, row: int, *, room: int) -> None:
+        """Open a row without tokens."""
+
+    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
+        """Open a row that begins with the first `length` tokens of an open row."""
+
+    def copy_in(self, copy: Any, target: int, length: int, *, room: int) -> None:
+        """Open a row that begins with the first `length` tokens of a copy."""
+
+    def copy_out(self, row: int, length: int) -> Any:
+        """Keep a row's first `length` tokens beyond its end; return the copy."""
+
+    def drop_copy(self, copy: Any) -> None:
+        """Forget a copy."""
+
+    def on_shortage(self, evict: Callable[[], bool]) -> None:
+        """Let the cache drop copies for room by itself; `evict` drops one and returns False for none."""
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Let `target`, which is closed, be the row `source`, of `length` tokens."""
+
+    def close_row(self, row: int) -> None:
+        """Free a row, if it is open."""
+
+    def clear_row(self, row: int) -> None:
+        """Make a row with numbers that are not finite harmless for the next one in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +98,22 @@ class SlotCache(Cache):
         self._rows_B1 = torch.arange(first_row, first_row + rows, device=positions_BQ.device)[:, None]
         self._visible = visible
 
+    def open_row(self, row: int, *, room: int) -> None:
+        self.reserve(room)
+
+    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
+        self.reserve(room)
+        self.move_row(source, target, length)
+
+    def close_row(self, row: int) -> None:
+        """A row's memory is its own."""
+
+    def on_shortage(self, evict: Callable[[], bool]) -> None:
+        """Copies are outside the rows' memory."""
+
+    def drop_copy(self, copy: RowCopy) -> None:
+        """A copy is freed with the last reference to it."""
+
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy a row's first `length` positions to another row, to close a gap or share a prompt."""
         for tensor in (*self._keys, *self._values):
@@ -77,8 +132,9 @@ class SlotCache(Cache):
         )
         return RowCopy(keys, values)
 
-    def copy_in(self, copy: RowCopy, target: int, length: int) -> None:
+    def copy_in(self, copy: RowCopy, target: int, length: int, *, room: int) -> None:
         """Write the first `length` positions of a copy into a row."""
+        self.reserve(room)
         for tensor, old in zip((*self._keys, *self._values), (*copy.keys, *copy.values), strict=True):
             tensor[target, :, :length] = old[:, :length]
 

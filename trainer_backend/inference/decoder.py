@@ -196,6 +196,10 @@ class Decoder:
     def heads(self) -> Heads:
         return self._layers[0].heads
 
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""
         residual_TW, rotation = self._embedded(ids_T), self._rotation(positions_T)

@@ -4,11 +4,12 @@ Each turn of the thread admits waiting requests in order of arrival (a bounded n
 running ones), prefills them together, and makes one decode step for all. Results go to the event loop of the
 caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
 
-A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). Out of memory
-ends only the requests that did not fit.
+A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). On CUDA the
+cache is in pages (`paged_runner`), a step is a CUDA graph, and its tokens are read while the next one runs; a
+request that does not fit waits. Elsewhere a row reserves its whole length, and out of memory ends the
+requests that did not fit.
 
-Left out: CUDA graphs, paged memory (a row reserves its whole length), a compiled decode (compiling takes
-longer than many a run's first iteration), speculative decoding.
+Left out: a compiled decode (compiling takes longer than many a run's first iteration), speculative decoding.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
+from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.weights import copy_weights, read_weights
@@ -42,6 +44,9 @@ class EngineLimits:
     that begin like them; each takes at most what a slot takes. A conversation whose environment works needs
     one, so None keeps as many as there are slots; 0 keeps none and computes every prompt anew.
 
+    `paged` None has the cache in pages where there are kernels for it, on CUDA; False never has. Pages are
+    allocated as they are needed, up to that size or to `cache_bytes`, and one longest request always fits.
+
     `max_model_len` None takes the model's `max_position_embeddings`. `torch_threads` is set on the engine's
     thread; torch applies the last such number to threads that start computing later, so a learner on its own
     thread sets its own.
@@ -49,6 +54,8 @@ class EngineLimits:
 
     slots: int = 64
     kept_prefixes: int | None = None
+    paged: bool | None = None
+    cache_bytes: int | None = None
     max_model_len: int | None = None
     prefill_tokens: int = 2048
     max_waiting: int = 4096
@@ -91,6 +98,7 @@ class LocalEngine:
                 kept_prefixes=self.limits.slots
                 if self.limits.kept_prefixes is None
                 else self.limits.kept_prefixes,
+                pages=PageLimits(self.limits.paged, self.limits.cache_bytes),
             ),
             self._inbox,
             stop_ids=frozenset(stop_ids),
@@ -152,6 +160,10 @@ class LocalEngine:
     async def probe(self) -> None:
         """Return once the engine's thread is between two steps."""
         await self._wait_for(self._inbox.command(lambda: None))
+
+    async def release(self) -> None:
+        """Give a cache in pages back to the device; requests that run wait, and are computed again."""
+        await self._wait_for(self._inbox.command(self._worker.release))
 
     async def abort(self, request_id: str) -> bool:
         return self._inbox.abort(request_id)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 
 from trainer_backend.errors import BadChatRequest, EngineBusy, EngineStopped, InferenceError
 from trainer_backend.inference.request import Request
@@ -44,6 +45,7 @@ class Inbox:
         self._change = threading.Condition()
         self._queue: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
+        self._arrivals = count()
         self._aborts: set[str] = set()
         self._commands: list[Order] = []
         self._swaps: list[Order] = []
@@ -68,6 +70,7 @@ class Inbox:
                 raise BadChatRequest(f"request id {request.request_id!r} is in use", where="request_id")
             if len(self._queue) >= self._max_waiting:
                 raise EngineBusy(f"{len(self._queue)} requests wait already", hint="Try again later.")
+            request.arrival = next(self._arrivals)
             self._requests[request.request_id] = request
             self._queue.append(request)
             self._change.notify()
@@ -149,6 +152,12 @@ class Inbox:
                     break
                 newcomers.append(self._queue.popleft())
         return newcomers
+
+    def put_back(self, request: Request) -> None:
+        """Let a request that was admitted wait once more, before those that came after it."""
+        with self._change:
+            place = sum(other.arrival < request.arrival for other in self._queue)
+            self._queue.insert(place, request)
 
     def forget(self, requests: Iterable[Request]) -> None:
         with self._change:

@@ -8,9 +8,9 @@ hashes are always compared.
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trainer_backend.inference.cache import RowCopy, SlotCache
+from trainer_backend.inference.cache import RowCache
 from trainer_backend.models.folder import is_out_of_memory
 
 BLOCK = 32
@@ -20,14 +20,14 @@ SHORTEST_PREFIX = 3 * BLOCK
 
 
 class Prefix:
-    """Ids and the place of their keys and values: a row of the cache, a copy of one, or None."""
+    """Ids and the place of their keys and values: a row of the cache, a copy that it made of one, or None."""
 
     __slots__ = ("block_keys", "ids", "place")
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids = list(ids)
         self.block_keys = list(block_keys(self.ids)) if len(self.ids) >= SHORTEST_PREFIX else []
-        self.place: int | RowCopy | None = None
+        self.place: Any = None
 
 
 def block_keys(ids: Sequence[int]) -> Iterator[int]:
@@ -91,8 +91,9 @@ class Prefixes:
     `most` more slots. With `most` 0 nothing is reused, not even running rows. Belongs to the engine thread.
     """
 
-    def __init__(self, cache: SlotCache, *, most: int) -> None:
+    def __init__(self, cache: RowCache, *, most: int) -> None:
         self._cache = cache
+        cache.on_shortage(self.drop_oldest)
         self._most = most
         self._index = PrefixIndex()
         self._copies: dict[Prefix, None] = {}  # least recently used first
@@ -110,17 +111,17 @@ class Prefixes:
         """Find the cached prefix that shares the most first tokens."""
         return self._index.longest(target)
 
-    def fill(self, match: Match, row: int) -> int:
-        """Copy a matching prefix into a row; return its number of tokens."""
-        if match.prefix is None:
+    def fill(self, match: Match, row: int, *, room: int) -> int:
+        """Open a row for `room` tokens, with a matching prefix; return the prefix's number of tokens."""
+        place = None if match.prefix is None else match.prefix.place
+        if match.prefix is None or place is None:  # it may have made room for a row that was opened before
+            self._cache.open_row(row, room=room)
             return 0
-        place = match.prefix.place
-        if isinstance(place, RowCopy):
-            self._cache.copy_in(place, row, match.length)
-            self._touch(match.prefix)
+        if isinstance(place, int):
+            self._cache.share_row(place, row, match.length, room=room)
         else:
-            assert place is not None, "a prefix without a place is not in the index"
-            self._cache.move_row(place, row, match.length)
+            self._touch(match.prefix)
+            self._cache.copy_in(place, row, match.length, room=room)
         return match.length
 
     def runs(self, prefix: Prefix, row: int) -> None:
@@ -147,10 +148,17 @@ class Prefixes:
             self._index.remove(prefix)
             prefix.place = None
 
+    def drop_oldest(self) -> bool:
+        """Drop the least recently used copy; return False if there is none."""
+        if self._copies:
+            self._drop(next(iter(self._copies)))
+            return True
+        return False
+
     def drop_copies(self) -> None:
         """Free the memory of all copies."""
-        for prefix in list(self._copies):
-            self._drop(prefix)
+        while self.drop_oldest():
+            pass
 
     def forget(self, prefixes: Iterable[Prefix]) -> None:
         """Forget everything computed so far: no row seeds a later request or is copied at its end."""
@@ -167,7 +175,7 @@ class Prefixes:
             if length == len(base.ids):
                 self._drop(base)  # the new one contains it
         if len(self._copies) >= self._most:
-            self._drop(next(iter(self._copies)))
+            self.drop_oldest()
         try:
             new.place = self._cache.copy_out(row, len(new.ids))
         except RuntimeError as error:
@@ -185,4 +193,5 @@ class Prefixes:
     def _drop(self, prefix: Prefix) -> None:
         del self._copies[prefix]
         self._index.remove(prefix)
+        self._cache.drop_copy(prefix.place)
         prefix.place = None

@@ -22,7 +22,7 @@ class Request:
 
     `cached` counts the tokens with keys and values in the cache; `next_token` is the one that the next step
     feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token. `prefix`
-    are those n - 1 tokens; `reused` of them needed no prefill.
+    are those n - 1 tokens; `reused` of them needed no prefill. `arrival` is its number in order of arrival.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    arrival: int = 0
     prefix: Prefix = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,6 +46,15 @@ class Request:
         self.key = stream_key(seed, self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
         self.prefix = Prefix(self.prompt_ids[:-1])
+
+    @property
+    def last_id(self) -> int:
+        """The token that the next step feeds."""
+        return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
+
+    def begin_again(self) -> None:
+        """Prepare to wait for a row once more: what was sampled is computed then as a prompt is."""
+        self.prefix = Prefix(self.cached_ids())
 
     def take(self, token: int, logprob: float) -> None:
         """Record the token that a step sampled, after feeding the one before it."""
@@ -59,6 +69,8 @@ class Request:
     def set_version(self, version: int) -> None:
         """Record that `version` samples from the next token on."""
         first_token = len(self.token_ids)
+        if self.versions and self.versions[-1][1] == version:
+            return
         if self.versions and self.versions[-1][0] == first_token:
             self.versions.pop()
         self.versions.append((first_token, version))
@@ -70,7 +82,7 @@ class Request:
             finish_reason=finish_reason,
             versions=tuple(self.versions),
             stop_string=stop_string,
-            prompt_tokens_reused=self.reused,
+            prompt_tokens_reused=min(self.reused, len(self.prompt_ids)),
             likeliest=tuple(self.likeliest),
         )
 

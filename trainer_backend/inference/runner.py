@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
+from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.precision import tokens_for
@@ -49,9 +50,17 @@ class Runner(Protocol):
         """Compute with the model's new weights from now on."""
 
 
-def runner_of(model: PreTrainedModel, *, slots: int, max_len: int) -> Runner:
-    """Return the runner of a model; where it is not our decoder's, the log says why."""
+def runner_of(
+    model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
+) -> "Runner | PagedRunner":
+    """Return the runner of a model; where it is not our decoder's, the log says why.
+
+    Args:
+        kept: the most kept prefixes.
+    """
     reason = unsupported_because(model)
+    if reason is None and pages.wanted_on(model.device):
+        return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)
     if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
     log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason)
@@ -88,7 +97,7 @@ class DecoderRunner:
     def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         starts_B = np.array([request.reused for request in requests])
         counts_B = np.array([request.cached for request in requests]) - starts_B
-        rests = (request.prompt_ids[request.reused : -1] for request in requests)
+        rests = (request.cached_ids()[request.reused :] for request in requests)
         ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
         attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
         self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)

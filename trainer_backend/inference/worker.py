@@ -26,11 +26,13 @@ class EngineCounters:
     """Totals since the start, for metrics; only the engine thread writes them.
 
     Attributes:
+        preempted: rows that were freed for older requests; theirs waited, and were computed again.
         truncated_tokens: sampled tokens under top_p or top_k.
         lost_mass: sum of the probability that truncation removed from them.
     """
 
     requests: int = 0
+    preempted: int = 0
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     sampled_tokens: int = 0
@@ -79,7 +81,10 @@ class EngineWorker:
             order.carry_out()
         # A paused batch never drains, so a pause lets the swap through.
         if self.paused or not self.batch.rows:
-            for order in self.inbox.take_swaps():
+            swaps = self.inbox.take_swaps()
+            if swaps:
+                deliver(self._taken(self.batch.settle()))  # under the weights that have sampled it
+            for order in swaps:
                 order.carry_out()
         deliver(self._end_aborts())
         if self.paused:
@@ -102,6 +107,12 @@ class EngineWorker:
         for request in self.batch.rows:
             request.set_version(version)
 
+    def release(self) -> None:
+        """Give the memory of a cache in pages back; requests that ran wait, and are computed again."""
+        deliver(self._taken(self.batch.settle()))
+        for request in self.batch.release():
+            self.inbox.put_back(request)
+
     def _join(self, newcomers: list[Request]) -> None:
         if not newcomers:
             return
@@ -112,15 +123,20 @@ class EngineWorker:
             self._with_room(lambda: self.batch.join(newcomers), f"prefilling a prompt of {longest} tokens")
         except EngineOutOfMemory as error:
             if len(newcomers) == 1:
-                self._give_up(newcomers, error)
+                if self.batch.can_wait and self.batch.rows:
+                    self.batch.wait()
+                    self.inbox.put_back(newcomers[0])
+                else:
+                    self._give_up(newcomers, error)
                 return
             # One by one: a short prompt must not fail together with a long one.
             for request in newcomers:
                 self._join([request])
             return
         for request in newcomers:
-            self.counters.prompt_tokens += len(request.prompt_ids)
-            self.counters.prompt_tokens_reused += request.reused
+            if not request.token_ids:  # else it has joined before
+                self.counters.prompt_tokens += len(request.prompt_ids)
+                self.counters.prompt_tokens_reused += request.reused
 
     def _end_aborts(self) -> list[tuple[Request, Outcome]]:
         requests = self.inbox.take_aborts()
@@ -132,41 +148,51 @@ class EngineWorker:
         return [(request, request.generation("abort")) for request in requests]
 
     def _step(self) -> list[tuple[Request, Outcome]]:
-        sampled = self._sample()
         self.counters.steps += 1
+        return self._taken(self._sample())
+
+    def _taken(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
+        """Record sampled tokens, and end the requests whose last they are."""
         if sampled is None:
             return []
-        self.counters.sampled_tokens += len(sampled.ids)
-        lost = [mass for mass in sampled.lost_masses or () if mass is not None]
-        self.counters.truncated_tokens += len(lost)
-        self.counters.lost_mass += sum(lost)
         outcomes: list[tuple[Request, Outcome]] = []
-        finished: list[Request] = []
-        # Backwards: dropping a row moves the last one, which is done already, into its place.
-        for index in reversed(range(len(sampled.ids))):
-            request = self.batch.rows[index]
-            end = self._take(request, sampled, index)
-            if end is None:
-                if request.extras.on_token is not None:
-                    outcomes.append((request, sampled.token(index)))
+        ended: list[tuple[Request, Generation | InferenceError]] = []
+        running = set(self.batch.rows)
+        for index, request in enumerate(sampled.requests):
+            if request not in running:  # it has ended since this step was launched
                 continue
+            end = self._take(request, sampled, index)
+            if end is not None:
+                ended.append((request, end))
+            elif request.extras.on_token is not None:
+                outcomes.append((request, sampled.token(index)))
+        # Only now: dropping a row moves another one, whose token must have been taken.
+        for request, end in ended:
+            row = self.batch.rows.index(request)
             if isinstance(end, InferenceError):
-                self.batch.drop_invalid(index)
+                self.batch.drop_invalid(row)
             else:
-                self.batch.drop(index)
-            outcomes.append((request, end))
-            finished.append(request)
-        if finished:
-            self.inbox.forget(finished)
-            self.counters.requests += len(finished)
-        return outcomes
+                self.batch.drop(row)
+        if ended:
+            self.inbox.forget(request for request, _ in ended)
+        self.counters.requests += len(ended)
+        return [*outcomes, *ended]
 
     def _sample(self) -> SampledTokens | None:
-        """Decode one step; if memory runs out, drop the longest request and repeat. None: none is left."""
+        """Decode one step; if memory runs out, free a row and repeat. None: nothing was due, or none is left.
+
+        By pages it is the row of the youngest request, which waits and is computed again. Else the longest
+        request ends: its length alone decides how much memory all rows take.
+        """
         while self.batch.rows:
             try:
                 return self._with_room(self.batch.step, "decoding")
             except EngineOutOfMemory as error:
+                waiting = self.batch.preempt() if self.batch.can_wait else None
+                if waiting is not None:
+                    self.counters.preempted += 1
+                    self.inbox.put_back(waiting)
+                    continue
                 longest = max(self.batch.rows, key=lambda request: request.cached)
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
@@ -192,6 +218,11 @@ class EngineWorker:
     def _take(self, request: Request, sampled: SampledTokens, row: int) -> Generation | InferenceError | None:
         """Record a row's sampled token; return the outcome if it was the last, else None."""
         token, logprob = sampled.ids[row], sampled.logprobs[row]
+        self.counters.sampled_tokens += 1
+        lost = None if sampled.lost_masses is None else sampled.lost_masses[row]
+        if lost is not None:
+            self.counters.truncated_tokens += 1
+            self.counters.lost_mass += lost
         if not math.isfinite(logprob):
             return InferenceError(
                 f"the weights of policy version {self.version} give logits that are not finite"

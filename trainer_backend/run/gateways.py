@@ -64,6 +64,9 @@ class Gateways:
             await self._servers.start(version.model)
         await self.while_serving(self._load(version))
 
+    async def release(self) -> None:
+        """Engines of other processes keep their memory, which the plan counts."""
+
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
 

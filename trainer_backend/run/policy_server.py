@@ -19,7 +19,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, ServerThread
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import JobError
+from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
@@ -55,6 +55,9 @@ class Source(Protocol):
     async def publish(self, policy_version: int) -> None:
         """As `protocols.InferenceServer` has it."""
 
+    async def release(self) -> None:
+        """As `protocols.InferenceServer` has it."""
+
     def totals(self) -> Mapping[str, float]:
         """The engine's counts since the start."""
 
@@ -75,6 +78,10 @@ class LocalActor:
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the engine between two requests."""
         await self.engine.load_weights(policy_version, self._learner.weights())
+
+    async def release(self) -> None:
+        with suppress(EngineStopped):  # whoever needs the engine hears of it; an update does not
+            await self.engine.release()
 
     def totals(self) -> dict[str, float]:
         return asdict(self.engine.counters)
@@ -119,6 +126,9 @@ class ActorServer:
 
     async def publish(self, policy_version: int) -> None:
         await self._source.publish(policy_version)
+
+    async def release(self) -> None:
+        await self._source.release()
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)

@@ -59,6 +59,9 @@ class ReplicaPublisher:
         """Report each replica, and each change of one from now on."""
         self.engine.watch(shown_by(reporter.process))
 
+    async def release(self) -> None:
+        """Its servers have memory of their own."""
+
     async def look_after(self) -> None:
         """Bring lost replicas back, until it is cancelled; then servers of the run end."""
         try:

@@ -113,11 +113,11 @@ def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     cache = filled_cache()
     prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
     prefixes.runs(held, 2)
-    assert prefixes.fill(prefixes.find(held), 0) == 100
+    assert prefixes.fill(prefixes.find(held), 0, room=200) == 100
     row = cache.copy_out(0, 101)
     assert row.keys[1][:, :100].unique().tolist() == [2.0] and row.keys[1][:, 100].unique().tolist() == [0.0]
     prefixes.ends(held, 2, ids(100))
-    assert prefixes.fill(prefixes.find(held), 1) == 100
+    assert prefixes.fill(prefixes.find(held), 1, room=200) == 100
     assert cache.copy_out(1, 100).values[0].unique().tolist() == [-2.0]
 
 
@@ -125,7 +125,7 @@ def test_the_least_recently_used_prefix_goes_first():
     prefixes = Prefixes(filled_cache(), most=2)
     for seed in (0, 1):
         run_and_end(prefixes, seed, ids(100, seed), [])
-    prefixes.fill(prefixes.find(Prefix(ids(100, seed=0))), 3)  # used: now 1 is the oldest
+    prefixes.fill(prefixes.find(Prefix(ids(100, seed=0))), 3, room=200)  # used: now 1 is the oldest
     run_and_end(prefixes, 2, ids(100, seed=2), [])
     assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100] and prefixes.copies == 2
 

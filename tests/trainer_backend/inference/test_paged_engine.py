@@ -1,0 +1,205 @@
+"""The engine by pages, a step late: the contract of the other tests, and what is scarce here.
+
+On a CPU steps run without graphs, in the same buffers and the same order.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import assert_equal_to_naive
+from tests.trainer_backend.inference.test_engine_exactness import (  # noqa: F401
+    mixed_requests,
+    test_a_stop_token_ends_the_generation_and_is_its_last_token,
+    test_greedy_equals_transformers_own_generate,
+    test_the_same_holds_for_grouped_query_attention_of_another_family,
+    test_the_same_holds_when_slots_are_few_and_prefills_are_cut,
+    test_the_same_seed_gives_the_same_tokens_whatever_the_neighbours,
+    test_tokens_and_logprobs_equal_an_unbatched_loop_when_requests_join_at_different_times,
+)
+from tests.trainer_backend.inference.test_engine_scheduling import (  # noqa: F401
+    test_a_cancelled_call_leaves_the_engine,
+    test_a_late_request_is_served_while_long_ones_keep_running,
+    test_an_aborted_request_returns_what_it_has,
+    test_stopping_ends_waiting_and_running_requests_with_the_reason,
+)
+from tests.trainer_backend.inference.test_engine_weights import (  # noqa: F401
+    test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tell_where,
+    test_nothing_that_is_not_finite_stays_in_the_cache,
+    test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names,
+    test_weights_that_are_not_finite_give_an_error_and_not_a_token,
+)
+from tests.trainer_backend.inference.test_prefix_reuse import (  # noqa: F401
+    test_a_conversation_goes_on_from_its_last_turn,
+    test_a_late_sibling_copies_from_the_one_that_still_runs,
+    test_a_request_that_runs_through_a_swap_is_copied_by_nobody,
+    test_a_shared_system_message_is_computed_once,
+    test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_would,
+    test_new_weights_make_all_that_was_kept_worthless,
+    test_siblings_that_come_together_share_one_prefill,
+)
+from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F401
+    test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
+)
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.page_memory import page_bytes
+from trainer_backend.inference.pages import PAGE
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.static_step import buckets
+from trainer_backend.models import build_preset
+
+StartEngine = Callable[..., LocalEngine]
+
+
+@pytest.fixture
+def start_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartEngine]:
+    """As the other tests have it, by pages."""
+    engines: list[LocalEngine] = []
+
+    def start(
+        own: PreTrainedModel | None = None, *, stop_ids: tuple[int, ...] = (), **limits: object
+    ) -> LocalEngine:
+        served = own or build_preset("tiny-0.3m", tokenizer, seed=1)
+        engine = LocalEngine(served, stop_ids=stop_ids, limits=EngineLimits(**limits, paged=True))
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.stop()
+
+
+def page_of(model: PreTrainedModel) -> int:
+    config = model.config
+    return page_bytes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, torch.float32)
+
+
+async def all_of(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[object]:
+    calls = (engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
+    return list(await asyncio.gather(*calls))
+
+
+def long_requests(count: int, vocabulary: int) -> list[tuple[list[int], Sampling]]:
+    draw = random.Random(3)
+    return [
+        ([draw.randrange(vocabulary) for _ in range(draw.randint(1, 40))], Sampling(max_tokens=60, seed=i))
+        for i in range(count)
+    ]
+
+
+async def test_without_room_the_youngest_wait_and_nobody_is_lost_or_samples_otherwise(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    # rows of up to 4 pages each, and 6 pages for all
+    engine = start_engine(max_model_len=4 * PAGE, cache_bytes=6 * page_of(model))
+    requests = long_requests(6, model.config.vocab_size)
+    results = await all_of(engine, requests)
+    assert_equal_to_naive(model, requests, results)
+    assert engine.counters.preempted > 0
+    assert engine.counters.requests == 6
+    assert engine.counters.sampled_tokens == 6 * 60, "a token that is sampled again counts once"
+    assert engine.counters.prompt_tokens == sum(len(ids) for ids, _ in requests)
+
+
+async def test_one_request_of_the_greatest_length_always_fits(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine(max_model_len=3 * PAGE, cache_bytes=1)
+    requests = [([7] * PAGE, Sampling(max_tokens=2 * PAGE, seed=i)) for i in range(3)]
+    assert_equal_to_naive(model, requests, await all_of(engine, requests))
+
+
+async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine(kept_prefixes=0)
+    await all_of(engine, long_requests(5, model.config.vocab_size))
+    assert engine._worker.batch._cache.used_pages == 0
+    keeping = start_engine(kept_prefixes=1)
+    await keeping.generate(list(range(4 * PAGE)), Sampling(max_tokens=2, seed=0), request_id="a")
+    # all but the last sampled token: 4 pages and one token
+    assert keeping._worker.batch._cache.used_pages == 5
+
+
+async def test_kept_prefixes_make_room_before_anybody_waits(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine(max_model_len=8 * PAGE, cache_bytes=8 * page_of(model))
+    for first in (0, 100, 200):
+        prompt = list(range(first, first + 5 * PAGE))
+        await engine.generate(prompt, Sampling(max_tokens=2, seed=0), request_id=str(first))
+    assert engine.counters.preempted == 0
+    assert engine._worker.batch.prefixes.copies == 1
+
+
+async def test_the_likeliest_tokens_are_those_of_the_same_step(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    result = await engine.generate(
+        [1, 2, 3], Sampling(max_tokens=6, temperature=0.0), request_id="a", extras=Extras(likeliest=2)
+    )
+    assert [tops[0][0] for tops in result.likeliest] == list(result.token_ids)
+    assert [tops[0][1] for tops in result.likeliest] == pytest.approx(result.logprobs)
+
+
+async def test_memory_is_released_and_allocated_anew(start_engine: StartEngine, model: PreTrainedModel):
+    engine = start_engine()
+    requests = mixed_requests(6, model.config.vocab_size)
+    await all_of(engine, requests)
+    await engine.release()
+    memory = engine._worker.batch._cache.memory
+    assert memory.slabs == []
+    assert_equal_to_naive(model, requests, await all_of(engine, requests))
+    assert memory.slabs != []
+
+
+async def test_memory_that_is_released_under_running_requests_is_computed_again(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    requests = long_requests(4, model.config.vocab_size)
+    seen = asyncio.Event()
+    extras = Extras(on_token=lambda token: seen.set())
+    calls = [
+        asyncio.ensure_future(engine.generate(ids, sampling, request_id=str(i), extras=extras))
+        for i, (ids, sampling) in enumerate(requests)
+    ]
+    await seen.wait()
+    await engine.release()
+    results = await asyncio.gather(*calls)
+    assert_equal_to_naive(model, requests, results)
+
+
+async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_on(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    engine._worker.batch._runner._static._graphs = True  # this torch has no CUDA to capture one with
+    requests = mixed_requests(12, model.config.vocab_size)
+    with capture_logs() as lines:
+        results = await all_of(engine, requests)
+    assert_equal_to_naive(model, requests, results)
+    (line,) = lines
+    assert line["event"] == "engine_runs_without_graph" and "CUDA" in line["reason"]
+
+
+def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
+    static = start_engine(slots=3)._worker.batch._runner._static
+    with pytest.raises(ValueError, match="at most 3 rows, got 4"):
+        static.bucket_of(4)
+
+
+def test_steps_are_made_for_few_numbers_of_rows():
+    assert buckets(1) == [1]
+    assert buckets(3) == [1, 2, 3]
+    assert buckets(8) == [1, 2, 4, 8]
+    assert buckets(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert buckets(20) == [1, 2, 4, 8, 16, 20]

@@ -1,0 +1,56 @@
+"""What a step reads of the running requests, by rows, so that no step builds it from the requests anew."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_backend.inference.request import Request
+
+_FIRST = 64
+
+
+class Columns:
+    """Numbers by rows.
+
+    Attributes:
+        ids: the token that the row feeds next.
+        cached: its position.
+        keys, counters: of its random number.
+        limits: tokens that it may sample.
+        sources: its place in the step launched last, whose token it feeds; -1: `ids` has it.
+        temperatures, top_ps, top_ks, processed, truncated: its sampling.
+    """
+
+    def __init__(self) -> None:
+        self.ids = np.zeros(_FIRST, dtype=np.int64)
+        self.cached = np.zeros(_FIRST, dtype=np.int64)
+        self.keys = np.zeros(_FIRST, dtype=np.uint64)
+        self.counters = np.zeros(_FIRST, dtype=np.uint64)
+        self.limits = np.zeros(_FIRST, dtype=np.uint64)
+        self.sources = np.zeros(_FIRST, dtype=np.int64)
+        self.temperatures = np.zeros(_FIRST, dtype=np.float64)
+        self.top_ps = np.zeros(_FIRST, dtype=np.float64)
+        self.top_ks = np.zeros(_FIRST, dtype=np.int64)
+        self.processed = np.zeros(_FIRST, dtype=np.bool_)
+        self.truncated = np.zeros(_FIRST, dtype=np.bool_)
+
+    def set(self, row: int, request: Request) -> None:
+        if row == len(self.ids):
+            for name, column in vars(self).items():
+                setattr(self, name, np.resize(column, 2 * row))
+        sampling = request.sampling
+        self.ids[row], self.cached[row] = request.last_id, request.cached
+        self.keys[row], self.counters[row] = request.key, len(request.token_ids)
+        self.limits[row], self.sources[row] = sampling.max_tokens, -1
+        self.temperatures[row] = sampling.temperature
+        self.top_ps[row], self.top_ks[row] = sampling.top_p, sampling.top_k
+        self.truncated[row] = sampling.is_truncated
+        self.processed[row] = request.extras.processed and sampling.is_truncated
+
+    def move(self, source: int, target: int) -> None:
+        for column in vars(self).values():
+            column[target] = column[source]
+
+    def advance(self, rows: NDArray[np.int64] | slice) -> None:
+        """Each of the rows has one token more in the cache."""
+        self.cached[rows] += 1
+        self.counters[rows] += np.uint64(1)

@@ -1,0 +1,149 @@
+"""Forward passes of the running batch by our decoder over a cache in pages, each read one step late."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from trainer_backend.inference.columns import Columns
+from trainer_backend.inference.decoder import Decoder
+from trainer_backend.inference.page_memory import PageMemory, page_bytes
+from trainer_backend.inference.paged_attention import kernels_are_here
+from trainer_backend.inference.paged_cache import PagedCache
+from trainer_backend.inference.paged_pass import PrefillAttention
+from trainer_backend.inference.pages import pages_for
+from trainer_backend.inference.request import Request
+from trainer_backend.inference.sampler import RowSettings, likeliest, uniforms
+from trainer_backend.inference.static_step import Launched, StaticStep, StepInputs
+
+Likeliest = list[tuple[tuple[int, float], ...]]
+
+
+class PageLimits(NamedTuple):
+    """Whether a cache is in pages (None: where there are kernels for it), and its most bytes, if any."""
+
+    paged: bool | None
+    most_bytes: int | None
+
+    def wanted_on(self, device: torch.device) -> bool:
+        return kernels_are_here(device) if self.paged is None else self.paged
+
+
+BY_DEVICE = PageLimits(None, None)
+
+
+class Step(NamedTuple):
+    """A step of some rows: what is read of it, and when."""
+
+    requests: list[Request]
+    launched: Launched
+    likeliest: Likeliest | None
+
+
+class PagedRunner:
+    """Runs our own decoder over pages, for models that it supports.
+
+    `step` launches a step and returns the one before it, so the host works on a step's tokens while the
+    device computes the next. A row that has ended by then, or was dropped, has sampled one token too many,
+    which nobody reads: its place in the cache is behind everything that is kept of the row.
+
+    Args:
+        kept: the most kept prefixes, which bound the pages together with `slots` rows of `max_len`.
+        most_bytes: of all pages, if they are to be fewer; those of one row are always there.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, max_len: int, kept: int, most_bytes: int | None = None
+    ) -> None:
+        self._decoder = Decoder(model, max_len=max_len)
+        heads = self._decoder.heads
+        device = model.device
+        limit = (slots + kept) * pages_for(max_len)
+        if most_bytes is not None:
+            size = page_bytes(self._decoder.layers, heads.keys, heads.size, model.dtype)
+            limit = max(pages_for(max_len), min(limit, most_bytes // size))
+        memory = PageMemory(
+            layers=self._decoder.layers, heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
+            limit=limit,
+        )  # fmt: skip
+        self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
+        self._heads, self._memory = heads.queries, memory
+        self._by_kernel = kernels_are_here(device)
+        self._static = StaticStep(
+            self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda"
+        )
+        self._pending: Step | None = None
+
+    def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Compute what is known of requests but for the last token, in the rows `first_row` and on."""
+        rows = [row for row, request in enumerate(requests) if request.reused < request.cached]
+        if not rows:
+            return
+        starts_B = np.array([requests[row].reused for row in rows])
+        counts_B = np.array([requests[row].cached for row in rows]) - starts_B
+        rests = (requests[row].cached_ids()[requests[row].reused :] for row in rows)
+        ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
+        attention = PrefillAttention(
+            self._memory,
+            self.cache.tables[first_row + np.array(rows)],
+            starts_B=starts_B,
+            counts_B=counts_B,
+            heads=self._heads,
+            by_kernel=self._by_kernel,
+        )
+        ids = torch.from_numpy(ids_T).to(self._memory.device)
+        self._decoder.prefill(ids, attention.positions_T, attention)
+
+    def take_weights(self) -> None:
+        """Compute with the model's new weights from now on; graphs find them where the old ones were."""
+        self._decoder.assert_in_place()
+
+    def step(self, requests: Sequence[Request], columns: Columns) -> Step | None:
+        """Launch a step of all rows that may sample a token more; return the step before, None for none."""
+        count = len(requests)
+        rows = np.flatnonzero(columns.counters[:count] < columns.limits[:count])
+        launched = self._launch(rows, requests, columns) if len(rows) else None
+        due, self._pending = self._pending, launched
+        return due
+
+    def settle(self) -> Step | None:
+        """Return the step that is under way, and launch none."""
+        due, self._pending = self._pending, None
+        return due
+
+    def _launch(self, rows: NDArray[np.int64], requests: Sequence[Request], columns: Columns) -> Step:
+        positions = columns.cached[rows]
+        self.cache.extend(rows, positions + 1)
+        truncates = bool(columns.truncated[rows].any())
+        launched = self._static.launch(
+            StepInputs(
+                ids=columns.ids[rows],
+                sources=columns.sources[rows],
+                positions=positions,
+                slots=self.cache.slots_of(rows, positions),
+                tables_BP=self.cache.tables[rows],
+                uniforms=uniforms(columns.keys[rows], columns.counters[rows]),
+                temperatures=columns.temperatures[rows],
+                top_ps=columns.top_ps[rows],
+                top_ks=columns.top_ks[rows],
+                processed=columns.processed[rows],
+                truncates=truncates,
+            )
+        )
+        columns.sources[rows] = np.arange(len(rows))
+        columns.advance(rows)
+        of_rows = [requests[row] for row in rows]
+        return Step(of_rows, launched, self._likeliest(of_rows, truncates=truncates))
+
+    def _likeliest(self, requests: Sequence[Request], *, truncates: bool) -> Likeliest | None:
+        """Rarely asked for, and waited for at once: the next step overwrites the logits."""
+        counts = [request.extras.likeliest for request in requests]
+        if not any(counts):
+            return None
+        temperatures = [request.sampling.temperature or 1.0 for request in requests]
+        settings = RowSettings(torch.tensor(temperatures, device=self._memory.device))
+        return likeliest(self._static.logits(len(requests), truncates=truncates), settings, counts=counts)

@@ -1,0 +1,222 @@
+"""One decode step and its sampling over buffers that stay where they are, so that a CUDA graph can hold both.
+
+A step is launched, and read later: the next one may be launched before, since a row's token goes from step
+to step on the device. So the device does not wait for the host. Rows are filled up to a bucket; rows that
+fill up store nothing, see no key, and sample what nobody reads. A graph for each bucket and each kind of
+sampling is captured when it is first needed. Where one cannot be captured the log says why, once, and the
+same step runs without it, as on a CPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_backend.inference.decoder import Decoder
+from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.paged_pass import DecodeAttention
+from trainer_backend.inference.sampler import Draw, RowSettings, sample
+
+log = structlog.get_logger(__name__)
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_STEP = 8
+
+
+def buckets(slots: int) -> list[int]:
+    """Return the numbers of rows that steps are made for: 1, 2, 4, 8, then every 8, and the most."""
+    return sorted({bucket for bucket in (1, 2, 4, *range(_STEP, slots, _STEP)) if bucket < slots} | {slots})
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step reads, each [B] by rows.
+
+    Attributes:
+        ids: the token that a row feeds; not read where `sources` has one.
+        sources: the row's index in the step before, whose token it feeds; -1 for none.
+        positions: of that token.
+        slots: where its keys and values are stored.
+        tables_BP: int32 pages.
+        uniforms: in [0, 1).
+        temperatures: 0 for greedy rows.
+        top_ps, top_ks, processed: as in `RowSettings`; read if `truncates`.
+    """
+
+    ids: Ints
+    sources: Ints
+    positions: Ints
+    slots: Ints
+    tables_BP: NDArray[np.int32]
+    uniforms: Floats
+    temperatures: Floats
+    top_ps: Floats
+    top_ks: Ints
+    processed: NDArray[np.bool_]
+    truncates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way."""
+
+    rows: int
+    host: Tensor
+    done: torch.cuda.Event | None
+
+    def read(self) -> NDArray[np.float64]:
+        """Wait for it; return [B, 3]: ids, log-probs, and the probability that truncation kept.
+
+        Valid until two more steps are launched.
+        """
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host[: self.rows].numpy()
+
+
+class _Buffers:
+    """One set of host buffers: pinned for a GPU, so that copies run beside the host's work."""
+
+    def __init__(self, slots: int, pages: int, *, pinned: bool) -> None:
+        self.ints = torch.zeros((slots, 5), dtype=torch.int64, pin_memory=pinned)
+        self.floats = torch.zeros((slots, 4), dtype=torch.float64, pin_memory=pinned)
+        self.tables = torch.zeros((slots, pages), dtype=torch.int32, pin_memory=pinned)
+        self.out = torch.zeros((slots, 3), dtype=torch.float64, pin_memory=pinned)
+
+    def fill(self, inputs: StepInputs, bucket: int) -> None:
+        count = len(inputs.ids)
+        ints, floats = self.ints.numpy(), self.floats.numpy()
+        columns = (inputs.ids, inputs.sources, inputs.positions, inputs.slots, inputs.top_ks)
+        ints[:count] = np.stack(columns, axis=1)
+        floats[:count] = np.stack(
+            (inputs.uniforms, inputs.temperatures, inputs.top_ps, inputs.processed), axis=1
+        )
+        self.tables.numpy()[:count] = inputs.tables_BP
+        ints[count:bucket] = (0, -1, -1, -1, 0)
+        floats[count:bucket] = (0.0, 1.0, 1.0, 0.0)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class StaticStep:
+    """Steps of up to `slots` rows. Belongs to the engine thread.
+
+    Args:
+        pages: the most of a row.
+        graphs: whether to capture graphs, which takes a CUDA device.
+    """
+
+    def __init__(self, decoder: Decoder, memory: PageMemory, *, slots: int, pages: int, graphs: bool) -> None:
+        device = memory.device
+        self._decoder, self._memory, self._graphs = decoder, memory, graphs
+        self._buckets = buckets(slots)
+        on_gpu = device.type == "cuda"
+        # Two sets: one is filled while the copies from the other may still run.
+        self._hosts = [_Buffers(slots, pages, pinned=on_gpu) for _ in range(2)]
+        self._events = [_event() if on_gpu else None for _ in range(2)]
+        self._turn = 0
+        self._ints_SN = torch.zeros((slots, 5), dtype=torch.int64, device=device)
+        self._floats_SN = torch.zeros((slots, 4), dtype=torch.float64, device=device)
+        self._tables_SP = torch.zeros((slots, pages), dtype=torch.int32, device=device)
+        self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
+        self._logits: dict[tuple[int, bool], Tensor] = {}
+        self._pool: Any = None  # of the graphs, which share it
+
+    def launch(self, inputs: StepInputs) -> Launched:
+        """Begin a step; at most two may be unread."""
+        count = len(inputs.ids)
+        bucket = self.bucket_of(count)
+        host, event = self._hosts[self._turn], self._events[self._turn]
+        host.fill(inputs, bucket)
+        for device, source in (
+            (self._ints_SN, host.ints),
+            (self._floats_SN, host.floats),
+            (self._tables_SP, host.tables),
+        ):
+            device[:bucket].copy_(source[:bucket], non_blocking=True)
+        self._run(bucket, inputs.truncates)
+        host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
+        if event is not None:
+            event.record()
+        self._turn ^= 1  # not before: a launch that fails leaves the unread step its buffers
+        return Launched(count, host.out, event)
+
+    def logits(self, rows: int, *, truncates: bool) -> Tensor:
+        """[B, V] logits of the step launched last."""
+        return self._logits[self.bucket_of(rows), truncates][:rows]
+
+    def bucket_of(self, rows: int) -> int:
+        """Return the least bucket that holds so many rows."""
+        for bucket in self._buckets:
+            if rows <= bucket:
+                return bucket
+        raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
+
+    def _run(self, bucket: int, truncates: bool) -> None:
+        key = bucket, truncates
+        if self._graphs and key not in self._captured:
+            self._captured[key] = self._capture(bucket, truncates)
+        graph = self._captured.get(key)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._compute(bucket, truncates)
+
+    def _compute(self, bucket: int, truncates: bool) -> None:
+        ids, sources, positions, slots, top_ks = self._ints_SN[:bucket].unbind(1)
+        uniforms, temperatures, top_ps, processed = self._floats_SN[:bucket].unbind(1)
+        fed_B = torch.where(sources >= 0, self._tokens_S[sources.clamp(min=0)], ids)
+        attention = DecodeAttention(
+            self._memory, slots.contiguous(), self._tables_SP[:bucket], (positions + 1).int()
+        )
+        logits_BV = self._decoder.logits(fed_B, positions.clamp(min=0), attention)
+        greedy_B = temperatures == 0.0
+        settings = RowSettings(
+            torch.where(greedy_B, 1.0, temperatures).float(),
+            greedy_B,
+            top_ps.float() if truncates else None,
+            top_ks if truncates else None,
+            processed > 0.0 if truncates else None,
+        )
+        draw = sample(logits_BV, settings, uniforms.contiguous())
+        self._logits[bucket, truncates] = logits_BV
+        self._write(draw, bucket)
+
+    def _write(self, draw: Draw, bucket: int) -> None:
+        self._tokens_S[:bucket] = draw.tokens_B
+        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer suffices.
+        self._out_SN[:bucket, 0] = draw.tokens_B.double()
+        self._out_SN[:bucket, 1] = draw.logprobs_B.double()
+        if draw.mass_B is not None:
+            self._out_SN[:bucket, 2] = draw.mass_B
+
+    def _capture(self, bucket: int, truncates: bool) -> torch.cuda.CUDAGraph | None:
+        """Capture a step; None where it cannot be, with the reason in the log.
+
+        What is compiled at first use must be, before the capture. That runs the step, and would feed its own
+        tokens to the replay: so they are put back. Keys and values are stored a second time, the same.
+        """
+        tokens_S = self._tokens_S.clone()
+        try:
+            self._compute(bucket, truncates)
+            self._tokens_S.copy_(tokens_S)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as a learner's, go on allocating memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._compute(bucket, truncates)
+        except RuntimeError as error:
+            log.warning("engine_runs_without_graph", rows=bucket, reason=str(error).partition("\n")[0])
+            self._graphs = False
+            self._tokens_S.copy_(tokens_S)
+            return None
+        self._pool = self._pool or graph.pool()
+        return graph
