@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
+.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -27,6 +27,16 @@ FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/job task_a
 
 test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, without servers and training
 	$(PYTEST) $(FAST_TESTS)
+
+# For a bare machine with a GPU and Python $(GPU_PYTHON): take build/gpu-wheels along, and there
+#   python3 -m pip install -q --no-index --no-deps --target /tmp/site build/gpu-wheels/*.whl
+#   export PYTHONPATH=/tmp/site:.; python3 -m bench.gpu --out OUT; python3 -m pytest tests/gpu
+GPU_PYTHON ?= 3.12
+MANYLINUX := $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64)
+gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need beside torch on a bare machine
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu-wheels crafter==1.8.3
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+		$(MANYLINUX) --dest build/gpu-wheels --requirement bench/gpu_packages.txt
 
 # Triton has 286 MB, and runs without a GPU only to test: it is no dependency.
 test-kernel: $(VENV)/.ready ## the kernels of the paged cache, interpreted; installs triton into build/
