@@ -20,8 +20,8 @@ Of each shape of Qwen3, randomly initialised, with our learner and our engine on
 
 Each figure is printed and written to OUT/gpu.json as soon as it is there, and a figure that fails, or has no
 time left, costs no other. Exit code 1 where a bound is missed or a figure failed. Without a CUDA device there
-is nothing to measure and the exit code is 0. `make gpu-wheels` says how to run it on a bare machine. `--smoke` goes the whole way on a CPU with a tiny shape, against
-a made-up peak.
+is nothing to measure and the exit code is 0. `--smoke` goes the whole way on a CPU with a tiny shape, against
+a made-up peak. How to run it on a bare machine stands beside `gpu-wheels` in the Makefile.
 """
 
 import argparse
