@@ -50,27 +50,51 @@ class TokenAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Adapters of a product: scale * x A' B', with the A of all its parts, and their B as blocks."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W' + b, with factors rounded to the type of W."""
+    """y = x W' + b, with factors rounded to the type of W, and adapters beside W."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
+    adapters: LowRank | None = None
 
     def __call__(self, input_TI: Tensor) -> Tensor:
+        if self.adapters is not None:
+            return self._adapted(self.adapters, input_TI)
         dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input_TI.to(dtype), self.weight, bias)
 
     def add_to(self, residual_TW: Tensor, input_TI: Tensor) -> None:
         """Add the product to the residual stream, in place."""
-        if self.bias is None and self.weight.dtype == residual_TW.dtype:
+        if self.bias is None and self.adapters is None and self.weight.dtype == residual_TW.dtype:
             residual_TW.addmm_(input_TI, self.weight.t())
         else:
             residual_TW.add_(self(input_TI))
 
     def outputs(self, first: int) -> "Product":
         """Its outputs from `first` on; the memory is shared."""
-        return Product(self.weight[first:], None if self.bias is None else self.bias[first:])
+        low = self.adapters
+        return Product(
+            self.weight[first:],
+            None if self.bias is None else self.bias[first:],
+            None if low is None else LowRank(low.down, low.up[first:], low.scale),
+        )
+
+    def _adapted(self, low: LowRank, input_TI: Tensor) -> Tensor:
+        """The sum is rounded once, as `learner.adapter_folder.AdaptedLinear` has it."""
+        given_TI = input_TI.to(self.weight.dtype)
+        added_TO = F.linear(F.linear(given_TI, low.down), low.up)
+        summed_TO = torch.addmm(added_TO, given_TI, self.weight.t(), beta=low.scale)
+        return summed_TO if self.bias is None else summed_TO + self.bias.to(summed_TO.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +266,7 @@ def unsupported_because(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name or 'the model'} has hooks, which it would not call"
-        if name.endswith("_proj") and type(module) is not nn.Linear:
+        if name.endswith("_proj") and type(module) is not nn.Linear and not hasattr(module, "parts"):
             return f"{name} is a {type(module).__name__} and not a plain Linear"
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and weight.dtype != torch.float32:
@@ -278,11 +302,33 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight.detach(), module.variance_epsilon)
 
 
-def fused(linears: Sequence[nn.Linear]) -> Product:
-    """One matrix of several with the same input. Their own weights and biases become views of its rows."""
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Product(_joined(weights), _joined(biases) if biases else None)
+def fused(linears: Sequence[Any]) -> Product:
+    """One matrix of several with the same input. Their own weights and biases become views of its parts."""
+    plain = [linear.parts()[0] if hasattr(linear, "parts") else linear for linear in linears]
+    weights = [linear.weight for linear in plain]
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    return Product(_joined(weights), _joined(biases) if biases else None, _adapters(linears))
+
+
+def _adapters(linears: Sequence[Any]) -> LowRank | None:
+    """The adapters of linear layers with the same input, side by side; some may have none."""
+    parts = [linear.parts()[1:] if hasattr(linear, "parts") else None for linear in linears]
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    scales = {scale for _, _, scale in found}
+    assert len(scales) == 1, "one table gives the rank and the scale of all adapters"
+    down = _joined([down for down, _, _ in found])
+    up = down.new_zeros((sum(linear.out_features for linear in linears), len(down)))
+    row = column = 0
+    for linear, part in zip(linears, parts, strict=True):
+        if part is not None:
+            block = up[row : row + linear.out_features, column : column + len(part[0])]
+            block.copy_(part[1].detach())
+            part[1].data = block
+            column += len(part[0])
+        row += linear.out_features
+    return LowRank(down, up, scales.pop())
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
@@ -87,6 +87,12 @@ class AdaptedLinear(LoraLinear):
     eight bits, half of what ten optimizer steps of 1e-5 have taught is gone then. Here the base's product is
     added to the adapter's inside one matrix product, whose sums are float32.
     """
+
+    def parts(self) -> tuple[nn.Linear, Tensor, Tensor, float]:
+        """The layer below, A [rank, in], B [out, rank] and the scale, for the engine's decoder."""
+        base: Any = self.get_base_layer()
+        down, up = (matrix[ADAPTER].get_parameter("weight") for matrix in (self.lora_A, self.lora_B))
+        return base, down, up, self.scaling[ADAPTER]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] to [..., out]."""

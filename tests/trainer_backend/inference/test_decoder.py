@@ -23,10 +23,13 @@ from transformers import (
 )
 
 from trainer_backend.inference.cache import SlotCache
-from trainer_backend.inference.decoder import Decoder, unsupported_because
+from trainer_backend.inference.decoder import Decoder, fused, unsupported_because
 from trainer_backend.inference.row_attention import RowAttentions, spans_of
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.weights import copy_weights
+from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.loading import hold_in
+from trainer_backend.learner.lora import Adapter
 
 SIZE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -34,6 +37,18 @@ SIZE = {
 }  # fmt: skip
 LONG = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {**LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def adapted(model: PreTrainedModel, *targets: str) -> PreTrainedModel:
+    """With adapters that were trained, where B is not 0."""
+    table = LoraTable(rank=3, alpha=5, target_modules=targets or ("all-linear",))
+    Adapter.fresh(model, table, seed=0, base=None)
+    for name, weight in model.named_parameters():
+        if ".lora_B." in name:
+            weight.data.normal_(std=0.2)
+    return model
+
+
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=24, tie_word_embeddings=True)),
     "qwen3, biases": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=40, attention_bias=True)),
@@ -46,6 +61,10 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=LLAMA3)),
     "yarn": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, rope_parameters={**LONG, "rope_type": "yarn"})),
     "linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters={**LONG, "rope_type": "linear"})),
+    "qwen3, adapters": lambda: adapted(Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=24))),
+    "llama, biases and adapters of some layers": lambda: adapted(
+        LlamaForCausalLM(LlamaConfig(**SIZE, attention_bias=True)), "q_proj", "v_proj", "o_proj"
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=None, head_dim=20)),
     "mistral, wide window": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=256)),
 }
@@ -142,7 +161,7 @@ def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers
             assert_near(logits, by_transformers(model, ids)[start])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama, biases"])
+@pytest.mark.parametrize("name", ["qwen3", "llama, biases", "qwen3, adapters"])
 def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str):
     model, other = model_of(name), model_of(name, seed=1)
     rows, prompt = Rows(model), ids_of(20)
@@ -172,6 +191,20 @@ def test_weights_that_were_moved_away_from_the_decoder_are_told_at_a_swap():
     model.to(torch.float64)
     with pytest.raises(AssertionError, match="weights were moved"):
         decoder.assert_in_place()
+
+
+def test_a_product_with_adapters_is_rounded_once_as_the_layers_are():
+    model = adapted(model_of("llama"))
+    hold_in(model, torch.bfloat16)
+    attention, given_TI = model.model.layers[0].self_attn, torch.randn(40, 64)
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.cat([layer(given_TI) for layer in layers], dim=-1)
+    found = fused(layers)(given_TI)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    # Both may sum in another order, and so round a few numbers to the neighbour.
+    assert (found != expected).float().mean() < 0.02
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
 
 
 def hooked(model: PreTrainedModel) -> None:
