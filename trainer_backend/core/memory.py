@@ -2,10 +2,11 @@
 
 How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest: the engine's
 rows, one for each request that may run, are all as wide as the longest of them, so one sequence as long as
-allowed fills it but for the kept prefixes. `activations` are those of a full micro-batch, what autograd keeps
-for layers like Llama's and Qwen3's: within 10 % of what was counted on both, in float32 under a mask and in
-bfloat16 over one row; other architectures may be a third away. What the allocator and the libraries
-themselves need is the flat OVERHEAD of a GPU.
+allowed fills it but for the kept prefixes. In pages, as on CUDA, a row is as long as its own request, and the
+memory is given back while the learner works, unless iterations are collected ahead. `activations` are those
+of a full micro-batch, what autograd keeps for layers like Llama's and Qwen3's: within 10 % of what was
+counted on both, in float32 under a mask and in bfloat16 over one row; other architectures may be a third
+away. What the allocator and the libraries themselves need is the flat OVERHEAD of a GPU.
 """
 
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ class MemoryUse(EngineUse):
     values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
     engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
     processes: how many use the device.
+    paged: whether the caches are in pages (`inference.pages`): requests wait where not all of them fit.
     """
 
     masked: bool
@@ -102,6 +104,7 @@ class MemoryUse(EngineUse):
     values_by_token: bool = False
     engines: int = 1
     processes: int = 1
+    paged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class MemoryNeeds:
     device: on the device that computes, each kind at its fullest.
     host: in main memory beside a GPU; empty on a CPU, whose main memory is the device.
     least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
-        estimate.
+        estimate; of a cache in pages, one request as long as allowed.
     """
 
     device: dict[str, int]
@@ -147,7 +150,8 @@ def memory_needs(
         "overhead": use.processes * OVERHEAD if is_gpu else 0,
     }
     caches = device["cache"] + device["fixed cache"]
-    unsure = device["activations"] / 3 + caches * use.kept / (use.running + use.kept)
+    spared = use.kept + (use.running - 1 if use.paged else 0)
+    unsure = device["activations"] / 3 + caches * spared / (use.running + use.kept)
     device = {kind: size for kind, size in device.items() if size}
     host = _main_memory_needs(shape, use, fixed) if is_gpu else {}
     return MemoryNeeds(device, host, int(sum(device.values()) - unsure))

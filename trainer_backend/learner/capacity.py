@@ -21,6 +21,7 @@ from trainer_backend.core.memory import (
 )
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
+from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
@@ -138,6 +139,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         values_by_token=config.update.value_level == "token",
         engines=config.engines,
         processes=config.processes,
+        paged=kernels_are_here(placement.device),
     )
 
 

@@ -40,6 +40,16 @@ def test_float32_on_a_cpu_by_hand():
     assert needs.least == int(sum(needs.device.values()) - activations / 3 - 2 * 11 * 12 * 4)
 
 
+def test_of_a_cache_in_pages_one_longest_request_must_fit():
+    rows, paged = (
+        memory_needs(SHAPE, CPU, is_gpu=True),
+        memory_needs(SHAPE, replace(CPU, paged=True), is_gpu=True),
+    )
+    assert paged.device == rows.device
+    # five requests run, and four of them may wait: 11 tokens of 12 numbers each
+    assert rows.least - paged.least == 4 * 11 * 12 * 4
+
+
 def test_bfloat16_on_a_gpu_by_hand():
     use = replace(CPU, low=True, masked=False)
     needs = memory_needs(SHAPE, use, is_gpu=True)
