@@ -45,6 +45,7 @@ from trainer_backend.job.schema import JobConfig, ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
 from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.stepping import Scored
 from trainer_backend.run.iteration_metrics import IterationMetrics
 from trainer_backend.rundir.files import read_lines
 from trainer_backend.rundir.layout import create_run
@@ -142,15 +143,14 @@ def added(found: Played) -> dict[str, float]:
 def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
     """With log-probs that are those of who sampled: how long it takes does not depend on them."""
     objectives = LearnerConfig.of(job).update.objectives
-    segments, policies = [], []
+    drafts = []
     for rollout in rollouts:
         assert rollout.trajectory is not None
         own = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
-        segments += own
         name = str(rollout.trajectory.model).rpartition("/")[2]
-        policies += [name if name in objectives else "actor"] * len(own)
-    proximal = [[part.logprobs[at] for at in part.sampled_positions] for part in segments]
-    mixture_metrics(objectives, weighed(segments, proximal, policies, objectives), {})
+        drafts += [Scored(part, policy=name if name in objectives else "actor") for part in own]
+    proximal = [[part.logprobs[at] for at in part.sampled_positions] for part in (d.segment for d in drafts)]
+    mixture_metrics(objectives, weighed(drafts, proximal, objectives), {})
 
 
 def main() -> int:

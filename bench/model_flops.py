@@ -5,9 +5,9 @@ Matrix products alone are counted, each multiplication with its addition as 2, n
     forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens
               +  2 * (V * D + M) a sampled token
 
-W are the weights of the layers' products but for M, the last layer's MLP: behind the last attention only what
-predicts a sampled token is read. Causal attention needs half of its n x n scores, for q k^T and for p v. A
-backward pass costs two forward passes; of adapters' frozen base, only the one that leads to inputs.
+W are the weights of the layers' products but for M, those of the last layer beside its keys and values: only
+what predicts a sampled token is read of it. Causal attention needs half of its n x n scores, for q k^T and
+for p v. A backward pass costs two forward passes; of adapters' frozen base, only the one to its inputs.
 
     MFU       FLOPs of an update / (its seconds * peak FLOP/s)
 
@@ -71,22 +71,22 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> fl
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
-    """FLOPs of scoring segments of these lengths (a forward pass), and of one optimizer step over them.
+    """FLOPs of an update by one optimizer step over segments of these lengths, which it scores itself.
 
     Args:
         sampled: tokens of all of them that are trained.
     """
     base, attention, adapters = _forward(shape, lengths, sampled)
     backward = (1 if shape.adapters else 2) * base + 2 * (attention + adapters)
-    return float(2 * (base + attention + adapters) + backward)
+    return float(base + attention + adapters + backward)
 
 
 def _forward(shape: ModelShape, lengths: Sequence[int], sampled: int) -> tuple[int, int, int]:
     """Of the base's products, of attention, of adapters."""
     tokens = sum(lengths)
-    last_mlp = 3 * shape.width * shape.mlp_width
-    base = 2 * (layer_weights(shape) - last_mlp) * tokens
-    base += 2 * (last_mlp + shape.vocabulary * shape.width) * sampled
+    last = shape.width * (3 * shape.mlp_width + 2 * shape.heads * shape.head_dim)
+    base = 2 * (layer_weights(shape) - last) * tokens
+    base += 2 * (last + shape.vocabulary * shape.width) * sampled
     attention = 2 * shape.layers * shape.heads * shape.head_dim * sum(n * n for n in lengths)
     return base, attention, 2 * shape.adapters * tokens
 

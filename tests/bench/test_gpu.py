@@ -87,22 +87,23 @@ TWO_LAYERS = ModelShape(
 def test_the_flops_of_an_update_worked_by_hand():
     # a layer: q and o 8 * 8 each, k and v 8 * 4 each, the MLP 3 * 8 * 16
     assert model_flops.layer_weights(TWO_LAYERS) == 2 * (2 * 64 + 2 * 32 + 384) == 1152
-    # segments of 3 and 5 tokens, 2 of the 8 sampled: products 2 * ((1152 - 384) * 8 + (384 + 32 * 8) * 2),
-    # attention 2 * 2 layers * 8 * (9 + 25) = 1088; scored once, then forward and twice that backward
-    assert model_flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 4 * (14848 + 1088)
+    # segments of 3 and 5 tokens, 2 of the 8 sampled, for which alone the last layer's MLP, q and o are:
+    # products 2 * ((1152 - 512) * 8 + (512 + 32 * 8) * 2), attention 2 * 2 layers * 8 * (9 + 25) = 1088;
+    # forward, and twice that backward
+    assert model_flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 3 * (13312 + 1088)
 
 
 def test_the_flops_of_a_prefill_worked_by_hand():
-    # as above, nothing read: products 2 * (1152 - 384) * 8
-    assert model_flops.forward_flops(TWO_LAYERS, [3, 5], sampled=0) == 12288 + 1088
+    # as above, nothing read: products 2 * (1152 - 512) * 8
+    assert model_flops.forward_flops(TWO_LAYERS, [3, 5], sampled=0) == 10240 + 1088
 
 
 def test_adapters_save_the_gradient_of_the_base_and_of_nothing_else():
     adapted = ModelShape(
         **{name: getattr(TWO_LAYERS, name) for name in TWO_LAYERS.__slots__} | {"adapters": 10}
     )
-    # scored and forward: 2 * (14848 + 1088 + 2 * 10 * 8); backward: 14848 + 2 * (1088 + 160)
-    assert model_flops.update_flops(adapted, [3, 5], sampled=2) == 2 * 16096 + 14848 + 2496
+    # forward: 13312 + 1088 + 2 * 10 * 8; backward: 13312 + 2 * (1088 + 160)
+    assert model_flops.update_flops(adapted, [3, 5], sampled=2) == 14560 + 13312 + 2496
 
 
 def test_the_products_are_as_many_as_torch_counts():
@@ -110,11 +111,10 @@ def test_the_products_are_as_many_as_torch_counts():
     parts = [segment("a", [5] * 40, [6] * 10, [-1.0] * 10), segment("b", [7] * 20, [8] * 5, [-1.0] * 5)]
     counter = FlopCounterMode(display=False)
     with counter:
-        learner.scorer.score(parts, **SIZE)
         learner.scorer.logprobs(pack_segments(parts, row_tokens=64))[0].sum().backward()
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     shape = model_shape(learner.model.config, None)
-    attention = 4 * 2 * shape.layers * shape.heads * shape.head_dim * (50**2 + 25**2)
+    attention = 3 * 2 * shape.layers * shape.heads * shape.head_dim * (50**2 + 25**2)
     assert counted == model_flops.update_flops(shape, [50, 25], sampled=15) - attention
 
 

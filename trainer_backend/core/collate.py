@@ -9,6 +9,7 @@ inside its own segment. So the head runs on N hidden states, never on B * L of t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -134,31 +135,79 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
                 where=place(segment.rollout_id),
             )
     rows = pack([len(segment) for segment in segments], row_tokens)
-    offsets = _offsets(segments, rows)
     order = list(chain.from_iterable(rows))
-    row_of = {index: row for row, members in enumerate(rows) for index in members}
-    sampled = [segment.sampled_positions for segment in segments]
+    cells = _Cells.of([len(segments[index]) for index in order], [len(members) for members in rows])
+    packed = [segments[index] for index in order]
+    sampled = [segment.sampled_positions for segment in packed]
+    count_S = torch.tensor([len(positions) for positions in sampled])
+    # Of each sampled token, where its segment's first token stands among all, and itself.
+    first_N = cells.first_S.repeat_interleave(count_S)
+    place_N = first_N + _flat(sampled, torch.int64)
+    ids_P = _flat([segment.token_ids for segment in packed], torch.int64)
+    decision_P = _flat([segment.decision for segment in packed], torch.int64)
 
-    def flat(of: Callable[[int, int], float]) -> list[float]:
-        return [of(index, i) for index in order for i in sampled[index]]
-
-    def begins(s: int, i: int) -> bool:
-        return segments[s].decision[i] != segments[s].decision[i - 1]
+    def of_sampled(rows: Sequence[Sequence[float]]) -> Tensor:
+        return _flat(
+            [[row[i] for i in positions] for row, positions in zip(rows, sampled, strict=True)], torch.float32
+        )
 
     return Packed(
-        token_ids_BL=_padded([[segments[i].token_ids for i in members] for members in rows]),
-        position_ids_BL=_padded([[range(len(segments[i])) for i in members] for members in rows]),
-        segment_ids_BL=_padded(
-            [[[k] * len(segments[i]) for k, i in enumerate(members, start=1)] for members in rows]
-        ),
-        predict_row_N=torch.tensor(flat(lambda s, i: row_of[s]), dtype=torch.int64),
-        predict_position_N=torch.tensor(flat(lambda s, i: offsets[s] + i - 1), dtype=torch.int64),
-        target_N=torch.tensor(flat(lambda s, i: segments[s].token_ids[i]), dtype=torch.int64),
-        temperature_N=torch.tensor(flat(lambda s, i: segments[s].temperatures[i]), dtype=torch.float32),
-        behaviour_logprob_N=torch.tensor(flat(lambda s, i: segments[s].logprobs[i]), dtype=torch.float32),
-        segment_N=torch.tensor(flat(lambda s, i: s), dtype=torch.int64),
-        first_N=torch.tensor(flat(begins), dtype=torch.bool),
+        token_ids_BL=cells.filled(ids_P),
+        position_ids_BL=cells.filled(cells.position_P),
+        segment_ids_BL=cells.filled(cells.number_P),
+        predict_row_N=cells.row_P[place_N],
+        predict_position_N=cells.column_P[place_N] - 1,
+        target_N=ids_P[place_N],
+        temperature_N=of_sampled([segment.temperatures for segment in packed]),
+        behaviour_logprob_N=of_sampled([segment.logprobs for segment in packed]),
+        segment_N=torch.tensor(order).repeat_interleave(count_S),
+        first_N=decision_P[place_N] != decision_P[place_N - 1],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Where the P tokens of packed segments stand, in the order of the rows.
+
+    first_S: the number of each segment's first token.
+    row_P, column_P: its place; position_P: within its segment; number_P: of its segment in the row, from 1.
+    shape: of the rows.
+    """
+
+    first_S: Tensor
+    row_P: Tensor
+    column_P: Tensor
+    position_P: Tensor
+    number_P: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], segments_of_rows: Sequence[int]) -> _Cells:
+        length_S, segments_B = torch.tensor(lengths), torch.tensor(segments_of_rows)
+        first_S = length_S.cumsum(0) - length_S
+        row_S = torch.arange(len(segments_B)).repeat_interleave(segments_B)
+        tokens_B = torch.zeros_like(segments_B).index_add(0, row_S, length_S)
+        first_of_row_S = (tokens_B.cumsum(0) - tokens_B)[row_S]
+        number_S = torch.arange(len(length_S)) - (segments_B.cumsum(0) - segments_B)[row_S] + 1
+        number_P = torch.arange(int(length_S.sum()))
+        return cls(
+            first_S=first_S,
+            row_P=row_S.repeat_interleave(length_S),
+            column_P=number_P - first_of_row_S.repeat_interleave(length_S),
+            position_P=number_P - first_S.repeat_interleave(length_S),
+            number_P=number_S.repeat_interleave(length_S),
+            shape=(len(segments_B), int(tokens_B.max())),
+        )
+
+    def filled(self, value_P: Tensor) -> Tensor:
+        """[B, L], 0 in padding."""
+        return value_P.new_zeros(self.shape).index_put((self.row_P, self.column_P), value_P)
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """All numbers of all rows."""
+    numbers = array("q" if dtype == torch.int64 else "d", chain.from_iterable(rows))
+    return torch.frombuffer(numbers, dtype=torch.int64 if dtype == torch.int64 else torch.float64).to(dtype)
 
 
 def collate(
@@ -270,23 +319,6 @@ _CELLS = [f.name for f in fields(Packed) if f.name.endswith("_BL")]
 _FLAT = [f.name for f in fields(Packed) if f.name.endswith("_N")]
 
 
-def _offsets(segments: Sequence[Segment], rows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Where each segment starts in its row."""
-    offsets: dict[int, int] = {}
-    for members in rows:
-        start = 0
-        for index in members:
-            offsets[index] = start
-            start += len(segments[index])
-    return offsets
-
-
-def _padded(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    joined = [list(chain.from_iterable(parts)) for parts in rows]
-    width = max(len(row) for row in joined)
-    return torch.tensor([row + [0] * (width - len(row)) for row in joined], dtype=torch.int64)
-
-
 def _column(
     values: Sequence[Sequence[float]],
     segments: Sequence[Segment],
@@ -299,4 +331,4 @@ def _column(
                 f"{len(row)} values for {len(segment.sampled_positions)} sampled tokens",
                 where=place(segment.rollout_id),
             )
-    return torch.tensor(list(chain.from_iterable(values[i] for i in order)), dtype=dtype)
+    return _flat([values[i] for i in order], dtype)

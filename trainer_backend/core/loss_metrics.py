@@ -40,10 +40,11 @@ def clip_metrics(
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
     """[N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
 
-    Of the tokens' own log-probs, never of those at the level of a unit (`losses.at_level_of`): the ratio of a
+    Never below 0, by rounding either: a sum over some tokens is never more than over all. Of the tokens' own
+    log-probs, never of those at the level of a unit (`losses.at_level_of`): the ratio of a
     unit is a mean, in which tokens that moved apart cancel.
     """
-    return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach())
+    return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach()).clamp(min=0.0)
 
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -189,7 +189,7 @@ def _main_memory_needs(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelS
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
-    layer = _layer_bytes_a_token(shape, use.low)
+    layer = _layer_bytes_a_token(shape, low=use.low, masked=use.masked)
     kept = FLOAT32 * shape.width if use.checkpointing else layer
     tokens = use.micro_batch_tokens
     # A layer more: the one whose gradients are being computed, or that is computed again.
@@ -199,18 +199,24 @@ def activations(shape: ModelShape, use: MemoryUse) -> int:
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 
-def _layer_bytes_a_token(shape: ModelShape, low: bool) -> int:
-    """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP."""
+def _layer_bytes_a_token(shape: ModelShape, *, low: bool, masked: bool) -> int:
+    """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP.
+
+    Of the last layer that is for tokens that are read; all of them may be.
+    """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if low:
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
         return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
+    if not masked:  # the learner's own forward pass, whose norms and rotations keep less
+        by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
+        return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
     by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
     return 24 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
 
 
 def logits(shape: ModelShape, use: MemoryUse) -> int:
-    """Bytes of a chunk of logits, of the head's rounded copy, and of the gradient that a chunk adds to it."""
+    """Bytes of a chunk of logits, of the head's rounded copy, and of its gradient, to which chunks add."""
     head = shape.vocabulary * shape.width
     by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
     return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head

@@ -20,11 +20,14 @@ from transformers import AttentionInterface
 from trainer_backend.core.collate import Packed, block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.by_length import (
+    Attend,
     SegmentBounds,
     attend_by_length,
+    attend_reads,
     causal_attention,
     groups_of,
     one_row,
+    reads_of,
 )
 from trainer_backend.learner.device import Placement
 
@@ -35,8 +38,6 @@ _WIDEST_HEAD = 256
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
-# The same of one batch, whose bounds it knows.
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class PackedAttention(Protocol):
@@ -51,7 +52,8 @@ class PackedAttention(Protocol):
     ) -> tuple[Packed, dict[str, Any]]:
         """The rows that the model is given, on the device, and the keywords beside them.
 
-        `dtype` is that of the queries.
+        Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
+        `turnwise_attend_read`: see `learner.decoder`. `dtype` is that of the queries.
         """
 
 
@@ -100,16 +102,37 @@ class ByLength:
         self, packed: Packed, device: torch.device, dtype: torch.dtype
     ) -> tuple[Packed, dict[str, Any]]:
         row, bounds = one_row(packed)
-        attend = partial(attend_by_length, groups_of(bounds).to(device))
-        return row.to(device), {"attention_mask": None, "turnwise_attend": attend}
+        groups = groups_of(bounds).to(device)
+        reads = reads_of(bounds, row.predict_position_N, dtype)
+        return row.to(device), {
+            "attention_mask": None,
+            "turnwise_attend": partial(attend_by_length, groups),
+            "turnwise_attend_read": None
+            if reads is None
+            else partial(attend_reads, groups, reads.to(device)),
+        }
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
-    fits_kernel = head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD
-    if placement.device.type == "cuda" and placement.low is not None and fits_kernel and varlen_is_here():
-        return OneRow(varlen_kernel)
-    return ByLength() if placement.device.type == "cpu" else BlockMask()
+    if placement.device.type == "cpu":
+        return ByLength()
+    return OneRow(varlen_kernel) if why_masked(placement, head_dim=head_dim) is None else BlockMask()
+
+
+def why_masked(placement: Placement, *, head_dim: int) -> str | None:
+    """Why a device other than a CPU attends under a mask; None where it has a kernel for one row."""
+    if placement.device.type != "cuda":
+        return f"{placement.device.type} has no kernel for rows of several segments"
+    if placement.low is None:
+        return "this GPU is older than Ampere, and the kernel for rows of several segments needs bfloat16"
+    if head_dim % 8 or head_dim > _WIDEST_HEAD:
+        return (
+            f"its kernel takes heads of 8, 16, ... {_WIDEST_HEAD} numbers, and this model's have {head_dim}"
+        )
+    if not varlen_is_here():
+        return f"torch {torch.__version__} has no varlen_attn with windows and grouped heads; 2.13 has"
+    return None
 
 
 def head_dim_of(config: Any) -> int:

@@ -7,6 +7,7 @@ without any support for fixed policies.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
 from typing import TypeVar
@@ -23,6 +24,7 @@ from trainer_backend.core.behaviour import (
     log_weights,
     truncated,
 )
+from trainer_backend.core.collate import Batch
 from trainer_backend.core.losses import LossConfig
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
@@ -104,33 +106,25 @@ def _or(own: Value | None, inherited: Value) -> Value:
 
 
 def weighed(
-    segments: Sequence[Segment],
-    proximal: Sequence[Sequence[float]],
-    policies: Sequence[str],
-    objectives: Mapping[str, Objective],
-    *,
-    reference: Sequence[Sequence[float]] | None = None,
+    drafts: Sequence[Scored], proximal: Sequence[Sequence[float]], objectives: Mapping[str, Objective]
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
 
     Args:
-        segments: all of the iteration.
+        drafts: all of the iteration, not scored yet but by what a KL term pulls towards.
         proximal: for each, [N] the learner's own log-probs.
-        policies: for each, who sampled it.
         objectives: by policy.
-        reference: for each, [N] log-probs of what a KL term pulls towards; None: there is no such term.
     """
-    for segment, own in zip(segments, proximal, strict=True):
-        _refuse_non_finite(segment, own, "the learner's log-prob")
-        _refuse_non_finite(segment, _sampled(segment), "the sampler's log-prob")
-    for segment, other in zip(segments, reference or (), strict=reference is not None):
-        _refuse_non_finite(segment, other, "the reference's log-prob")
+    for draft, own in zip(drafts, proximal, strict=True):
+        _refuse_non_finite(draft.segment, own, "the learner's log-prob")
+        _refuse_non_finite(draft.segment, _sampled(draft.segment), "the sampler's log-prob")
+        _refuse_non_finite(draft.segment, draft.reference or (), "the reference's log-prob")
     rows: dict[int, list[float]] = {}
     logs: dict[str, list[float]] = {}
     token_means: dict[str, float] = {}
-    for policy in dict.fromkeys(policies):
-        mine = [index for index, name in enumerate(policies) if name == policy]
-        of_mine = [segments[index] for index in mine]
+    for policy in dict.fromkeys(draft.policy for draft in drafts):
+        mine = [index for index, draft in enumerate(drafts) if draft.policy == policy]
+        of_mine = [drafts[index].segment for index in mine]
         config = objectives[policy].weighting
         units = None if config.level == "token" else units_of(of_mine, [config.level] * len(mine))
         columns_N = _column(proximal[index] for index in mine), _column(map(_sampled, of_mine))
@@ -144,12 +138,81 @@ def weighed(
             for index, part in zip(mine, of_mine, strict=True)
         }
         logs[policy] = _one_each(logs_N, units)
-    columns = zip(segments, proximal, policies, strict=True)
     scored = [
-        Scored(part, list(own), rows[i], name, reference=None if reference is None else list(reference[i]))
-        for i, (part, own, name) in enumerate(columns)
+        replace(draft, proximal=own, behaviour=rows[index])
+        for index, (draft, own) in enumerate(zip(drafts, proximal, strict=True))
     ]
     return Weighed(scored, logs, token_means)
+
+
+class FirstStep:
+    """The segments of an iteration's first step, which the step's own forward passes score.
+
+    Its weights are those that every proximal log-prob is of, so a pass before it would compute the same
+    again. That holds without dropout, and where no unit with a weight of its own lies in several pieces.
+
+    Attributes:
+        drafts: in the order of the step.
+        proximal: of the pieces so far, by the segment's place in the step, [N] log-probs.
+    """
+
+    def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
+        self.drafts, self._objectives = drafts, objectives
+        self.proximal: dict[int, list[float]] = {}
+
+    def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
+        """A piece with its proximal log-probs, and its weights towards who sampled it.
+
+        Args:
+            piece: on the CPU.
+            logprobs_N: of its own forward pass.
+        """
+        own_N = logprobs_N.detach()
+        rows: dict[int, list[float]] = {}
+        for index, value in zip(piece.packed.segment_N.tolist(), own_N.tolist(), strict=True):
+            rows.setdefault(index, []).append(value)
+        self.proximal |= rows
+        samples = weighed([self.drafts[index] for index in rows], list(rows.values()), self._objectives)
+        weights_N = _column(item.behaviour for item in samples.scored)
+        return replace(piece, proximal_logprob_N=own_N, behaviour_weight_N=weights_N)
+
+
+class Scores:
+    """The scores of an iteration's segments: before the first step, or with the first step's own passes.
+
+    Args:
+        drafts: all segments.
+        proximal: by number, [N] log-probs of each segment, but for those of `first`.
+        members: the numbers of the first step's segments.
+        first: None: all are scored.
+    """
+
+    def __init__(
+        self,
+        drafts: Sequence[Scored],
+        proximal: Mapping[int, Sequence[float]],
+        objectives: Mapping[str, Objective],
+        *,
+        members: Sequence[int] = (),
+        first: FirstStep | None = None,
+    ) -> None:
+        self._drafts, self._proximal, self._objectives = drafts, proximal, objectives
+        self._members, self.first = members, first
+
+    def step(self, members: Sequence[int]) -> Sequence[Scored]:
+        """The segments with these numbers; drafts while the first step is not over."""
+        if self.first is not None:
+            return self.first.drafts
+        return [self.samples.scored[number] for number in members]
+
+    @cached_property
+    def samples(self) -> Weighed:
+        """All of the iteration; where a first step scores its own, it is over then."""
+        if self.first is not None:
+            rows = {self._members[index]: row for index, row in self.first.proximal.items()}
+            self._proximal, self.first = {**self._proximal, **rows}, None
+        rows_of_all = [self._proximal[number] for number in range(len(self._drafts))]
+        return weighed(self._drafts, rows_of_all, self._objectives)
 
 
 def _column(rows: Iterable[Sequence[float]]) -> Tensor:

@@ -7,18 +7,19 @@ allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed
+
+# (q [L, H, D], k and v [L, H_kv, D], scale) -> [L, H, D]: causal, each query in its own segment of one batch.
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 # Packed rows as one row without padding: what a variable-length attention kernel takes.
 
@@ -72,7 +73,7 @@ SHORTEST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The places of a row's tokens when its segments stand side by side.
+    """The places of a row's tokens, or of some of them, when its segments stand side by side.
 
     token_P: int64, the token at each place; in the padding behind a segment, its last.
     place_L: int64, the place of each token.
@@ -90,31 +91,131 @@ class Groups:
 
 def groups_of(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
-    starts = bounds.starts_S.tolist()
-    segments = sorted(pairwise(starts), key=lambda segment: segment[0] - segment[1])
+    return _side_by_side([torch.tensor(group).T for group in _alike(_longest_first(bounds))])
+
+
+def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
+    return sorted(pairwise(bounds.starts_S.tolist()), key=lambda segment: segment[0] - segment[1])
+
+
+def _side_by_side(groups: Sequence[Tensor]) -> Groups:
+    """Args: groups: each [2, segments], the first token of each segment and the one after its last."""
     tokens, is_real, shapes = [], [], []
-    for group in _alike(segments):
-        first_G1, end_G1 = torch.tensor(group).T[:, :, None]
-        longest = group[0][1] - group[0][0]
-        wanted_GW = first_G1 + torch.arange(longest)
-        tokens.append(torch.minimum(wanted_GW, end_G1 - 1).flatten())
-        is_real.append((wanted_GW < end_G1).flatten())
-        shapes.append((len(group), longest))
+    for first_G, end_G in groups:
+        longest = int((end_G - first_G).max())
+        wanted_GW = first_G[:, None] + torch.arange(longest)
+        tokens.append(torch.minimum(wanted_GW, end_G[:, None] - 1).flatten())
+        is_real.append((wanted_GW < end_G[:, None]).flatten())
+        shapes.append((len(first_G), longest))
     token_P, is_real_P = torch.cat(tokens), torch.cat(is_real)
-    place_L = torch.empty(starts[-1], dtype=torch.int64)
+    place_L = torch.empty(int(is_real_P.sum()), dtype=torch.int64)
     place_L[token_P[is_real_P]] = is_real_P.nonzero()[:, 0]
     return Groups(token_P, place_L, tuple(shapes))
 
 
+# Queries of a few tokens alone are worth a mask up to this share of a group's keys: causal attention of all
+# its queries computes half of its scores.
+_MOST_QUERIES = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Some of a row's tokens, whose queries attend while the others only have keys and values.
+
+    queries: the places of these tokens, counted from 0, in the same groups of segments as all tokens.
+    masks: of each group, [segments, 1, queries, places] to be added: 0, or -inf where a key comes later.
+    """
+
+    queries: Groups
+    masks: tuple[Tensor, ...]
+
+    def to(self, device: torch.device) -> Reads:
+        masks = tuple(mask.to(device, non_blocking=True) for mask in self.masks)
+        return Reads(self.queries.to(device), masks)
+
+
+def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
+    """The reads of one row; None where they are no cheaper than the queries of all tokens.
+
+    Args:
+        position_N: int64, the tokens in ascending order; each segment has one at least.
+        dtype: of the queries.
+    """
+    groups, masks = [], []
+    for group in _alike(_longest_first(bounds)):
+        ends_2G = torch.tensor(group).T.contiguous()
+        first_G, end_G = torch.searchsorted(position_N, ends_2G)
+        queries, keys = int((end_G - first_G).max()), group[0][1] - group[0][0]
+        if queries > _MOST_QUERIES * keys:
+            return None
+        query_GQ = torch.minimum(first_G[:, None] + torch.arange(queries), end_G[:, None] - 1)
+        place_GQ = position_N[query_GQ] - ends_2G[0][:, None]
+        hidden_GQK = torch.arange(keys) > place_GQ[:, :, None]
+        mask_GQK = torch.zeros(hidden_GQK.shape, dtype=dtype).masked_fill_(hidden_GQK, float("-inf"))
+        groups.append(torch.stack((first_G, end_G)))
+        masks.append(mask_GQK[:, None])
+    return Reads(_side_by_side(groups), tuple(masks))
+
+
 def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
     """[L, H, D]: causal, each query in its own segment."""
+    attended = [
+        _causal(q, k, v, scale)
+        for q, k, v in zip(*(_spread(tensor, groups) for tensor in (q_LHD, k_LHD, v_LHD)), strict=True)
+    ]
+    return _gathered(attended, groups)
+
+
+def attend_reads(
+    groups: Groups, reads: Reads, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+) -> Tensor:
+    """[N, H, D]: the same of the queries of some tokens."""
+    columns = _spread(q_NHD, reads.queries), _spread(k_LHD, groups), _spread(v_LHD, groups), reads.masks
+    attended = [_masked(q, k, v, mask, scale) for q, k, v, mask in zip(*columns, strict=True)]
+    return _gathered(attended, reads.queries)
+
+
+# Up to so many keys, plain products are faster on a CPU than torch's kernel, which works in blocks: by half
+# with 54 keys and as many queries, threefold with 8 queries.
+_SHORT = 128
+
+
+def _is_short(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
+    """Whether plain products compute it: not for shared heads, nor under autocast, which rounds scores."""
+    alike = q_BHLD.shape[1] == k_BHLD.shape[1] and q_BHLD.dtype == v_BHLD.dtype
+    return alike and k_BHLD.shape[2] <= _SHORT
+
+
+def _causal(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> Tensor:
+    if not _is_short(q_BHLD, k_BHLD, v_BHLD):
+        return causal_attention(q_BHLD, k_BHLD, v_BHLD, scale=scale)
+    length = q_BHLD.shape[2]
+    mask_LL = torch.full((length, length), float("-inf"), dtype=q_BHLD.dtype, device=q_BHLD.device).triu_(1)
+    return _masked(q_BHLD, k_BHLD, v_BHLD, mask_LL, scale)
+
+
+def _masked(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor, scale: float) -> Tensor:
+    if not _is_short(q_BHLD, k_BHLD, v_BHLD):
+        grouped = q_BHLD.shape[1] != k_BHLD.shape[1]
+        return scaled_dot_product_attention(
+            q_BHLD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    scores_BHLK = (q_BHLD * scale) @ k_BHLD.transpose(-1, -2)
+    return scores_BHLK.add_(mask).softmax(dim=-1) @ v_BHLD
+
+
+def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
+    """For each group, [segments, H, places, D]."""
     sizes = [segments * places for segments, places in groups.shapes]
-    spread = (_Spread.apply(tensor, groups).split(sizes) for tensor in (q_LHD, k_LHD, v_LHD))  # type: ignore[no-untyped-call]
-    attended = []
-    for *parts_PHD, shape in zip(*spread, groups.shapes, strict=True):
-        q, k, v = (part_PHD.unflatten(0, shape).transpose(1, 2) for part_PHD in parts_PHD)
-        attended.append(causal_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
-    gathered: Tensor = _Gather.apply(torch.cat(attended), groups)  # type: ignore[no-untyped-call]
+    places_PHD: Tensor = _Spread.apply(tokens_LHD, groups)  # type: ignore[no-untyped-call]
+    parts = zip(torch.split(places_PHD, sizes), groups.shapes, strict=True)
+    return [part_PHD.view(*shape, *part_PHD.shape[1:]).transpose(1, 2) for part_PHD, shape in parts]
+
+
+def _gathered(attended: Sequence[Tensor], groups: Groups) -> Tensor:
+    """[L, H, D] of the tokens, from [segments, H, places, D] of each group."""
+    parts = [part_GHPD.transpose(1, 2).flatten(0, 1) for part_GHPD in attended]
+    gathered: Tensor = _Gather.apply(torch.cat(parts), groups)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -162,36 +263,3 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         spread = gradients[0].new_zeros((len(ctx.groups.token_P), *gradients[0].shape[1:]))
         return spread.index_copy_(0, ctx.groups.place_L, gradients[0]), None
-
-
-@contextmanager
-def last_mlp_on(model: PreTrainedModel, row_N: Tensor, position_N: Tensor) -> Iterator[None]:
-    """In this context the last layer adds its MLP to N tokens, each at its own place; to others it adds 0.
-
-    After the last attention no other token reads a token that predicts no sampled one, and most tokens of an
-    agent's prompt are such. Skipping them saves a sixth of an update with 2 layers, and 1 to 2 % with 28.
-
-    Nothing changes for a model without such an MLP, nor if the backward pass computes the layer again: that
-    happens after this context.
-    """
-    layer = model.model.layers[-1]
-    mlp = getattr(layer, "mlp", None)
-    again = layer.training and getattr(layer, "gradient_checkpointing", False)
-    if mlp is None or not hasattr(mlp, "down_proj") or again:
-        yield
-        return
-    whole: list[Tensor] = []
-
-    def take(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        whole.append(given[0])
-        return (given[0][row_N, position_N],)
-
-    def put_back(_: nn.Module, __: tuple[Tensor], out_ND: Tensor) -> Tensor:
-        return out_ND.new_zeros(whole.pop().shape).index_put((row_N, position_N), out_ND)
-
-    hooks = mlp.register_forward_pre_hook(take), mlp.register_forward_hook(put_back)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

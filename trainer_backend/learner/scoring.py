@@ -12,7 +12,7 @@ from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.learner.attention import PackedAttention
-from trainer_backend.learner.by_length import last_mlp_on
+from trainer_backend.learner.decoder import is_known, read_states
 from trainer_backend.learner.device import Placement
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
@@ -47,14 +47,15 @@ class Scorer:
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, differentiable in the model's weights.
 
-        Attention and positions keep the segments of a row apart, so they are those of each segment alone. The
-        last layer's MLP runs on the N positions that are read and nowhere else.
+        Attention and positions keep the segments of a row apart, so they are those of each segment alone.
         """
         dtype = self.placement.low or self.model.dtype
         rows, arguments = self.attention.arranged(packed, self.placement.device, dtype)
-        read = last_mlp_on(self.model, rows.predict_row_N, rows.predict_position_N)
         tokens = tokens_for(self.model, rows.token_ids_BL, self.placement.low)
-        with self.placement.autocast(), read:
+        attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
+        with self.placement.autocast():
+            if attend is not None and is_known(self.model):
+                return States(rows, read_states(self.model, rows, tokens, attend, attend_read))
             hidden_BLD = self.model.model(
                 **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
             ).last_hidden_state

@@ -78,19 +78,19 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 class Scored:
     """A segment with the scores of its N sampled tokens before the first step (stop 8).
 
-    proximal: [N] the learner's own log-probs (nats).
-    behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap].
+    proximal: [N] the learner's own log-probs (nats); empty while nobody has scored it.
+    behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap]; likewise.
     policy: the policy that sampled them.
     share: [N] the share of each token in the whole iteration, where the aggregation is over that.
     reference: [N] log-probs (nats) of the policy that a KL term pulls towards; None without such a term.
     """
 
     segment: Segment
-    proximal: list[float]
-    behaviour: list[float]
+    proximal: Sequence[float] = ()
+    behaviour: Sequence[float] = ()
     policy: str = ACTOR
     share: Sequence[float] = ()
-    reference: list[float] | None = None
+    reference: Sequence[float] | None = None
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:

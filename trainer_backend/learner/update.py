@@ -1,5 +1,6 @@
 """One iteration of policy updates: stops 8 and 11 of the route."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,16 +15,25 @@ from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import Weighed, mismatch, mixture_metrics, weighed
+from trainer_backend.learner.behaviour import (
+    FirstStep,
+    Scores,
+    Weighed,
+    mismatch,
+    mixture_metrics,
+    weighed,
+)
 from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
-from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, row_width
+from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids, row_width
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
+from trainer_backend.models.folder import embedding_rows
 from trainer_backend.plugins import aggregation, schedule
 from trainer_backend.protocols import CreditedEpisode
 
@@ -95,14 +105,20 @@ class PolicyUpdate:
         parts: list[dict[str, float]] = []
         try:
             with memory_watched("the update ran out of memory", hint=less_memory(self._config)):
-                samples = self.weighed(episodes, cache)
-                gaps = mismatch(samples.scored, policy_version, limit=self._mismatch_limit())
-                steps = list(self._steps(samples.scored, iteration))
-                for number, (step, in_pass) in enumerate(steps):
-                    part = self.gradient(step, by_id, steps=in_pass, is_first=number == 0)
+                drafts = self._drafts(episodes, cache)
+                steps = list(self._steps(drafts, iteration))
+                scores = self._scores(drafts, steps[0][0], episodes, cache)
+                for number, (members, in_pass) in enumerate(steps):
+                    limit = self._drift_limit(parts)
+                    part = self.gradient(
+                        scores.step(members), by_id, steps=in_pass,
+                        is_first=number == 0, first=scores.first, drift_limit=limit,
+                    )  # fmt: skip
+                    if number == 0:
+                        gaps = mismatch(scores.samples.scored, policy_version, limit=self._mismatch_limit())
                     moved = part.pop(DRIFT)
-                    if parts and self._table.target_kl is not None and moved > self._table.target_kl:
-                        break  # found by the forward pass of a step that is then not taken
+                    if moved > limit:
+                        break
                     self._set_learning_rate(iteration - 1 + number / len(steps))
                     parts.append({**part, "optim/grad_norm": self._apply()})
         except UpdateStopped as error:
@@ -117,7 +133,7 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **mixture_metrics(self._terms.objectives, samples, metrics),
+            **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
     def weighed(
@@ -125,22 +141,54 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache = EMPTY,
     ) -> Weighed:
-        """Stop 8: score each segment before the first step, without dropout, and weigh its tokens.
+        """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
+        proximal = self._logprobs(episodes, cache.proximal, self._scorer.score)
+        return weighed(self._drafts(episodes, cache), proximal, self._terms.objectives)
 
-        Where the aggregation is over the iteration, each token gets its share of it too.
+    def _drafts(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache) -> list[Scored]:
+        """All segments, with what is known of them before the policy scores them.
+
+        That is the log-probs of what a KL term pulls towards, and where the aggregation is over the
+        iteration, the share of each token in it.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]
-        proximal = self._logprobs(episodes, cache.proximal, self._scorer.score)
-        reference, pull = None, self._reference
+        reference: Sequence[Sequence[float] | None] = [None] * len(segments)
+        pull = self._reference
         if pull is not None:
             reference = self._logprobs(episodes, cache.reference, partial(logprobs_in_pieces, pull))
-        samples = weighed(segments, proximal, policies, self._terms.objectives, reference=reference)
-        if self._aggregation.over != "iteration":
-            return samples
-        shares = self._aggregation.weights(segments)
-        scored = [replace(item, share=share) for item, share in zip(samples.scored, shares, strict=True)]
-        return replace(samples, scored=scored)
+        shares: Sequence[Sequence[float]] = [()] * len(segments)
+        if self._aggregation.over == "iteration":
+            shares = self._aggregation.weights(segments)
+        return [
+            Scored(segment, policy=policy, share=share, reference=row)
+            for segment, policy, share, row in zip(segments, policies, shares, reference, strict=True)
+        ]
+
+    def _scores(
+        self,
+        drafts: Sequence[Scored],
+        members: Sequence[int],
+        episodes: Sequence[CreditedEpisode],
+        cache: LogprobCache,
+    ) -> Scores:
+        """Score all segments, but for those of a first step that can do that itself.
+
+        Args:
+            members: the numbers of the first step's segments.
+        """
+        objectives = self._terms.objectives
+        units = {level for item in objectives.values() for level in (item.unit_level, item.weighting.level)}
+        cached = all(episode.rollout_id in cache.proximal for episode in episodes)
+        if cached or self._head is not None or self._drops or "episode" in units:
+            rows = self._logprobs(episodes, cache.proximal, self._scorer.score)
+            return Scores(drafts, dict(enumerate(rows)), objectives)
+        first = FirstStep([drafts[member] for member in members], objectives)
+        refuse_unknown_ids([draft.segment for draft in first.drafts], embedding_rows(self._scorer.model))
+        others = sorted(set(range(len(drafts))) - set(members))
+        found = self._scorer.score([drafts[i].segment for i in others], **self._size) if others else []
+        proximal = dict(zip(others, found, strict=True))
+        return Scores(drafts, proximal, objectives, members=members, first=first)
 
     def _logprobs(
         self,
@@ -151,21 +199,38 @@ class PolicyUpdate:
         """For each segment, [N] its log-probs: all from the cache, or all scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
-        table = self._table
-        size = {"row_tokens": table.row_tokens, "micro_batch_tokens": table.micro_batch_tokens}
         segments = [segment for episode in episodes for segment in episode.segments]
-        return [*score(segments, **size)]
+        return [*score(segments, **self._size)]
 
-    def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[tuple[list[Scored], int]]:
+    @property
+    def _size(self) -> dict[str, int]:
+        return {
+            "row_tokens": self._table.row_tokens,
+            "micro_batch_tokens": self._table.micro_batch_tokens,
+        }
+
+    @property
+    def _drops(self) -> bool:
+        """Whether a step's forward pass has dropout."""
+        lora = self._config.lora
+        return lora is not None and lora.dropout > 0
+
+    def _drift_limit(self, steps_taken: Sequence[object]) -> float:
+        """The most of DRIFT (nats) with which the next step is taken; the first one always is."""
+        limit = self._table.target_kl
+        return math.inf if limit is None or not steps_taken else limit
+
+    def _steps(self, drafts: Sequence[Scored], iteration: int) -> Iterator[tuple[list[int], int]]:
         """Optimizer steps of about `batch_decisions` decisions, each with the number of steps in its pass.
 
-        The shuffle follows from the job's seed.
+        A step is the numbers of its segments. The shuffle follows from the job's seed.
         """
+        number_of = {id(draft): number for number, draft in enumerate(drafts)}
         for number in range(self._table.update_passes):
-            order = together(scored, self._terms.unit_levels)
+            order = together(drafts, self._terms.unit_levels)
             random.Random(derived_seed(self._config.seed, "shuffle", iteration, number)).shuffle(order)
             steps = list(in_steps(order, self._table.batch_decisions))
-            yield from ((step, len(steps)) for step in steps)
+            yield from (([number_of[id(item)] for item in step], len(steps)) for step in steps)
 
     def gradient(
         self,
@@ -174,30 +239,40 @@ class PolicyUpdate:
         *,
         steps: int = 1,
         is_first: bool = False,
+        first: FirstStep | None = None,
+        drift_limit: float = math.inf,
     ) -> dict[str, float]:
         """The gradient of a step, left on the parameters, and its metrics.
 
+        Once the pieces so far are beyond the drift limit, so is the step: no piece takes anything away. The
+        others then have a forward pass alone, for the metrics, and the gradient is not to be used.
+
         Args:
-            step: some of what `weighed` gave.
+            step: some of what `weighed` gave, or drafts for `first`.
             episodes: by rollout id.
             steps: how many the pass is cut into.
             is_first: whether the weights are those that gave the proximal log-probs.
+            first: scores this step by its own forward passes; None: it is scored.
+            drift_limit: the most of DRIFT with which the step is taken (nats).
         """
         width = row_width([item.segment for item in step], self._table.row_tokens)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
         sums = self._terms.sums(batch)
         self._zero_grad()
-        parts = []
+        parts, moved = [], 0.0
         pieces = self._pieces(batch, max(1, self._table.micro_batch_tokens // width), is_first=is_first)
         with stepping(self._scorer.model):
             for piece in pieces:
-                loss, metrics = self._piece(piece, sums)
+                with torch.set_grad_enabled(moved <= drift_limit):
+                    loss, metrics = self._piece(piece, sums, first)
                 if not torch.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss is {loss.item()}; the weights before this step are kept",
                         hint="Lower training.learning_rate or training.max_grad_norm",
                     )
-                loss.backward()  # type: ignore[no-untyped-call]
+                moved += metrics[DRIFT]
+                if moved <= drift_limit:
+                    loss.backward()  # type: ignore[no-untyped-call]
                 parts.append(metrics)
         return merge_metrics(parts)
 
@@ -224,8 +299,8 @@ class PolicyUpdate:
             segments,
             advantages={name: episode.advantages for name, episode in episodes.items()},
             weights=weights,
-            proximal=[item.proximal for item in step],
-            behaviour=[item.behaviour for item in step],
+            proximal=[item.proximal or _not_yet(item.segment) for item in step],
+            behaviour=[item.behaviour or _not_yet(item.segment) for item in step],
             units=units_of(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
@@ -237,9 +312,8 @@ class PolicyUpdate:
         """The step in pieces of one forward and backward. They know what their own forward pass cannot tell:
         what units share that lie in several pieces, and log-probs without the adapters' dropout."""
         pieces = list(cut_batch(batch, max_rows))
-        spans, lora = self._terms.spans_pieces(batch), self._config.lora
-        drops = lora is not None and lora.dropout > 0
-        if not (spans or drops):
+        spans = self._terms.spans_pieces(batch)
+        if not (spans or self._drops):
             return pieces
         with torch.no_grad():
             logprobs_N = batch.proximal_logprob_N
@@ -247,7 +321,7 @@ class PolicyUpdate:
                 logprobs_N = torch.cat([self._scorer.logprobs(piece.packed)[0] for piece in pieces])
             if spans:
                 batch = self._terms.with_unit_logs(batch, logprobs_N)
-            if drops:
+            if self._drops:
                 batch = replace(batch, policy_logprob_N=logprobs_N)
             return list(cut_batch(batch, max_rows))
 
@@ -268,10 +342,14 @@ class PolicyUpdate:
         if self._head is not None:
             self._head.zero_grad()
 
-    def _piece(self, batch: Batch, sums: StepSums) -> tuple[Tensor, dict[str, float]]:
+    def _piece(
+        self, batch: Batch, sums: StepSums, first: FirstStep | None
+    ) -> tuple[Tensor, dict[str, float]]:
         table = self._table
         states = self._scorer.states(batch.packed)
         logprobs, entropies = self._scorer.logprobs_at(states)
+        if first is not None:
+            batch = first.scored(batch, logprobs)
         batch = batch.to(logprobs.device)
         loss, metrics = self._terms.of(batch, logprobs, entropies, sums)
         if batch.critic is not None and self._head is not None:
@@ -300,3 +378,8 @@ class PolicyUpdate:
 
     def _rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def _not_yet(segment: Segment) -> list[float]:
+    """Stands for scores that the step's own forward pass gives."""
+    return [0.0] * len(segment.sampled_positions)

@@ -132,7 +132,7 @@ def gradients_of_passes(tokenizer, batch_decisions, **settings) -> list[list[tor
 def test_the_steps_of_a_pass_add_up_to_the_iteration_however_it_is_cut(tokenizer, aggregation):
     settings = {"training__aggregation": aggregation}
     (whole,), (again,) = gradients_of_passes(tokenizer, 64, **settings)
-    torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-7)
+    assert ((again - whole).norm() / whole.norm()).item() < 1e-6
     for batch_decisions in (1, 3):
         for steps in gradients_of_passes(tokenizer, batch_decisions, **settings):
             assert len(steps) > 1

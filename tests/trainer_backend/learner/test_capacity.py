@@ -91,7 +91,10 @@ def with_layers(shape, layers: int):
 
 
 def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
-    """What autograd saves of 4 rows of 256 tokens, weights left out, memory that is shared counted once."""
+    """What autograd saves of 4 rows of 256 tokens, of which most are read.
+
+    Weights are left out, and memory that is shared is counted once.
+    """
     from trainer_backend.learner.stepping import checkpoint_layers, stepping
 
     model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config).eval()
@@ -100,7 +103,7 @@ def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
     scorer = Scorer(model, placement, attention, 8)
-    parts = [segment(f"r{i}", [3] * 254, [4, 5], [-1.0, -1.0]) for i in range(4)]
+    parts = [segment(f"r{i}", [3, 3], [4] * 254, [-1.0] * 254) for i in range(4)]
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 

@@ -76,6 +76,40 @@ def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
     assert told == pytest.approx(math.expm1(d) - d, rel=1e-3)
 
 
+def backward_passes(learner: LocalLearner) -> list[None]:
+    """Gets one more for each backward pass."""
+    passes: list[None] = []
+    learner.model.lm_head.weight.register_hook(lambda _: passes.append(None))
+    return passes
+
+
+def test_a_step_that_is_not_taken_has_no_backward_pass(tokenizer):
+    learner = learner_of(tokenizer, update_passes=5, target_kl=1e-9)
+    passes = backward_passes(learner)
+    learner.update([episode(learner, "r", 1.0)], iteration=1)
+    assert len(passes) == 1
+
+
+def test_the_pieces_of_a_step_decide_as_one(tokenizer):
+    """Two pieces, whose distances add up; the limit lies at the first, between them, or beyond both."""
+    cut = {"row_tokens": 16, "micro_batch_tokens": 64, "update_passes": 2, "entropy_coef": 0.0}
+
+    def played(learner: LocalLearner) -> list[CreditedEpisode]:
+        return [episode(learner, f"r{i}", 1.0) for i in range(40)]  # of three tokens, in rows of five
+
+    free = learner_of(tokenizer, **cut)
+    free_passes = backward_passes(free)
+    moved = free.update(played(free), iteration=1)["loss/kl_to_proximal"]
+    assert moved > 0 and len(free_passes) == 4
+    for limit, steps, passes in ((1e-9, 1, 2), (moved * 0.99, 1, 3), (moved * 1.01, 2, 4)):
+        held = learner_of(tokenizer, **cut, target_kl=limit)
+        found = backward_passes(held)
+        told = held.update(played(held), iteration=1)
+        assert told["optim/steps"] == steps
+        assert told["loss/kl_to_proximal"] == pytest.approx(moved, rel=1e-5)
+        assert len(found) == passes
+
+
 def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
     # Two iterations, one step each: the second begins half way.
     rates = {

@@ -22,7 +22,7 @@ class Shortage:
 
     def __init__(self, learner, call: int, error: type[Exception] | None = None) -> None:
         self._call, self._error, self._calls = call, error, 0
-        self._hook = learner.model.model.layers[0].register_forward_hook(self._ask)
+        self._hook = learner.model.model.layers[0].mlp.register_forward_hook(self._ask)
 
     def _ask(self, *_: object) -> None:
         self._calls += 1
@@ -45,7 +45,7 @@ class Shortage:
 )
 @pytest.mark.parametrize(("call", "steps"), [(1, 0), (2, 0), (3, 1)], ids=["score", "first", "second"])
 def test_it_names_the_knobs_and_says_how_many_steps_were_taken(tokenizer, error, told, call: int, steps: int):
-    learner = learner_of(tokenizer)
+    learner = learner_of(tokenizer, training__batch_decisions=1)  # the second step's segment is scored
     episodes = episodes_of(learner, [1.0, -1.0])
     Shortage(learner, call, error)
     with pytest.raises(OutOfMemory, match=told) as caught:
@@ -70,7 +70,7 @@ def test_knobs_that_are_turned_already_are_not_named(tokenizer):
 def test_the_weights_are_whole_and_can_be_saved_and_trained_on(tokenizer, tmp_path: Path):
     learner, spared = learner_of(tokenizer), learner_of(tokenizer)
     episodes = episodes_of(learner, [1.0, -1.0])
-    shortage = Shortage(learner, 2)
+    shortage = Shortage(learner, 1)
     with pytest.raises(OutOfMemory):
         learner.update(episodes, iteration=1)
     learner.save(tmp_path / "iteration_0", Progress())

@@ -1,0 +1,107 @@
+"""The learner's own forward pass: it is that of transformers, and computes what is read and nothing else."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.trainer_backend.learner.hand_made import segment
+from trainer_backend.core.collate import pack_segments
+from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
+from trainer_backend.learner.by_length import SegmentBounds, reads_of
+from trainer_backend.learner.decoder import is_known, rotated
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.scoring import Scorer
+
+SIZE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.3,
+}  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
+    "with biases": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE)),
+}
+# One answer each; and a conversation, most of whose tokens are read.
+ANSWERS = [segment("a", [5] * 9, [6, 7], [0.0] * 2), segment("b", [8] * 6, [9], [0.0])]
+TALK = [segment("c", [3, 4], [5, 6, 7, 8, 9], [0.0] * 5)]
+
+
+def scorer_of(family: str, attention: PackedAttention) -> Scorer:
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:  # norms and biases, which begin as 1 and 0
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
+    model.set_attn_implementation(attention.implementation)
+    return Scorer(model.double(), Placement(torch.device("cpu")), attention, 16)
+
+
+def found(scorer: Scorer, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and the gradient of their sum."""
+    logprobs_N, _ = scorer.logprobs(pack_segments(parts, row_tokens=20))
+    logprobs_N.sum().backward()
+    return logprobs_N.detach(), torch.cat([weight.grad.flatten() for weight in scorer.model.parameters()])
+
+
+@pytest.mark.parametrize("parts", [ANSWERS, TALK, ANSWERS + TALK], ids=["answers", "talk", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_transformers(family: str, parts: list):
+    own, theirs = scorer_of(family, ByLength()), scorer_of(family, BlockMask())
+    assert is_known(own.model)
+    for mine, expected in zip(found(own, parts), found(theirs, parts), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)  # norms are float32
+
+
+@pytest.mark.parametrize(
+    ("parts", "queries"), [(ANSWERS, [18, 3]), (TALK, [7, 7])], ids=["few are read", "most are read"]
+)
+def test_the_last_layer_is_computed_for_the_tokens_that_are_read(parts: list, queries: list[int]):
+    scorer, rows = scorer_of("llama", ByLength()), {"q_proj": [], "k_proj": [], "o_proj": [], "down_proj": []}
+    for name, module in scorer.model.named_modules():
+        if (kind := name.rpartition(".")[2]) in rows:
+            module.register_forward_hook(lambda _, given, __, kind=kind: rows[kind].append(len(given[0])))
+    found(scorer, parts)
+    tokens, read = sum(map(len, parts)), sum(len(part.sampled_positions) for part in parts)
+    assert rows == {
+        "q_proj": queries, "k_proj": [tokens] * 2, "o_proj": [tokens, read], "down_proj": [tokens, read]
+    }  # fmt: skip
+
+
+def test_queries_of_few_tokens_stand_by_segment_and_see_no_later_key():
+    # Segments of 4 and 5 tokens in a group; read are tokens 2 and 3 of the first, 4 of the second.
+    bounds = SegmentBounds(torch.tensor([0, 4, 9], dtype=torch.int32), longest=5)
+    reads = reads_of(bounds, torch.tensor([2, 3, 8]), torch.float32)
+    assert reads is not None
+    assert reads.queries.shapes == ((2, 2),)  # the longer segment first, its one query twice
+    assert reads.queries.token_P.tolist() == [2, 2, 0, 1]
+    assert reads.queries.place_L.tolist() == [2, 3, 0]
+    (mask_G1QK,) = reads.masks
+    seen = (mask_G1QK[:, 0] == 0).int().tolist()
+    assert seen == [[[1, 1, 1, 1, 1]] * 2, [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]]
+
+
+def test_queries_of_most_tokens_are_left_to_causal_attention():
+    bounds = SegmentBounds(torch.tensor([0, 4], dtype=torch.int32), longest=4)
+    assert reads_of(bounds, torch.tensor([1, 2, 3]), torch.float32) is None
+    assert reads_of(bounds, torch.tensor([2, 3]), torch.float32) is not None
+
+
+def test_rotations_are_those_of_transformers_and_their_gradient_is_exact():
+    torch.manual_seed(0)
+    heads_LHD = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    half_LD = torch.randn(5, 4, dtype=torch.float64)
+    angles_LD = torch.cat([half_LD, half_LD], dim=-1)
+    cos_LD, sin_LD = angles_LD.cos(), angles_LD.sin()
+    theirs, _ = apply_rotary_pos_emb(
+        heads_LHD[None], heads_LHD[None], cos_LD[None], sin_LD[None], unsqueeze_dim=2
+    )
+    torch.testing.assert_close(rotated(heads_LHD, cos_LD, sin_LD), theirs[0])
+    assert torch.autograd.gradcheck(lambda heads: rotated(heads, cos_LD, sin_LD), heads_LHD)
+
+
+def test_a_rotation_keeps_its_angles_and_none_of_the_heads():
+    kept = []
+    heads_LHD, angles_LD = torch.randn(5, 3, 8, requires_grad=True), torch.randn(5, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        rotated(heads_LHD, angles_LD.cos(), angles_LD.sin())
+    assert kept == [torch.Size([5, 1, 8])] * 2
