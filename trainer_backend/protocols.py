@@ -136,7 +136,7 @@ class LearnerFactory(Protocol):
         """
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Return a line about the memory that the run will need; the model's weights are not read.
+        """Return lines about the memory that the run will need, and what will be slow; no weights are read.
 
         Args:
             checkpoint: that the run goes on from; None: it begins.

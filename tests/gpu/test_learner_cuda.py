@@ -15,7 +15,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.learner.attention import OneRow, varlen_is_here
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 DEVICE = "cuda"
@@ -112,7 +112,7 @@ def test_checkpointed_layers_give_the_same_gradient(tokenizer):
 
 def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(tokenizer):
     learner = on_gpu(tokenizer)
-    hook = learner.model.model.layers[0].register_forward_hook(
+    hook = learner.model.model.layers[0].mlp.register_forward_hook(
         lambda *_: torch.empty(2**50, device=DEVICE) if torch.is_grad_enabled() else None
     )
     with pytest.raises(OutOfMemory, match="the update ran out of memory") as caught:
@@ -129,11 +129,13 @@ def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(token
     assert learner.update(episodes(), iteration=1)["optim/steps"] == 1
 
 
-def test_moments_in_main_memory_take_the_same_steps(tokenizer):
+@pytest.mark.parametrize("part_numbers", [OffloadedAdamW.part_numbers, 1000], ids=["whole", "in parts"])
+def test_moments_in_main_memory_take_the_same_steps(tokenizer, part_numbers: int):
     kept, moved = on_gpu(tokenizer), on_gpu(tokenizer)
     settings = {"learning_rate": 0.01, "weight_decay": 0.1}
     here = adamw_of(kept.model, **settings)
     there = adamw_of(moved.model, **settings, offload=True)
+    there.part_numbers = part_numbers
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         for one, other in zip(kept.model.parameters(), moved.model.parameters(), strict=True):

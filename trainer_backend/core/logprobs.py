@@ -111,7 +111,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = wide_product(d_CV, head).to(d_hidden.dtype)
             if d_head is not None:
-                d_head += wide_product(d_CV.T, hidden[part])
+                add_wide_product(d_head, d_CV.T, hidden[part])
         return d_hidden, d_head if d_head is None else d_head.to(head_VD.dtype), None, None, None, None
 
 
@@ -141,9 +141,31 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == wide:
         return a @ b
-    if a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8: tensor cores, without rounding the sum
+    if a.is_cuda and multiplies_wide():
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
+
+
+def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a buffer of the size of `total`, which is of the width of `wide_product`."""
+    if a.is_cuda and a.dtype != total.dtype:
+        if adds_wide():
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total += wide_product(a, b)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def multiplies_wide() -> bool:
+    """Whether tensor cores multiply low precision into float32 sums that nobody rounds (torch 2.8)."""
+    return hasattr(torch.ops.aten.mm, "dtype")
+
+
+def adds_wide() -> bool:
+    """Whether such a product can be added to what is there (torch 2.10: before, that had to be low too)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 10)
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

@@ -1,7 +1,7 @@
 """Plans the memory of a job: its needs by kind (`core.memory`) beside the free memory of this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer_backend.core.logprobs import chunk_within
+from trainer_backend.core.logprobs import adds_wide, chunk_within, multiplies_wide
 from trainer_backend.core.memory import (
     EngineUse,
     MemoryNeeds,
@@ -24,7 +24,7 @@ from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
-from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
+from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of, why_masked
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
@@ -36,12 +36,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that a run needs, and the memory of this machine, in bytes."""
+    """The memory that a run needs, and the memory of this machine, in bytes.
+
+    notes: what the learner does in a slower way than it could, why, and what that costs: a sentence each.
+    """
 
     placement: Placement
     needs: MemoryNeeds
     free: int
     host_free: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the line that a person reads before the first step."""
@@ -96,7 +100,30 @@ def memory_plan(
         is_gpu=is_gpu,
         fixed=[model_shape(other, None) for other in others] * max(1, config.fixed_copies),
     )
-    return _beside_what_is_free(needs, placement)
+    plan = _beside_what_is_free(needs, placement)
+    return replace(plan, notes=slower_ways(placement, head_dim=shape.head_dim))
+
+
+def slower_ways(placement: Placement, *, head_dim: int) -> tuple[str, ...]:
+    """What the learner does in a slower way on this device and with this torch, a sentence each."""
+    notes = []
+    masked = None if placement.device.type == "cpu" else why_masked(placement, head_dim=head_dim)
+    if masked is not None:
+        notes.append(
+            f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
+            "training.row_tokens, so keep that near the longest sequence"
+        )
+    if placement.low is not None and not multiplies_wide():
+        notes.append(
+            f"logits of updates are products of float32: torch {torch.__version__} cannot sum products of "
+            "bfloat16 in float32, 2.8 can, several times faster"
+        )
+    elif placement.low is not None and not adds_wide():
+        notes.append(
+            f"the gradient of the head needs a second buffer, 4 bytes for each of its weights: torch "
+            f"{torch.__version__} cannot add such products in place, 2.10 can"
+        )
+    return tuple(notes)
 
 
 def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:

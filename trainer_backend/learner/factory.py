@@ -31,7 +31,7 @@ class LocalFactory:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         plan = memory_plan(self._config, checkpoint, fixed=fixed)
         refuse_too_large(plan, hint=less_memory(self._config))
-        return str(plan)
+        return "\n".join((str(plan), *plan.notes))
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
         tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)

@@ -1,11 +1,16 @@
 """AdamW over the weights that are trained; its moments on their device, or in main memory."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
+
+# One part is computed, one is under way down, one up.
+_LANES = 3
 
 
 def adamw_of(
@@ -18,45 +23,90 @@ def adamw_of(
 ) -> torch.optim.AdamW:
     """The optimizer of a model's trainable weights.
 
-    On CUDA it is torch's fused one: it allocates nothing beside the moments, and those before it changes a
-    weight, so that running out of memory in its first step leaves the weights whole.
+    On CUDA and on a CPU it is torch's fused one, a single pass over weights and moments. It allocates nothing
+    beside the moments, and those before it changes a weight, so that running out of memory in its first step
+    leaves the weights whole.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
     if offload:
         return OffloadedAdamW(trained, **settings)
-    return torch.optim.AdamW(trained, **settings, fused=True if trained[0].is_cuda else None)
+    is_fused = trained[0].device.type in ("cuda", "cpu")
+    return torch.optim.AdamW(trained, **settings, fused=True if is_fused else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some numbers of a weight, [n] each: weight and gradient on their device, the rest in main memory."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: tuple[Tensor, Tensor]
+    step: Tensor
+    group: dict[str, Any]
+
+    def take_step(self, here: Tensor, gradient: Tensor) -> None:
+        """AdamW's step of `here`, this part of the weight in main memory, in place."""
+        group = self.group
+        adamw(
+            [here], [gradient], [self.moments[0]], [self.moments[1]], [], [self.step.clone()],
+            fused=True, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
+            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+        )  # fmt: skip
 
 
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW whose moments live in main memory: 8 bytes less on the device for every trained weight.
 
-    A weight and its gradient travel down and the weight up again, one tensor at a time, and the step is
-    computed on the CPU in float32. For weights on a CPU the numbers are those of `torch.optim.AdamW`.
+    A weight and its gradient travel down and the weight up again, in parts, and the step is computed on the
+    CPU in float32. On CUDA parts travel by pinned memory while others are computed. For weights on a CPU the
+    numbers are those of `torch.optim.AdamW`.
+
+    Attributes:
+        part_numbers: the most numbers of a part; each lane has 8 bytes of pinned memory for every one.
     """
+
+    part_numbers = 2**24
+    _lanes: "_Lanes | None" = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise TypeError("a closure is not supported: the gradients are there before the step")
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._step_one(weight, weight.grad.cpu(), group)
+        trained = [
+            (weight, group) for group in self.param_groups for weight in group["params"]
+            if weight.grad is not None
+        ]  # fmt: skip
+        if trained and trained[0][0].is_cuda:
+            parts = [part for weight, group in trained for part in self._parts(weight, group)]
+            self._lanes = self._lanes or _Lanes(
+                max(len(part.weight) for part in parts), parts[0].weight.device
+            )
+            self._lanes.take_steps(parts)
+        else:
+            for weight, group in trained:
+                for part in self._parts(weight, group, most=weight.numel()):
+                    here = part.weight.cpu()  # the weight itself where it is on the CPU already
+                    part.take_step(here, part.gradient.cpu())
+                    if here.device != part.weight.device:
+                        part.weight.copy_(here)
+        for weight, _ in trained:
+            self.state[weight]["step"] += 1
 
-    def _step_one(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        here = weight.detach().cpu()  # the weight itself where it is on the CPU already
-        state = self.state[weight]
+    def _parts(self, weight: Tensor, group: dict[str, Any], most: int | None = None) -> Iterator[_Part]:
+        state, most = self.state[weight], most or self.part_numbers
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(here), torch.zeros_like(here)
-        adamw(
-            [here], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-            foreach=False, amsgrad=False, maximize=False, lr=group["lr"], eps=group["eps"],
-            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-        )  # fmt: skip
-        if weight.device != here.device:
-            weight.copy_(here)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(weight, device="cpu")
+        assert weight.grad is not None, "asked only then"
+        own = (weight.detach(), state["exp_avg"], state["exp_avg_sq"])
+        # Views, no copies, which a step would be lost in.
+        columns = [torch.split(column.view(-1), most) for column in own]
+        for here, *moments, gradient in zip(
+            *columns, torch.split(weight.grad.reshape(-1), most), strict=True
+        ):
+            yield _Part(here, gradient, (moments[0], moments[1]), state["step"], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but for the moments: torch would put them on the weights' device."""
@@ -65,3 +115,42 @@ class OffloadedAdamW(torch.optim.AdamW):
         for number, values in state_dict["state"].items():
             # A copy: a step writes into it, and what was loaded may be somebody else's.
             self.state[weights[number]] = {name: value.cpu().clone() for name, value in values.items()}
+
+
+class _Lanes:
+    """Pinned memory by which parts travel between a GPU and the CPU, on a stream of their own.
+
+    All copies are on one stream, so a lane's next part comes down after its last one has gone up.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lanes = [
+            (torch.empty((2, most), dtype=torch.float32, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+            for _ in range(_LANES)
+        ]
+
+    def take_steps(self, parts: Sequence[_Part]) -> None:
+        """The steps of all parts; what is queued on the current stream afterwards sees them."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        for index in range(min(_LANES - 1, len(parts))):
+            self._fetch(index, parts[index])
+        for index, part in enumerate(parts):
+            ahead = index + _LANES - 1
+            if ahead < len(parts):
+                self._fetch(ahead, parts[ahead])
+            lane, is_down = self._lanes[index % _LANES]
+            is_down.synchronize()
+            weight, gradient = lane[:, : len(part.weight)]
+            part.take_step(weight, gradient)
+            with torch.cuda.stream(self._stream):
+                part.weight.copy_(weight, non_blocking=True)
+        current.wait_stream(self._stream)
+
+    def _fetch(self, index: int, part: _Part) -> None:
+        lane, is_down = self._lanes[index % _LANES]
+        with torch.cuda.stream(self._stream):
+            for here, there in zip(lane[:, : len(part.weight)], (part.weight, part.gradient), strict=True):
+                here.copy_(there, non_blocking=True)
+            is_down.record()

@@ -1,10 +1,13 @@
 """Which device and precision a job gets, and what a missing GPU is told as."""
 
+import re
+
 import pytest
 import torch
 
 from trainer_backend.errors import JobError
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow, attention_for, varlen_is_here
+from trainer_backend.learner.capacity import slower_ways
 from trainer_backend.learner.device import Found, place
 
 NOTHING = Found(cuda=None, mps=False)
@@ -52,3 +55,26 @@ def test_attention_of_variable_length_is_for_cuda_in_bfloat16():
 @pytest.mark.parametrize("head_dim", [100, 264])
 def test_heads_that_the_kernel_does_not_take_are_masked(head_dim: int):
     assert isinstance(attention_for(place("cuda", NEW_CUDA), head_dim=head_dim), BlockMask)
+
+
+@pytest.mark.parametrize(
+    ("placement", "head_dim", "told"),
+    [
+        (place("cuda", OLD_CUDA), 128, "masked: this GPU is older than Ampere"),
+        (place("mps", APPLE), 128, "masked: mps has no kernel"),
+        (
+            place("cuda", NEW_CUDA),
+            100,
+            "masked: its kernel takes heads of 8, 16, ... 256 numbers, .* have 100",
+        ),
+    ],
+)
+def test_a_slower_way_is_told_with_its_reason_and_what_it_costs(placement, head_dim: int, told: str):
+    (note,) = slower_ways(placement, head_dim=head_dim)
+    assert re.search(told, note)
+    assert "grow with the square of training.row_tokens" in note
+
+
+def test_nothing_is_told_where_nothing_is_slower():
+    assert slower_ways(place("cuda", NEW_CUDA), head_dim=128) == ()
+    assert slower_ways(place("cpu", NOTHING), head_dim=100) == ()

@@ -60,3 +60,22 @@ def test_a_closure_is_refused():
     optimizer = OffloadedAdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(TypeError, match="closure"):
         optimizer.step(lambda: 0.0)
+
+
+def test_a_step_in_parts_is_the_step_of_the_whole():
+    torch.manual_seed(0)
+    values = torch.randn(5, 9)
+    whole, cut = (torch.nn.Parameter(values.clone()) for _ in range(2))
+    one = torch.optim.AdamW([whole], lr=0.01, weight_decay=0.1, fused=True)
+    parts = OffloadedAdamW([cut], lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        whole.grad = torch.randn(5, 9)
+        cut.grad = whole.grad.clone()
+        one.step()
+        with torch.no_grad():
+            for part in parts._parts(cut, parts.param_groups[0], most=16):
+                part.take_step(part.weight, part.gradient)
+        parts.state[cut]["step"] += 1
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-7)
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        torch.testing.assert_close(parts.state[cut][name], one.state[whole][name], rtol=1e-6, atol=1e-9)
