@@ -109,10 +109,12 @@ async def versions(inference: Inference) -> list[int]:
 
 def killed_amid(server: Gateways, gateway: int) -> Any:
     """A progress callback that kills a gateway when the first rollout has ended."""
+    killed: list[int] = []
 
     def tell(done: int, total: int) -> None:
         pid = server.gateways[gateway].pid
-        if 0 < done < total and not server.gateways[gateway].restarts and pid is not None:
+        if 0 < done < total and not killed and pid is not None:
+            killed.append(pid)
             os.kill(pid, signal.SIGKILL)
 
     return tell
