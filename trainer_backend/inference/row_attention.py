@@ -177,13 +177,17 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
         # What stands in the padding is computed and dropped, row by row.
         padded_NHD = queries_NHD.new_empty((rows * span.width, *queries_NHD.shape[1:]))
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
+    groups = queries_NHD.shape[1] // keys.shape[1]
+    keys, values = keys[span.rows, :, : span.visible], values[span.rows, :, : span.visible]
+    if span.mask is not None and groups > 1:  # no fused kernel takes both a mask and groups of heads
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     mixed_BHQD = F.scaled_dot_product_attention(
         padded_NHD.view(rows, span.width, *queries_NHD.shape[1:]).transpose(1, 2),
-        keys[span.rows, :, : span.visible],
-        values[span.rows, :, : span.visible],
+        keys,
+        values,
         attn_mask=span.mask,
         is_causal=span.mask is None,
-        enable_gqa=queries_NHD.shape[1] > keys.shape[1],
+        enable_gqa=span.mask is None and groups > 1,
     )
     mixed_NHD = mixed_BHQD.transpose(1, 2).flatten(0, 1)
     return mixed_NHD if span.places_N is None else mixed_NHD.index_select(0, span.places_N)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import assert_equal_to_naive, naive_generation, staggered
 from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.runner import CHUNK_TOKENS
 
 StartEngine = Callable[..., LocalEngine]
 
@@ -49,6 +50,26 @@ async def test_the_same_holds_when_slots_are_few_and_prefills_are_cut(
         *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
     )
     assert_equal_to_naive(model, requests, results)
+
+
+async def test_the_same_holds_for_prompts_that_join_together_and_are_prefilled_in_several_chunks(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    draw, lengths = random.Random(4), [150, 600, 2, 90, 130, 1, 400, 120]
+    engine = start_engine(prefill_tokens=600 * len(lengths))  # all in one turn
+    assert CHUNK_TOKENS < 600, "one prompt is a chunk, the others are cut into some"
+    requests = [
+        ([draw.randrange(300) for _ in range(length)], Sampling(max_tokens=3, seed=i))
+        for i, length in enumerate(lengths)
+    ]
+    await engine.pause()
+    tasks = [
+        asyncio.ensure_future(engine.generate(ids, sampling, request_id=str(i)))
+        for i, (ids, sampling) in enumerate(requests)
+    ]
+    await asyncio.sleep(0)  # all stand in the line
+    await engine.resume()
+    assert_equal_to_naive(model, requests, list(await asyncio.gather(*tasks)))
 
 
 async def test_the_same_holds_for_grouped_query_attention_of_another_family(start_engine: StartEngine):
