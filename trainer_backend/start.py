@@ -31,7 +31,7 @@ from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
-from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
+from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
@@ -203,7 +203,7 @@ def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:
     if newest is None:
         return
     refuse_damaged(newest)
-    started_from = checkpoints / "iteration_0"
+    started_from = checkpoints / STARTED_FROM
     if newest != started_from and needs_start:
         refuse_damaged(started_from)
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, model_flops
 from bench.gpu_report import Report, Task
-from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
 from trainer_backend.learner.capacity import model_shape

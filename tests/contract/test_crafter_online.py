@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.conftest import rows_of, train_job
-from trainer_backend.models.folder import load_model_folder
+from trainer_backend.learner.loading import load_checkpoint
 from trainer_backend.rundir.new_job import load_new_job
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ SMALLER = [
 ]
 
 
-def test_it_trains_adapters_on_a_folder_with_full_prompts_and_exports_whole_weights(
+def test_it_trains_adapters_on_a_folder_with_full_prompts_and_a_checkpoint_loads_as_the_whole_model(
     model_folders: Mapping[str, Path], tmp_path: Path
 ):
     folder = with_positions(model_folders["qwen3"], 4096, tmp_path / "Qwen3-tiny")
@@ -34,7 +34,8 @@ def test_it_trains_adapters_on_a_folder_with_full_prompts_and_exports_whole_weig
     assert row["mismatch/logprob_max"] < 1e-4
     assert row["inference/prompt_tokens_reused"] > 0, "the system prompt is computed once"
     assert any(line.startswith("memory (cpu") for line in reporter.lines)
-    model, _ = load_model_folder(directory.checkpoints / "iteration_1")
+    assert not (directory.checkpoints / "iteration_1/model.safetensors").exists()
+    model, _ = load_checkpoint(job.model, directory.checkpoints / "iteration_1")
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
 
 

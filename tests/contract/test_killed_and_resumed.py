@@ -92,7 +92,7 @@ def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -
         assert plan_of(run, iteration) == plan_of(whole, iteration)
         assert actions_of(run, iteration) == actions_of(whole, iteration)
     of_training = [f"training_state/{name}.safetensors" for name in ("optimizer", "rng")]
-    for name in ("model.safetensors", *of_training):
+    for name in ("adapter/adapter_model.safetensors", *of_training):
         found, expected = (load_file(item.checkpoints / "iteration_6" / name) for item in (run, whole))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name

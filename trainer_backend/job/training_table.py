@@ -218,6 +218,12 @@ class LoraTable(Table):
         description="layers with an adapter, by name; all-linear: every linear layer except the head",
     )
 
+    merged_checkpoints: bool = Field(
+        default=False,
+        description="write the model with merged adapters into every checkpoint, for other programs; false: "
+        "into the first one alone, which the adapters of the others are over",
+    )
+
     @field_validator("target_modules", mode="before")
     @classmethod
     def _one_name_is_a_list_of_one(cls, value: Any) -> Any:

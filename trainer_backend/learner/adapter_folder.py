@@ -18,9 +18,18 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _OF_THE_WRAPPER = "base_model.model."
 
 
-@torch.no_grad()
 def take_out(model: PreTrainedModel, folder: Path) -> None:
     """Make of a float32 model with stored adapters merged into it the one that they were trained over."""
+    _add(model, folder, -1.0)
+
+
+def put_in(model: PreTrainedModel, folder: Path) -> None:
+    """Merge stored adapters into the float32 model that they were trained over."""
+    _add(model, folder, 1.0)
+
+
+@torch.no_grad()
+def _add(model: PreTrainedModel, folder: Path, sign: float) -> None:
     stored = read_adapter(folder)
     settings = LoraConfig.from_pretrained(str(folder))
     for name, down in stored.items():
@@ -29,7 +38,7 @@ def take_out(model: PreTrainedModel, folder: Path) -> None:
         up = stored[name.replace(".lora_A.", ".lora_B.")]
         try:
             weight = model.get_parameter(name.partition(".lora_A.")[0] + ".weight")
-            weight.sub_(delta(down, up, settings.lora_alpha / settings.r))
+            weight.add_(delta(down, up, settings.lora_alpha / settings.r), alpha=sign)
         except (AttributeError, RuntimeError) as error:  # no such layer; of another shape
             raise CheckpointError(f"{folder}: the adapters are those of another model: {error}") from error
 

@@ -1,11 +1,14 @@
 """Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
 
-    checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
+    checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program;
+                                   with [lora] after iteration_0 the weights are left out
                                state.json    how far training is
                                digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
                                                   value_head.safetensors with a critic
-                               adapter/    with [lora], in peft's layout: the model beside it has it merged
+                               adapter/    with [lora], in peft's layout: a model beside it has it merged
+                               base.json    without a model beside it: the checkpoint with the model that the
+                                            adapters are over, and its digest
     checkpoints/best           the checkpoint with the best evaluation so far, and its mean outcome
 
 Nothing is pickled. A folder with the final name is whole: the rename is the commit.
@@ -28,9 +31,11 @@ from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
+from trainer_backend.models.folder import save_settings
+from trainer_backend.models.layout import BASE
 from trainer_backend.protocols import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
-from trainer_backend.rundir.digests import digests_of
+from trainer_backend.rundir.digests import digest_of, digests_of
 from trainer_backend.rundir.files import flush
 
 
@@ -43,11 +48,22 @@ def save_checkpoint(
     progress: Progress,
     adapter: Adapter | None = None,
     head: ValueHead | None = None,
+    base: Path | None = None,
 ) -> None:
-    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`."""
+    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
+
+    Args:
+        base: the checkpoint whose model the adapters are over: no model is written; None: it is, with any
+            adapters merged.
+    """
     with _whole(folder, "checkpoint") as aside, digests_of(aside) as digests:
-        merged = None if adapter is None else adapter.merged()
-        save_model_folder(aside, model, tokenizer, weights=merged)
+        if base is None:
+            merged = None if adapter is None else adapter.merged()
+            save_model_folder(aside, model, tokenizer, weights=merged)
+        else:
+            save_settings(aside, model, tokenizer)
+            named = {"folder": base.name, "digest": digest_of(base)}
+            (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
         if adapter is not None:
             adapter.save(aside / FOLDER)

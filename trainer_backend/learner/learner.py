@@ -24,7 +24,14 @@ from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in, load_checkpoint, load_named
+from trainer_backend.learner.loading import (
+    checked_base,
+    copy_to_serve,
+    held_copy,
+    hold_in,
+    load_checkpoint,
+    load_named,
+)
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces
@@ -36,6 +43,8 @@ from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_wo
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
+from trainer_backend.rundir.checkpoint_paths import STARTED_FROM
+from trainer_backend.rundir.digests import digest_of
 
 
 class LocalLearner:
@@ -117,9 +126,10 @@ class LocalLearner:
 
         RL started from iteration_0. The KL term pulls towards it, and adapters are over its base.
         """
-        started_from = checkpoint.with_name("iteration_0")
+        started_from = checkpoint.with_name(STARTED_FROM)
         reference = started_from if config.training.needs_reference else None
         if config.lora is not None:
+            checked_base(checkpoint)
             model, tokenizer = load_checkpoint(config.model, started_from)
             take_out(model, started_from / FOLDER)
             adapters = checkpoint / FOLDER
@@ -232,7 +242,15 @@ class LocalLearner:
             progress=progress,
             adapter=self._adapter,
             head=self._head,
+            base=self._base_for(folder),
         )
+
+    def _base_for(self, folder: Path) -> Path | None:
+        """The checkpoint that one of adapters alone is written over; None: the model is written too."""
+        table, base = self.config.lora, folder.with_name(STARTED_FROM)
+        if table is None or table.merged_checkpoints or folder == base or digest_of(base) is None:
+            return None
+        return base
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part)

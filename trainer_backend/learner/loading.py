@@ -13,13 +13,14 @@ from trainer_backend.errors import CheckpointError, ModelFolderError
 from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
+from trainer_backend.learner.adapter_folder import FOLDER, put_in, read_adapter, take_out
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
 from trainer_backend.models.folder import load_model_folder
-from trainer_backend.models.layout import described, read_config
+from trainer_backend.models.layout import BASE, base_folder, described, read_config, read_object
 from trainer_backend.models.precision import held_dtype
 from trainer_backend.models.sources import model_folder, remember_chat_settings
+from trainer_backend.rundir.digests import digest_of, refuse_damaged
 
 
 def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -40,10 +41,27 @@ def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedMode
 
 
 def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    model, tokenizer = load_model_folder(folder)
+    base = checked_base(folder)
+    if base is not None:
+        refuse_damaged(base)
+    model, tokenizer = load_model_folder(base or folder)
+    if base is not None:
+        take_out(model, base / FOLDER)
+        put_in(model, folder / FOLDER)
     remember_chat_settings(tokenizer, table)
     refuse_without_tools(tokenizer)
     return model, tokenizer
+
+
+def checked_base(folder: Path) -> Path | None:
+    """The folder whose model a checkpoint's adapters are over, unchanged; None for a folder with a model."""
+    base = base_folder(folder)
+    if base is not None and digest_of(base) != read_object(folder / BASE).get("digest"):
+        raise CheckpointError(
+            f"{folder}: its adapters were trained over another {base.name} than the one beside it now",
+            hint="Put back the one that the run began with; over other weights they mean nothing.",
+        )
+    return base
 
 
 def _described(table: ModelTable) -> str | None:

@@ -96,6 +96,17 @@ def save_model_folder(
     """
     with _no_progress_bar():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
+    _save_tokenizer(path, tokenizer)
+
+
+def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write what `save_model_folder` does, but for the weights."""
+    model.config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
+    _save_tokenizer(path, tokenizer)
+
+
+def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(path, save_jinja_files=False)
         _name_the_class_of_transformers_4(Path(path) / "tokenizer_config.json")

@@ -15,6 +15,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
 
+# In a checkpoint of adapters alone: the folder beside it whose model they are over, and its digest.
+BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NEEDED = "a causal language model (decoder only) is needed"
@@ -29,7 +31,22 @@ def refuse_incomplete(folder: Path) -> None:
         )
     if not (folder / CONFIG).is_file():
         raise ModelFolderError(f"no {CONFIG} in this folder", where=str(folder))
-    weight_files(folder)
+    weight_files(base_folder(folder) or folder)
+
+
+def base_folder(folder: Path) -> Path | None:
+    """The folder whose model the adapters of a checkpoint are over; None for a folder with a model."""
+    if not (folder / BASE).is_file():
+        return None
+    name = read_object(folder / BASE).get("folder")
+    base = folder.parent / str(name)
+    if not isinstance(name, str) or not _is_a_name(name) or not base.is_dir():
+        raise ModelFolderError(
+            f"it holds adapters alone, and the model that they are over, {name!r}, is not beside it",
+            where=str(folder),
+            hint="Leave it in its run, or copy both.",
+        )
+    return base
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -38,6 +55,12 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         return _shards(folder)
+    if (folder / BASE).is_file():
+        raise ModelFolderError(
+            "it holds adapters alone, and no model",
+            where=str(folder),
+            hint="lora.merged_checkpoints = true writes checkpoints that other programs load.",
+        )
     pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
     found = "only pickled weights, which are refused," if pickled else "no weights"
     raise ModelFolderError(

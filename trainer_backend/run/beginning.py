@@ -26,7 +26,12 @@ from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporte
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
-from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE, latest_checkpoint
+from trainer_backend.rundir.checkpoint_paths import (
+    STARTED_FROM,
+    TRAINING_FOLDER,
+    VALUE_HEAD_FILE,
+    latest_checkpoint,
+)
 from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import stored_rollouts, write_rollouts
@@ -184,7 +189,9 @@ class Beginning:
     async def _plan_memory(self, checkpoint: Path | None) -> None:
         """Report what the run will need; refuse one that cannot fit, before the weights are read."""
         folders = list(self._setup.fixed.folders.values())
-        self._reporter.say(await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders))
+        lines = await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders)
+        for line in lines.splitlines():
+            self._reporter.say(line)
 
     async def _learner(self, prompts: Sequence[Trajectory]) -> Learner:
         self._reporter.say(f"model: {self._setup.table.source}")
@@ -208,7 +215,7 @@ class Beginning:
         self._directory.append_metrics(row)
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
         # repeats the warm-up with its row, while a checkpoint without its row would never get one.
-        await asyncio.to_thread(learner.save, self._directory.checkpoints / "iteration_0", Progress())
+        await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
         self._reporter.say(
             f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
             f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"

@@ -10,6 +10,8 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import replace_text, write_errors
 
 STATE_FILE = "state.json"
+# The checkpoint that RL started from: adapters are over its model, and a KL pulls towards it.
+STARTED_FROM = "iteration_0"
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
 # file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"

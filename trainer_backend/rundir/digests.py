@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer_backend.errors import CheckpointError
-from trainer_backend.rundir.checkpoint_paths import iteration_of, whole_checkpoints
+from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, iteration_of, whole_checkpoints
 from trainer_backend.rundir.files import flush
 
 FILE = "digests.json"
@@ -49,6 +49,20 @@ class Digests:
         path.write_text(json.dumps({"piece_bytes": _PIECE_BYTES, "crc32": crc32}), encoding="utf-8")
         for part in (path, *(path for path in self._folder.rglob("*") if path.is_dir()), self._folder):
             flush(part)
+
+
+def digest_of(checkpoint: Path) -> str | None:
+    """Return one number for all weights of a checkpoint's model and adapters; None if it has no digests."""
+    try:
+        crc32 = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["crc32"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    weights = [
+        f"{name} {_as_text(pieces)}"
+        for name, pieces in sorted(crc32.items())
+        if name.endswith(".safetensors") and not name.startswith(f"{TRAINING_FOLDER}/")
+    ]
+    return f"{zlib.crc32(' '.join(weights).encode()):08x}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
-from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
+from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.inference.weights import copy_weights
@@ -19,12 +20,21 @@ from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in, new_weights
+from trainer_backend.learner.loading import (
+    copy_to_serve,
+    folder_to_serve,
+    held_copy,
+    hold_in,
+    load_checkpoint,
+    new_weights,
+)
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.models.layout import weight_files
 from trainer_backend.models.precision import held_dtype, tokens_for
 from trainer_backend.protocols import Progress
+from trainer_backend.rundir.digests import refuse_damaged
 
 LORA = {"lora__rank": 4, "lora__alpha": 8}
 PROBE = [segment("p", [5, 6, 7], [20, 21, 22, 23], [0.0] * 4)]
@@ -240,6 +250,65 @@ def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_
     save_file(stranger, tmp_path / "adapters" / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"has no model\.layers\.7\..*weight, of which .* has an adapter"):
         dict(tensors(tmp_path / "base", ["model.safetensors"], tmp_path / "adapters"))
+
+
+def checkpoints_of(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> LocalLearner:
+    """A run's checkpoints before and after an update, and its learner.
+
+    Args:
+        warm: updates before the first of them.
+    """
+    learner = updated(tokenizer, iterations=warm, **overrides)
+    learner.save(folder / "iteration_0", Progress())
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.save(folder / "iteration_1", Progress(1, 1, 2))
+    return learner
+
+
+def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as_the_merged_model(
+    tokenizer, tmp_path: Path
+):
+    learner = checkpoints_of(tokenizer, tmp_path)
+    folder = tmp_path / "iteration_1"
+    assert (tmp_path / "iteration_0/model.safetensors").is_file()
+    assert {path.suffix for path in folder.glob("*.safetensors")} == set()
+    model, of_folder = load_checkpoint(learner.config.model, folder)
+    assert of_folder.get_vocab() == tokenizer.get_vocab()
+    merged, found = learner._adapter.merged(), model.state_dict()
+    assert found.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in found.items())
+    refuse_damaged(folder)
+    assert "q_proj.lora_A" in " ".join(load_file(folder / "adapter/adapter_model.safetensors"))
+
+
+def test_whoever_asks_for_merged_checkpoints_gets_the_model_in_each(tokenizer, tmp_path: Path):
+    learner = checkpoints_of(tokenizer, tmp_path, lora__merged_checkpoints=True)
+    model, _ = load_model_folder(tmp_path / "iteration_1")
+    torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
+
+
+def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path: Path):
+    learner = checkpoints_of(tokenizer, tmp_path / "one")
+    checkpoints_of(tokenizer, tmp_path / "other", warm=1)
+    folder = tmp_path / "one/iteration_1"
+    with pytest.raises(ModelFolderError, match="holds adapters alone, and no model") as caught:
+        weight_files(folder)
+    assert "lora.merged_checkpoints" in str(caught.value)
+    shutil.rmtree(tmp_path / "one/iteration_0")
+    with pytest.raises(ModelFolderError, match="'iteration_0', is not beside it"):
+        load_checkpoint(learner.config.model, folder)
+    shutil.copytree(tmp_path / "other/iteration_0", tmp_path / "one/iteration_0")
+    for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
+        with pytest.raises(CheckpointError, match="trained over another iteration_0 than the one beside it"):
+            load(learner.config.model, folder)
+
+
+def test_a_base_that_has_changed_on_disk_is_refused(tokenizer, tmp_path: Path):
+    learner = checkpoints_of(tokenizer, tmp_path)
+    weights = tmp_path / "iteration_0/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"iteration_0.*model\.safetensors"):
+        load_checkpoint(learner.config.model, tmp_path / "iteration_1")
 
 
 def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp_path: Path):
