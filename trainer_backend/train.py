@@ -55,7 +55,7 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
             try:
                 ahead.begin_early(progress)
                 if saving.due(progress.iteration):
-                    await _save(run, progress)
+                    await saving.save(progress)  # beside what comes next
                 if saving.evaluation_due(progress):
                     await _evaluate(run, progress, stop)
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()
@@ -63,16 +63,16 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
             except LearnerLost:  # and with it the weights that could be saved
                 raise
             except TrainerError:
-                await _save(run, progress)
+                await _save_last(run, progress)
                 raise
             if result is None:
-                await _save(run, progress)
+                await _save_last(run, progress)
                 return progress
             try:
                 progress = await _learn(ahead, progress, result)
             except UpdateStopped as error:
                 if not error.steps_taken:  # else the weights are those of no iteration's end
-                    await _save(run, progress)
+                    await _save_last(run, progress)
                 raise
     finally:
         await ahead.end()
@@ -166,6 +166,7 @@ class Iteration:
         """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
         run, self._is_awaited = self._run, True
         collection = await self._next_round()  # 4 to 6
+        await run.settled()  # before the learner is asked, and before anything of this iteration is stored
         if collection is None:
             return False
         new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that needs them
@@ -332,7 +333,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
     if error is not None:  # the update is done, and a resumed run begins with this publish
-        await _save(run, progress)
+        await _save_last(run, progress)
         raise error
     return progress
 
@@ -377,9 +378,10 @@ async def _update(run: Run, result: IterationResult, progress: Progress) -> dict
     )
 
 
-async def _save(run: Run, progress: Progress) -> None:
-    with run.timeline.working("learn"):
-        await run.saving.save(progress)
+async def _save_last(run: Run, progress: Progress) -> None:
+    """Save, and wait for it: nothing comes after it."""
+    await run.saving.save(progress)
+    await run.settled()
 
 
 async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
@@ -390,6 +392,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     spool = run.spool(name, requests, range(progress.policy_version, progress.policy_version + 1))
     with run.timeline.working("collect") as span:
         collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
+    await run.settled()  # a row of an evaluation comes after its checkpoint
     if collection is None:
         return
     write_rollouts(run.directory.rollouts_file(name), collection.all)

@@ -1,6 +1,7 @@
 """The loop of a run on stand-ins for learner, gateway, task apps: what is saved when something goes wrong."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -17,7 +18,13 @@ from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
+from trainer_backend.errors import (
+    CheckpointError,
+    NonFiniteLoss,
+    NothingToLearnFrom,
+    TaskAppError,
+    TrainerError,
+)
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import inference_metrics
@@ -56,6 +63,18 @@ class Learner:
 
 
 UNTRUNCATED = {"truncated_tokens": 0, "lost_mass": 0.0}
+
+
+class Watched(Learner):
+    """Calls `at_update` at the begin of each update."""
+
+    def __init__(self, at_update: Callable[[], object]) -> None:
+        super().__init__()
+        self._at_update = at_update
+
+    def update(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        self._at_update()
+        return super().update(*arguments, **keywords)
 
 
 class Server:
@@ -191,12 +210,16 @@ def saved(run: Run) -> list[str]:
 async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked(tmp_path: Path):
     seen: list[list[str]] = []
 
+    class Watching(ListReporter):
+        def metrics(self, row: dict[str, Any]) -> None:
+            if row["kind"] == "evaluation":
+                seen.append(saved(run))
+
     def evaluation(requests: Sequence[RolloutRequest]) -> Collection:
-        seen.append(saved(run))
-        unlocked = [WOOD, COW] if len(seen) == 2 else [WOOD, ()]
+        unlocked = [WOOD, COW] if len(seen) == 1 else [WOOD, ()]
         return Collection(tuple(finished(request, unlocked) for request in requests))
 
-    run = run_of(tmp_path, evaluation=evaluation)
+    run = replace(run_of(tmp_path, evaluation=evaluation), reporter=Watching())
     progress = await train(run, Progress(), asyncio.Event())
     assert (progress.iteration, work_left(run, progress)) == (4, False)
     assert [names[-1] for names in seen] == ["iteration_0", "iteration_2", "iteration_4"]
@@ -288,12 +311,11 @@ async def test_an_update_that_broke_half_way_is_not_saved_and_what_came_before_i
 async def test_a_checkpoint_for_a_resume_alone_stays_until_the_next_one_is_there(tmp_path: Path):
     seen: list[list[str]] = []
 
-    def watched(requests: Sequence[RolloutRequest]) -> Collection:
+    def look() -> None:
         seen.append([name.removeprefix("iteration_") for name in saved(run)])
-        return all_finished(requests)
 
     run = run_of(
-        tmp_path, train=watched, training__iterations=6, training__recovery_every=1,
+        tmp_path, learner=Watched(look), training__iterations=6, training__recovery_every=1,
         training__checkpoint_every=3, training__keep_checkpoints=1, evaluation__every_n_iters=100,
     )  # fmt: skip
     await train(run, Progress(), asyncio.Event())
@@ -304,15 +326,14 @@ async def test_a_checkpoint_for_a_resume_alone_stays_until_the_next_one_is_there
 async def test_rollouts_are_only_kept_for_a_start_that_would_have_their_weights_again(tmp_path: Path):
     spools: list[list[str]] = []
 
-    def watched(requests: Sequence[RolloutRequest]) -> Collection:
-        spools.append(sorted(path.name for path in run.directory.rollouts.glob("iteration_*.spool.jsonl")))
-        return all_finished(requests)
+    def look() -> None:
+        spools.append(spools_of(run))
 
-    run = run_of(tmp_path, train=watched, training__recovery_every=2, evaluation__every_n_iters=100)
+    run = run_of(tmp_path, learner=Watched(look), training__recovery_every=2, evaluation__every_n_iters=100)
     await train(run, Progress(), asyncio.Event())
     first, third = "iteration_1.spool.jsonl", "iteration_3.spool.jsonl"
-    # After 0 and 2 there is a checkpoint; a spool begins with its first rollout, so each is seen one later.
-    assert spools == [[], [first], [], [third]]
+    # After 0 and 2 there is a checkpoint, and with it the spools before it are gone.
+    assert spools == [[first], [first], [third], [third]]
     assert not list(run.directory.rollouts.glob("*.spool.jsonl"))
 
 
@@ -325,6 +346,83 @@ async def test_the_servers_memory_is_free_for_the_learner_unless_it_collects_ahe
     assert isinstance(run.server, Server)
     between = [] if staleness else ["release"]
     assert run.server.calls == ["publish 0", *between, "publish 1", *between, "publish 2"]
+
+
+def spools_of(run: Run) -> list[str]:
+    return sorted(path.name for path in run.directory.rollouts.glob("iteration_*.spool.jsonl"))
+
+
+class Slow(Learner):
+    """Writes a checkpoint once the rollouts of the next iteration are there, and fails at one of them."""
+
+    def __init__(self, fails_to_save: int = -1) -> None:
+        super().__init__()
+        self.collected, self.is_saving = threading.Event(), False
+        self.fails_to_save = fails_to_save
+        self.updates: list[int] = []
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        self.is_saving = True
+        assert self.collected.wait(60), "nothing was collected meanwhile"
+        if progress.iteration == self.fails_to_save:
+            raise CheckpointError("no space left on the disk")
+        super().save(folder, progress)
+        self.is_saving = False
+
+    def update(self, *arguments: Any, iteration: int, **keywords: Any) -> dict[str, float]:
+        assert not self.is_saving, "it would change what is being written"
+        self.collected.clear()
+        self.updates.append(iteration)
+        return super().update(*arguments, iteration=iteration, **keywords)
+
+
+class Meanwhile(Collector):
+    """Looks at the spools on disk when all rollouts are kept, and lets a checkpoint be written then."""
+
+    def __init__(self, learner: Slow) -> None:
+        super().__init__(all_finished, all_finished)
+        self._learner, self.spools = learner, list[list[str]]()
+
+    async def collect(self, *arguments: Any, **keywords: Any) -> Collection:
+        found = await super().collect(*arguments, **keywords)
+        self.spools.append(sorted(path.name for path in self.folder.glob("*.spool.jsonl")))
+        self._learner.collected.set()
+        return found
+
+    folder: Path
+
+
+def slow_run(tmp_path: Path, learner: Slow) -> tuple[Run, Meanwhile]:
+    run = run_of(
+        tmp_path, learner=learner, training__recovery_every=1, training__iterations=2,
+        evaluation__every_n_iters=100,
+    )  # fmt: skip
+    collector = Meanwhile(learner)
+    collector.folder = run.directory.rollouts
+    return replace(run, collector=collector), collector
+
+
+async def test_a_checkpoint_is_written_while_the_next_rollouts_are_collected_and_before_they_are_learned_from(
+    tmp_path: Path,
+):
+    learner = Slow()
+    run, collector = slow_run(tmp_path, learner)
+    await train(run, Progress(), asyncio.Event())
+    assert learner.updates == [1, 2]
+    assert saved(run) == ["iteration_0", "iteration_2"]
+    # On disk they would be of weights that no checkpoint holds yet. The last look is the evaluation's.
+    assert collector.spools[0] == [] and "iteration_2.spool.jsonl" not in collector.spools[-2]
+    assert spools_of(run) == [], "all was learned from"
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_update(tmp_path: Path):
+    learner = Slow(fails_to_save=1)
+    run, _ = slow_run(tmp_path, learner)
+    with pytest.raises(CheckpointError, match="no space left"):
+        await train(run, Progress(), asyncio.Event())
+    assert learner.updates == [1]
+    assert saved(run) == ["iteration_0"]
+    assert spools_of(run) == ["iteration_1.spool.jsonl"], "what it was learned from is still needed"
 
 
 async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer_backend.job.schema import EvaluationTable
@@ -18,7 +19,11 @@ from trainer_backend.rundir.layout import RunDirectory
 
 
 class Saving:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    One is written while the next iteration's rollouts are collected: nothing changes the learner's weights
+    then, so no copy of them is needed. Whoever is about to ask the learner for anything waits for `settled`.
+    """
 
     def __init__(
         self, training: TrainingTable, evaluation: EvaluationTable, directory: RunDirectory, learner: Learner
@@ -26,6 +31,9 @@ class Saving:
         self._training, self._evaluation = training, evaluation
         self.directory, self.learner = directory, learner
         self._spent_s = 0.0
+        self._writing: asyncio.Task[None] | None = None
+        self._written = -1  # the iteration that `_writing` is of
+        self._waiting: list[Callable[[], None]] = []
 
     @property
     def last_iteration(self) -> int:
@@ -36,6 +44,10 @@ class Saving:
 
     def is_saved(self, iteration: int) -> bool:
         return is_whole(self.folder(iteration))
+
+    def will_be_saved(self, iteration: int) -> bool:
+        """Whether its checkpoint is on disk, or is being written."""
+        return self.is_saved(iteration) or (self._writing is not None and self._written == iteration)
 
     def evaluation_due(self, progress: Progress) -> bool:
         """Whether the evaluation after this iteration is still to be played."""
@@ -50,17 +62,44 @@ class Saving:
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
-        """Save this iteration unless it is on disk; then remove what only the last checkpoint needed."""
+        """Begin to write this iteration's checkpoint, unless it is on disk; first wait for the one before."""
+        await self.settled()
         if not self.is_saved(progress.iteration):
-            started = time.monotonic()
-            await asyncio.to_thread(self.write, progress)
-            self._spent_s += time.monotonic() - started
+            self._written = progress.iteration
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self.write, progress))
+            self._writing.add_done_callback(self._tell_waiting)
+
+    async def settled(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and raise its error."""
+        if (writing := self._writing) is None:
+            return
+        try:
+            # Not cancelled with whoever waits: its thread would go on writing.
+            await asyncio.shield(writing)
+        finally:
+            if writing.done():
+                self._writing = None
+
+    def once_written(self, call: Callable[[], None]) -> None:
+        """Call this now, or once the checkpoint that is being written is on disk."""
+        if self._writing is None or self._writing.done():
+            call()
+        else:
+            self._waiting.append(call)
 
     def write(self, progress: Progress) -> None:
-        """As `save`, on this thread."""
+        """As `save`, on this thread; then remove what only the last checkpoint needed."""
+        started = time.monotonic()
         self.learner.save(self.folder(progress.iteration), progress)
         self.directory.remove_spools(progress.iteration)
         prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
+        self._spent_s += time.monotonic() - started
+
+    def _tell_waiting(self, writing: asyncio.Task[None]) -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            calls, self._waiting = self._waiting, []
+            for call in calls:
+                call()
 
     def take_seconds(self) -> float:
         """Return the seconds that saving took since the last call."""

@@ -56,11 +56,17 @@ class Run:
         return self.planner.after(self.directory.metrics()) if looks_back else self.planner
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
-        """The spool of a stage, with the rollouts of these requests that an earlier start has left there."""
-        return Spool.open(
+        """The spool of a stage, with the rollouts of these requests that an earlier start has left there.
+
+        It begins once the checkpoint that is being written is on disk: until then no start could use it.
+        """
+        spool = Spool.open(
             self.directory.spool_file(stage), requests,
             versions=versions, gateway_urls=self.server.inference.urls, tell=self.reporter.say,
         )  # fmt: skip
+        spool.hold()
+        self.saving.once_written(spool.release)
+        return spool
 
     def iteration_spool(
         self, number: int, requests: Sequence[RolloutRequest], progress: Progress
@@ -71,7 +77,7 @@ class Run:
         into one while the iteration waits to be learned from.
         """
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
-        if not staleness and not self.saving.is_saved(progress.iteration):
+        if not staleness and not self.saving.will_be_saved(progress.iteration):
             return None
         # Each iteration in between adds a version at most.
         waits = number - 1 - progress.iteration
@@ -102,6 +108,11 @@ class Run:
 
         rollouts = collected(requests, self.collector, spool=spool, tell=tell, stop=stop)
         return await self.server.while_serving(rollouts)
+
+    async def settled(self) -> None:
+        """Wait until nothing reads the learner's weights but who asks now; see `Saving`."""
+        with self.timeline.working("learn"):
+            await self.saving.settled()
 
     async def ack(self, rollouts: Sequence[Rollout]) -> None:
         """Let the task apps forget rollouts, which are stored."""

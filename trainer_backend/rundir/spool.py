@@ -38,6 +38,7 @@ class Spool:
     def __init__(self, path: Path, header: Mapping[str, Any], rollouts: Mapping[str, Rollout]) -> None:
         self.path, self._header, self._rollouts = path, header, rollouts
         self._is_there = bool(rollouts)
+        self._held: list[Rollout] | None = None
 
     @classmethod
     def open(
@@ -74,10 +75,23 @@ class Spool:
 
     def keep(self, rollout: Rollout) -> None:
         """Append a finished rollout. It survives a kill; after a power cut it may be requested again."""
+        if self._held is not None:
+            self._held.append(rollout)
+            return
         if not self._is_there:
             replace_lines(self.path, [self._header], durable=False)
             self._is_there = True
         append_text(self.path, _line_of(rollout), durable=False)
+
+    def hold(self) -> None:
+        """Keep what comes in memory: of weights that no checkpoint holds yet it is of no use on disk."""
+        self._held = []
+
+    def release(self) -> None:
+        """Write what was held, and from now on each rollout at once."""
+        held, self._held = self._held or [], None
+        for rollout in held:
+            self.keep(rollout)
 
     def remove(self) -> None:
         """Delete the spool, once its rollouts are stored as Parquet."""

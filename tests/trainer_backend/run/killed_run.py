@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -74,7 +75,10 @@ class Learner:
 
 
 class Collector:
-    """Plays what the weights of now would play; a line of `told` for each that was kept, and for each ask."""
+    """Plays what the weights of now would play; a line of `told` for each that was kept, and for each ask.
+
+    What is held in memory, while the checkpoint of its weights is being written, is not kept yet.
+    """
 
     def __init__(self, learner: Learner, told: Path) -> None:
         self._learner, self._told = learner, told
@@ -88,7 +92,8 @@ class Collector:
             rollout = self._played(request)
             if keep is not None:
                 keep(rollout)
-                self._tell("kept", request)
+                if self._is_on_disk(rollout):
+                    self._tell("kept", request)
             found.append(rollout)
         return Collection(tuple(sorted(found, key=lambda item: (item.group_id, item.sibling))))
 
@@ -97,6 +102,13 @@ class Collector:
     def _played(self, request: RolloutRequest) -> Rollout:
         draw = int(digest(self._learner.weights, path_of(request.rollout_id), request.start.seed), 16)
         return finished(request, [WOOD if draw % 2 else (), COW if draw % 3 else ()])
+
+    def _is_on_disk(self, rollout: Rollout) -> bool:
+        for path in (self._told.parent / "run/rollouts").glob("*.spool.jsonl"):
+            with suppress(FileNotFoundError):  # it is of an earlier iteration, whose checkpoint is there now
+                if rollout.rollout_id in path.read_text():
+                    return True
+        return False
 
     def _tell(self, what: str, request: RolloutRequest) -> None:
         with self._told.open("a") as file:
