@@ -288,7 +288,7 @@ def largest_difference(
 
 def study_adapters(python: str) -> dict[str, Any]:
     """Run a job with adapters; say what a publish of them takes, and what the merged model would."""
-    job = job_of(python, ADAPTER_ITERATIONS, lora={"rank": 2})
+    job = job_of(python, ADAPTER_ITERATIONS, lora={"rank": 2, "merged_checkpoints": True})
     training = job.training.model_copy(update={"learning_rate": 1e-2})
     inference = job.inference.model_copy(update={"replicas": 1})
     job, quiet = job.model_copy(update={"training": training, "inference": inference}), Killer("")
