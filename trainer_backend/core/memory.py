@@ -92,6 +92,7 @@ class MemoryUse(EngineUse):
     engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
     processes: how many use the device.
     paged: whether the caches are in pages (`inference.pages`): requests wait where not all of them fit.
+    cache_bytes: the most that an engine's cache in pages may take; None for no such limit.
     """
 
     masked: bool
@@ -105,6 +106,7 @@ class MemoryUse(EngineUse):
     engines: int = 1
     processes: int = 1
     paged: bool = False
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,16 @@ def memory_needs(
     own = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
     own += (shape.adapters + shape.value_head) * FLOAT32
     moments = shape.trained * MOMENTS
+    own_cache = cache(shape, use)
+    if use.paged and use.cache_bytes is not None:
+        own_cache = min(own_cache, max(use.cache_bytes, own_cache // (use.running + use.kept)))
     device = {
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
         "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
         "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
-        "cache": use.engines * cache(shape, use),
+        "cache": use.engines * own_cache,
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
@@ -150,8 +155,9 @@ def memory_needs(
         "overhead": use.processes * OVERHEAD if is_gpu else 0,
     }
     caches = device["cache"] + device["fixed cache"]
-    spared = use.kept + (use.running - 1 if use.paged else 0)
-    unsure = device["activations"] / 3 + caches * spared / (use.running + use.kept)
+    of_all = use.engines * cache(shape, use) + device["fixed cache"]
+    needed = of_all * (1 if use.paged else use.running) / (use.running + use.kept)
+    unsure = device["activations"] / 3 + caches - needed
     device = {kind: size for kind, size in device.items() if size}
     host = _main_memory_needs(shape, use, fixed) if is_gpu else {}
     return MemoryNeeds(device, host, int(sum(device.values()) - unsure))

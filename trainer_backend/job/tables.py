@@ -236,11 +236,21 @@ class InferenceTable(Table):
         description="finished prompts + responses whose keys and values are kept for prompts that begin like "
         "them; absent: as many as max_running; 0: every prompt is computed anew",
     )
+    cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what "
+        "max_running and kept_prefixes can take, as far as the device has it",
+    )
     deterministic: bool = Field(
         default=False,
         description="decode one request at a time and keep nothing of finished ones: slower, and on a CPU a "
         "killed and resumed run has bit for bit the weights of an uninterrupted one",
     )
+
+    @property
+    def cache_bytes(self) -> int | None:
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     @property
     def replica_patience_s(self) -> float:

@@ -167,6 +167,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         engines=config.engines,
         processes=config.processes,
         paged=kernels_are_here(placement.device),
+        cache_bytes=inference.cache_bytes,
     )
 
 

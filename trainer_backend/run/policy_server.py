@@ -327,5 +327,6 @@ def engine_limits(
         slots=table.slots,
         kept_prefixes=table.prefix_slots,
         max_model_len=table.max_model_len,
+        cache_bytes=table.cache_bytes,
         torch_threads=max(1, table.threads // sharing),
     )

@@ -50,6 +50,15 @@ def test_of_a_cache_in_pages_one_longest_request_must_fit():
     assert rows.least - paged.least == 4 * 11 * 12 * 4
 
 
+def test_a_cache_in_pages_takes_no_more_than_it_may_and_at_least_one_longest_request():
+    row = 11 * 12 * 4
+    for most, cache in ((3 * row + 1, 3 * row + 1), (1, row), (10**9, 7 * row)):
+        needs = memory_needs(SHAPE, replace(CPU, paged=True, cache_bytes=most), is_gpu=True)
+        assert needs.device["cache"] == cache
+        assert needs.least == memory_needs(SHAPE, replace(CPU, paged=True), is_gpu=True).least
+    assert memory_needs(SHAPE, replace(CPU, cache_bytes=1), is_gpu=True).device["cache"] == 7 * row
+
+
 def test_bfloat16_on_a_gpu_by_hand():
     use = replace(CPU, low=True, masked=False)
     needs = memory_needs(SHAPE, use, is_gpu=True)
