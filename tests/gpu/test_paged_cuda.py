@@ -127,7 +127,7 @@ async def test_a_graph_samples_what_the_same_step_samples_without(
     model: PreTrainedModel, engine: LocalEngine
 ):
     plain = LocalEngine(deepcopy(model), stop_ids=[], limits=EngineLimits(slots=24))
-    plain._worker.batch._runner._static._graphs = False
+    plain._worker.batch._runner._static._graphs.clear()
     plain.start()
     asked = requests(20)
     by_graph, without = await sampled(engine, asked), await sampled(plain, asked)

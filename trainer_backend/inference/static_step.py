@@ -115,7 +115,9 @@ class StaticStep:
 
     def __init__(self, decoder: Decoder, memory: PageMemory, *, slots: int, pages: int, graphs: bool) -> None:
         device = memory.device
-        self._decoder, self._memory, self._graphs = decoder, memory, graphs
+        self._decoder, self._memory = decoder, memory
+        # Kinds of sampling, without and with truncation, of which graphs are captured.
+        self._graphs = {False, True} if graphs else set[bool]()
         self._buckets = buckets(slots)
         on_gpu = device.type == "cuda"
         # Two sets: one is filled while the copies from the other may still run.
@@ -163,7 +165,7 @@ class StaticStep:
 
     def _run(self, bucket: int, truncates: bool) -> None:
         key = bucket, truncates
-        if self._graphs and key not in self._captured:
+        if truncates in self._graphs and key not in self._captured:
             self._captured[key] = self._capture(bucket, truncates)
         graph = self._captured.get(key)
         if graph is not None:
@@ -214,8 +216,13 @@ class StaticStep:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._compute(bucket, truncates)
         except RuntimeError as error:
-            log.warning("engine_runs_without_graph", rows=bucket, reason=str(error).partition("\n")[0])
-            self._graphs = False
+            log.warning(
+                "engine_runs_without_graph",
+                rows=bucket,
+                truncates=truncates,
+                reason=str(error).partition("\n")[0],
+            )
+            self._graphs.discard(truncates)
             self._tokens_S.copy_(tokens_S)
             return None
         self._pool = self._pool or graph.pool()

@@ -182,13 +182,15 @@ async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_
     start_engine: StartEngine, model: PreTrainedModel
 ):
     engine = start_engine()
-    engine._worker.batch._runner._static._graphs = True  # this torch has no CUDA to capture one with
+    engine._worker.batch._runner._static._graphs |= {False, True}  # there is no CUDA to capture one with
     requests = mixed_requests(12, model.config.vocab_size)
     with capture_logs() as lines:
+        await all_of(engine, requests[:1])  # alone, it is not truncated
         results = await all_of(engine, requests)
     assert_equal_to_naive(model, requests, results)
-    (line,) = lines
-    assert line["event"] == "engine_runs_without_graph" and "CUDA" in line["reason"]
+    assert {line["event"] for line in lines} == {"engine_runs_without_graph"}
+    assert sorted(line["truncates"] for line in lines) == [False, True], "each kind of sampling once"
+    assert all("CUDA" in line["reason"] for line in lines)
 
 
 def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
