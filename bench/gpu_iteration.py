@@ -10,7 +10,6 @@ from typing import Any
 from bench import kit
 from bench.gpu_report import Report
 from bench.gpu_setup import Plan, config_of, model_of
-from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from trainer_backend.learner.device import Placement
 from trainer_backend.models import train_tokenizer
 from trainer_backend.models.folder import save_model_folder
@@ -52,6 +51,9 @@ def iteration_figure(report: Report, name: str, plan: Plan, placement: Placement
 
 def model_folder(folder: Path, name: str, placement: Placement) -> Path:
     """A folder as a user would bring one: the shape's weights, random, and a tokenizer of Crafter's texts."""
+    # Not above: a machine without crafter still measures everything else.
+    from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+
     environment = CrafterEnvironment(CrafterConfig(text="full", max_actions=8))
     texts = [environment.reset(seed).text for seed in range(8)]
     config = config_of(name)
