@@ -166,8 +166,9 @@ class EngineWorker:
                 ended.append((request, end))
             elif request.extras.on_token is not None:
                 outcomes.append((request, sampled.token(index)))
-        # Only now: dropping a row moves another one, whose token must have been taken.
-        for request, end in ended:
+        # Only now: dropping a row moves another one, whose token must have been taken. Backwards, so that the
+        # one that moves goes on: an ended row would leave what is not finite where it was.
+        for request, end in reversed(ended):
             row = self.batch.rows.index(request)
             if isinstance(end, InferenceError):
                 self.batch.drop_invalid(row)
