@@ -36,13 +36,18 @@ class Span:
 
 
 class RowAttention:
-    """`TokenAttention` of a pass over adjacent rows: token by token, row after row."""
+    """`TokenAttention` of a pass over adjacent rows: token by token, row after row.
+
+    Args:
+        heads_TK: number of each token's key-value heads among those of all rows, row * heads + head.
+    """
 
     def __init__(
-        self, cache: SlotCache, positions_T: Tensor, places_N: Tensor, spans: Sequence[Span]
+        self, cache: SlotCache, positions_T: Tensor, heads_TK: Tensor, spans: Sequence[Span]
     ) -> None:
         self.positions_T = positions_T
-        self._cache, self._places_N, self._spans = cache, places_N, spans
+        self._cache, self._heads_TK, self._spans = cache, heads_TK, spans
+        self._places = 0, heads_TK  # the capacity that they are for, and the places
         self._layer: tuple[Tensor, ...] = ()  # the one that was written last
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
@@ -50,7 +55,16 @@ class RowAttention:
         self._layer = self._cache.layer(layer, keys_TKD.transpose(0, 1), values_TKD.transpose(0, 1))
         for tensor, new_TKD in zip(self._layer, (keys_TKD, values_TKD), strict=True):
             rounded_NKD = new_TKD.to(tensor.dtype).reshape(-1, size)
-            tensor.view(-1, size).index_copy_(0, self._places_N, rounded_NKD)
+            tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
+
+    def _places_in(self, capacity: int) -> Tensor:
+        """[T * key-value heads] places of the tokens' vectors in a tensor [slots * heads * capacity].
+
+        They are made once, but where a growth ran out of memory: that leaves tensors of several capacities.
+        """
+        if self._places[0] != capacity:
+            self._places = capacity, (self._heads_TK * capacity + self.positions_T[:, None]).view(-1)
+        return self._places[1]
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
         keys, values = self._layer
@@ -89,7 +103,7 @@ class RowAttentions:
         return RowAttention(
             self._cache,
             positions_B,
-            self._places(torch.arange(count, device=self._device), positions_B),
+            self._heads_of(torch.arange(count, device=self._device)),
             [self._single(slice(*cut), cached_B, positions_B) for cut in cuts],
         )
 
@@ -107,17 +121,16 @@ class RowAttentions:
         return RowAttention(
             self._cache,
             positions_T,
-            self._places(rows_T, positions_T),
+            self._heads_of(rows_T),
             [
                 self._padded(slice(*cut), first_row, starts_B, counts_B)
                 for cut in spans_of(starts_B, counts_B, most_waste=self._most_waste)
             ],
         )
 
-    def _places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        """[T * key-value heads] places of the tokens' vectors in a layer, [slots * heads * capacity]."""
-        heads_TK = rows_T[:, None] * len(self._heads_K) + self._heads_K
-        return (heads_TK * self._cache.capacity + positions_T[:, None]).view(-1)
+    def _heads_of(self, rows_T: Tensor) -> Tensor:
+        """[T, K] numbers of the key-value heads of tokens' rows, see `RowAttention`."""
+        return rows_T[:, None] * len(self._heads_K) + self._heads_K
 
     def _single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
         """Some rows of a decode step."""
@@ -195,12 +208,11 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
 
 def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[B, H, D] where each row has one token: the queries of a key-value head are one matrix."""
-    kv_heads, capacity, size = keys.shape[1:]
+    kv_heads, size = keys.shape[1], keys.shape[3]
     first, number = span.rows.start * kv_heads, len(mask_N1L)
     queries_NGD = queries_BHD.reshape(number, -1, size)
     keys_NLD, values_NLD = (
-        tensor.view(-1, capacity, size).narrow(0, first, number).narrow(1, 0, span.visible)
-        for tensor in (keys, values)
+        tensor.flatten(0, 1).narrow(0, first, number).narrow(1, 0, span.visible) for tensor in (keys, values)
     )
     if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
         cache_rows = span.rows, slice(None), slice(span.visible)

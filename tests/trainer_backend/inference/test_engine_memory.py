@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from trainer_backend.errors import EngineOutOfMemory
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Generation
+from trainer_backend.inference.row_attention import RowAttention, RowAttentions
 from trainer_backend.models.folder import is_out_of_memory
 
 StartEngine = Callable[..., LocalEngine]
@@ -170,3 +172,33 @@ def test_a_cache_that_ran_out_of_memory_while_growing_still_holds_everything_and
         row = cache.copy_out(1, 100)
         torch.testing.assert_close(row.keys[layer], numbers[1] + layer)
         torch.testing.assert_close(row.values[layer], -numbers[1] - layer)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3], ids=lambda left: f"{left} of 4 tensors grew")
+def test_rows_attend_the_same_after_their_cache_ran_out_of_memory_while_growing(left: int):
+    torch.manual_seed(0)
+    small, large = (kind(slots=3, max_len=1024) for kind in (SmallMemory, SlotCache))
+    both = [
+        RowAttentions(cache, kv_heads=2, device=torch.device("cpu"), most_waste=10**6)
+        for cache in (small, large)
+    ]
+
+    def assert_same(passes: list[RowAttention], tokens: int) -> None:
+        for layer in range(2):
+            keys_TKD, values_TKD, queries_TKD = torch.randn(3, tokens, 2, 4).unbind()
+            for attention in passes:
+                attention.write(layer, keys_TKD, values_TKD)
+            mixed, expected = (attention.attend(layer, queries_TKD) for attention in passes)
+            torch.testing.assert_close(mixed, expected)
+
+    none_B, full_B = np.array([0, 0]), np.array([100, 90])
+    assert_same([one.prefill(first_row=0, starts_B=none_B, counts_B=full_B) for one in both], 190)
+    small.left = left
+    with pytest.raises(torch.OutOfMemoryError):
+        small.reserve(400)
+    for step in range(3):
+        assert_same([one.decode(full_B + step) for one in both], 2)
+    small.left = 4
+    small.reserve(200)  # of 4 tensors, some have room for 512 tokens already
+    assert_same([one.decode(full_B + 3) for one in both], 2)
+    assert_same([one.prefill(first_row=2, starts_B=none_B[:1], counts_B=full_B[:1]) for one in both], 100)
