@@ -198,6 +198,8 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
+        # The step under way is of rows that are gone. One that joins again samples its token of it anew.
+        self.batch.settle()
         return None
 
     def _with_room(self, action: Callable[[], Result], task: str) -> Result:

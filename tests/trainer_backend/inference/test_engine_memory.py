@@ -83,12 +83,21 @@ async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tigh
 
 
 class TightHead(nn.Linear):
-    """Raises as CUDA does where it is given more than two rows."""
+    """Raises as CUDA does where it is given more than `most` rows."""
+
+    most = 2
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if len(hidden) > 2:
+        if len(hidden) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().forward(hidden)
+
+
+def with_tight_head(model: PreTrainedModel) -> PreTrainedModel:
+    own = copy.deepcopy(model)
+    own.lm_head = TightHead(own.config.hidden_size, own.config.vocab_size, bias=False)
+    own.lm_head.weight = own.model.embed_tokens.weight
+    return own
 
 
 @pytest.mark.parametrize("by_decoder", [True, False], ids=["our decoder", "transformers"])
@@ -97,10 +106,7 @@ async def test_a_step_that_does_not_fit_ends_the_longest_request_and_no_other(
 ):
     tight.fits = lambda rows, tokens: tokens > 1 or rows <= 2
     if by_decoder:
-        tight = copy.deepcopy(model)
-        width, vocabulary = tight.config.hidden_size, tight.config.vocab_size
-        tight.lm_head = TightHead(width, vocabulary, bias=False)
-        tight.lm_head.weight = tight.model.embed_tokens.weight
+        tight = with_tight_head(model)
     engine = start_engine(tight)
     prompts = [[1, 2, 3], [4, 5, 6] * 5, [7, 8, 9] * 2]
     short, longest, middle = await together(engine, *prompts)

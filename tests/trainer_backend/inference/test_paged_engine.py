@@ -23,6 +23,7 @@ from tests.trainer_backend.inference.test_engine_exactness import (  # noqa: F40
     test_the_same_seed_gives_the_same_tokens_whatever_the_neighbours,
     test_tokens_and_logprobs_equal_an_unbatched_loop_when_requests_join_at_different_times,
 )
+from tests.trainer_backend.inference.test_engine_memory import with_tight_head
 from tests.trainer_backend.inference.test_engine_scheduling import (  # noqa: F401
     test_a_cancelled_call_leaves_the_engine,
     test_a_late_request_is_served_while_long_ones_keep_running,
@@ -47,11 +48,17 @@ from tests.trainer_backend.inference.test_prefix_reuse import (  # noqa: F401
 from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F401
     test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
 )
+from trainer_backend.errors import EngineOutOfMemory
+from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.page_memory import page_bytes
+from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras
+from trainer_backend.inference.request import Request
 from trainer_backend.inference.static_step import buckets
+from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models import build_preset
 
 StartEngine = Callable[..., LocalEngine]
@@ -205,3 +212,45 @@ def test_steps_are_made_for_few_numbers_of_rows():
     assert buckets(8) == [1, 2, 4, 8]
     assert buckets(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert buckets(20) == [1, 2, 4, 8, 16, 20]
+
+
+class Turns:
+    """An engine without a thread, turn by turn."""
+
+    def __init__(self, model: PreTrainedModel, *, max_len: int = 128, pages: int | None = None) -> None:
+        most_bytes = None if pages is None else pages * page_of(model)
+        self.inbox = Inbox(max_waiting=100)
+        self.inbox.open()
+        self.batch = RunningBatch(model, slots=8, max_len=max_len, pages=PageLimits(True, most_bytes))
+        self.worker = EngineWorker(
+            self.batch, self.inbox, stop_ids=frozenset(), prefill_tokens=2048, version=0
+        )
+
+    def submit(self, ids: list[int], *, tokens: int, extras: Extras = NO_EXTRAS) -> Request:
+        loop = asyncio.get_running_loop()
+        sampling = Sampling(max_tokens=tokens, seed=1)
+        request = Request(str(ids[:2]), ids, sampling, loop, loop.create_future(), extras)
+        self.inbox.submit(request)
+        return request
+
+    async def turn(self, times: int = 1) -> None:
+        with torch.inference_mode():
+            for _ in range(times):
+                self.worker.turn()
+        await asyncio.sleep(0)  # the outcomes
+
+
+async def test_a_request_that_waited_while_nothing_fitted_takes_no_token_twice(model: PreTrainedModel):
+    tight = with_tight_head(model)
+    turns = Turns(tight)
+    prompts = [list(range(1, 29)), list(range(40, 68))]
+    older, younger = (turns.submit(prompt, tokens=12) for prompt in prompts)
+    await turns.turn(2)
+    tight.lm_head.most = 0
+    await turns.turn()  # a step is under way, and the next one fits for nobody
+    assert isinstance(older.future.exception(), EngineOutOfMemory)
+    assert not turns.batch.rows and not younger.future.done()
+    tight.lm_head.most = 2
+    await turns.turn(13)
+    expected = [(prompts[1], Sampling(max_tokens=12, seed=1))]
+    assert_equal_to_naive(model, expected, [younger.future.result()])
