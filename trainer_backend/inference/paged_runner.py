@@ -5,6 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -19,6 +20,9 @@ from trainer_backend.inference.pages import pages_for
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.sampler import RowSettings, likeliest, uniforms
 from trainer_backend.inference.static_step import Launched, StaticStep, StepInputs
+from trainer_backend.models.folder import is_out_of_memory
+
+log = structlog.get_logger(__name__)
 
 Likeliest = list[tuple[tuple[int, float], ...]]
 
@@ -140,10 +144,19 @@ class PagedRunner:
         return Step(of_rows, launched, self._likeliest(of_rows, truncates=truncates))
 
     def _likeliest(self, requests: Sequence[Request], *, truncates: bool) -> Likeliest | None:
-        """Rarely asked for, and waited for at once: the next step overwrites the logits."""
+        """Rarely asked for, and waited for at once: the next step overwrites the logits.
+
+        The step is under way and cannot be repeated, so there are none where memory runs out for them.
+        """
         counts = [request.extras.likeliest for request in requests]
         if not any(counts):
             return None
-        temperatures = [request.sampling.temperature or 1.0 for request in requests]
-        settings = RowSettings(torch.tensor(temperatures, device=self._memory.device))
-        return likeliest(self._static.logits(len(requests), truncates=truncates), settings, counts=counts)
+        try:
+            temperatures = [request.sampling.temperature or 1.0 for request in requests]
+            settings = RowSettings(torch.tensor(temperatures, device=self._memory.device))
+            return likeliest(self._static.logits(len(requests), truncates=truncates), settings, counts=counts)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        log.warning("engine_leaves_out_likeliest_tokens", rows=len(requests), reason="out of memory")
+        return [()] * len(requests)

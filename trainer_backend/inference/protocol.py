@@ -52,7 +52,8 @@ class Extras:
     """Optional parts of a request.
 
     Attributes:
-        likeliest: how many of the most likely tokens to report at every place.
+        likeliest: how many of the most likely tokens to report at every place; none is reported where memory
+            runs out for them.
         stop: ends the generation in the engine, so that nothing is sampled beyond it.
         processed: report log-probs after top_p and top_k (see `Generation`).
         on_token: called in the caller's event loop with each token except the one that ends the generation,

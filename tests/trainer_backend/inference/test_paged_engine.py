@@ -254,3 +254,27 @@ async def test_a_request_that_waited_while_nothing_fitted_takes_no_token_twice(m
     await turns.turn(13)
     expected = [(prompts[1], Sampling(max_tokens=12, seed=1))]
     assert_equal_to_naive(model, expected, [younger.future.result()])
+
+
+class TightLogits:
+    """A tensor's stand-in that raises as CUDA does where a copy of it does not fit."""
+
+    def float(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+async def test_likeliest_tokens_that_do_not_fit_are_left_out_and_no_step_is_lost(model: PreTrainedModel):
+    turns = Turns(model)
+    prompt = list(range(1, 29))
+    request = turns.submit(prompt, tokens=10, extras=Extras(likeliest=2))
+    await turns.turn(3)
+    static = turns.batch._runner._static
+    static.logits = lambda rows, *, truncates: TightLogits()
+    with capture_logs() as lines:
+        await turns.turn()
+    del static.logits
+    await turns.turn(8)
+    assert [line["event"] for line in lines] == ["engine_leaves_out_likeliest_tokens"]
+    result = request.future.result()
+    assert_equal_to_naive(model, [(prompt, Sampling(max_tokens=10, seed=1))], [result])
+    assert [len(tops) for tops in result.likeliest] == [2, 2, 2, 0, 2, 2, 2, 2, 2, 2]
