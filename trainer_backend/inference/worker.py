@@ -116,6 +116,10 @@ class EngineWorker:
     def _join(self, newcomers: list[Request]) -> None:
         if not newcomers:
             return
+        if len(newcomers) > self.batch.free_slots:  # an older one waits for room, which they must not take
+            for request in newcomers:
+                self.inbox.put_back(request)
+            return
         for request in newcomers:
             request.set_version(self.version)
         longest = max(len(request.prompt_ids) for request in newcomers)

@@ -278,3 +278,18 @@ async def test_likeliest_tokens_that_do_not_fit_are_left_out_and_no_step_is_lost
     result = request.future.result()
     assert_equal_to_naive(model, [(prompt, Sampling(max_tokens=10, seed=1))], [result])
     assert [len(tops) for tops in result.likeliest] == [2, 2, 2, 0, 2, 2, 2, 2, 2, 2]
+
+
+async def test_a_large_request_that_waits_for_room_is_not_overtaken_by_small_ones(model: PreTrainedModel):
+    # rows of up to 6 pages, and 6 pages for all: the large one needs them all
+    turns = Turns(model, max_len=6 * PAGE, pages=6)
+    prompts = [[(7 * i + k) % 200 for i in range(20)] for k in range(20)]
+    before = [turns.submit(prompt, tokens=20) for prompt in prompts[:2]]
+    await turns.turn()
+    large = turns.submit([3] * (5 * PAGE + 10), tokens=20)
+    after = [turns.submit(prompt, tokens=20) for prompt in prompts[2:]]
+    while not large.future.done():
+        await turns.turn()
+    assert all(request.future.done() for request in before)
+    assert not any(request.future.done() or request.token_ids for request in after)
+    assert turns.worker.counters.preempted == 0
