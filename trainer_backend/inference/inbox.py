@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from trainer_backend.errors import BadChatRequest, EngineBusy, EngineStopped, InferenceError
 from trainer_backend.inference.request import Request
@@ -36,8 +36,9 @@ class Order:
 class Inbox:
     """The queue, the requests by id, aborts, and two kinds of orders.
 
-    A *command* runs at the next turn. A *swap* waits until no request runs, and meanwhile no request is
-    admitted. The inbox is closed before the start and after the end; callers get the reason.
+    A *command* runs at the next turn. A *swap* waits until no request runs, and meanwhile none is admitted
+    but those that have begun and were put back. The inbox is closed before the start and after the end;
+    callers get the reason.
     """
 
     def __init__(self, *, max_waiting: int) -> None:
@@ -140,18 +141,27 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest queued requests that fit: at least one if a slot is free, none while a swap
-        waits.
+        """Take the oldest queued requests that fit: at least one if a slot is free.
+
+        While a swap waits, only those that have begun.
         """
         newcomers: list[Request] = []
         longest = 0
         with self._change:
-            while self._queue and not self._swaps and len(newcomers) < free_slots:
-                longest = max(longest, to_prefill(self._queue[0]))
+            line = (request for request in self._queue if request.token_ids or not self._swaps)
+            for request in islice(line, free_slots):
+                longest = max(longest, to_prefill(request))
                 if newcomers and longest * (len(newcomers) + 1) > prefill_tokens:
                     break
-                newcomers.append(self._queue.popleft())
+                newcomers.append(request)
+            for request in newcomers:
+                self._queue.remove(request)
         return newcomers
+
+    def holds_begun(self) -> bool:
+        """Whether a request waits that has sampled tokens: it was put back, and goes on before a swap."""
+        with self._change:
+            return any(request.token_ids for request in self._queue)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was admitted wait once more, before those that came after it."""

@@ -80,7 +80,7 @@ class EngineWorker:
         for order in self.inbox.take_commands():
             order.carry_out()
         # A paused batch never drains, so a pause lets the swap through.
-        if self.paused or not self.batch.rows:
+        if self.paused or not (self.batch.rows or self.inbox.holds_begun()):
             swaps = self.inbox.take_swaps()
             if swaps:
                 deliver(self._taken(self.batch.settle()))  # under the weights that have sampled it

@@ -74,18 +74,23 @@ async def test_requests_are_admitted_in_order_and_a_big_one_is_not_overtaken():
     assert [admitted(), admitted(), admitted(), admitted()] == [["a"], ["big"], ["c", "d"], []]
 
 
-async def test_nobody_is_admitted_while_a_swap_waits():
+async def test_while_a_swap_waits_nobody_is_admitted_but_who_has_begun():
     inbox = Inbox(max_waiting=10)
     inbox.open()
-    inbox.submit(waiting_request("a", 5))
+    first, begun = waiting_request("first", 5), waiting_request("begun", 5)
+    begun.token_ids.append(7)
+    inbox.submit(first)
+    inbox.submit(begun)
     inbox.swap(lambda: None)
 
     def admitted() -> list[Request]:
         return inbox.admit(free_slots=2, prefill_tokens=50, to_prefill=lambda request: request.cached)
 
-    assert admitted() == []
+    assert inbox.holds_begun()
+    assert [admitted(), admitted()] == [[begun], []]
+    assert not inbox.holds_begun()
     assert len(inbox.take_swaps()) == 1
-    assert len(admitted()) == 1
+    assert admitted() == [first]
 
 
 async def test_an_aborted_request_returns_what_it_has(start_engine: StartEngine):

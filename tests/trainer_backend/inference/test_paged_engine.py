@@ -293,3 +293,32 @@ async def test_a_large_request_that_waits_for_room_is_not_overtaken_by_small_one
     assert all(request.future.done() for request in before)
     assert not any(request.future.done() or request.token_ids for request in after)
     assert turns.worker.counters.preempted == 0
+
+
+async def test_a_swap_waits_for_requests_that_were_preempted(model: PreTrainedModel):
+    # rows of up to 3 pages, and 3 pages for all
+    turns = Turns(model, max_len=3 * PAGE, pages=3)
+    older, younger = (turns.submit([k + 1] * 25, tokens=60) for k in range(2))
+    await turns.turn(5)
+    swap = turns.inbox.swap(lambda: turns.worker.new_version(1))
+    late = turns.submit([9] * 25, tokens=2)
+    await turns.turn(200)
+    assert turns.worker.counters.preempted > 0 and swap.done()
+    results = [request.future.result() for request in (older, younger, late)]
+    assert [result.versions for result in results] == [((0, 0),), ((0, 0),), ((0, 1),)]
+
+
+async def test_a_pause_lets_a_swap_through_beside_a_preempted_request(model: PreTrainedModel):
+    turns = Turns(model, max_len=3 * PAGE, pages=3)
+    older, younger = (turns.submit([k + 1] * 25, tokens=60) for k in range(2))
+    while not turns.worker.counters.preempted:
+        await turns.turn()
+    turns.worker.paused = True
+    sampled = len(younger.token_ids)
+    swap = turns.inbox.swap(lambda: turns.worker.new_version(1))
+    await turns.turn()
+    assert swap.done()
+    turns.worker.paused = False
+    await turns.turn(200)
+    assert younger.future.result().versions == ((0, 0), (sampled, 1))
+    assert [version for _, version in older.future.result().versions] == [0, 1]
