@@ -1,23 +1,31 @@
 """What a gateway and its engine's process say to each other: frames over a pair of connected sockets.
 
-    gateway -> engine    (number, "generate", EngineCall), (number, "abort", number of what),
-                         (number, "load", PolicyVersion), (number, "probe")
-    engine -> gateway    (number, "token", SampledToken) any number of times, and then
-                         (number, "done", the result, counts of the engine) or (number, "error", ErrorBody)
+    gateway -> engine    generate: EngineCall; abort: number of what; load: PolicyVersion; probe
+    engine -> gateway    token: SampledToken, any number of times, and then
+                         done: the sample, if it was one, and counts of the engine; or error: ErrorBody
 
-A frame is its length, four bytes, and a pickle: both ends are this program, one of which started the other.
+A frame is its length, four bytes, and the number of the call, its kind and JSON, with a space between them.
+Numbers come back bit for bit, NaN and infinity too.
 """
 
 import asyncio
-import pickle
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.protocol import Generation, SampledToken
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.learner.calls import ErrorBody
 
 _LENGTH = struct.Struct("<I")
-Frame = tuple[Any, ...]
+# Number of the call, kind, and what it carries.
+Frame = tuple[int, str, tuple[Any, ...]]
+Kinds = Mapping[str, TypeAdapter[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +46,53 @@ class EngineCall:
     streams: bool
 
 
+def _carries(*types: Any) -> TypeAdapter[tuple[Any, ...]]:
+    return TypeAdapter(tuple[*types] if types else tuple[()], config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+TO_ENGINE: Kinds = MappingProxyType(
+    {
+        "generate": _carries(EngineCall),
+        "abort": _carries(int),
+        "load": _carries(PolicyVersion),
+        "probe": _carries(),
+    }
+)
+TO_GATEWAY: Kinds = MappingProxyType(
+    {
+        "token": _carries(SampledToken),
+        "done": _carries(Generation | None, tuple[float, ...]),
+        "error": _carries(ErrorBody),
+    }
+)
+
+
 class Line:
-    """One end of the connection; it belongs to an event loop."""
+    """One end of the connection; it belongs to an event loop.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    Args:
+        says, hears: kinds of frames that are sent and received here.
+    """
 
-    def say(self, *frame: Any) -> None:
-        """Send a frame; nothing happens where the other end has gone."""
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, says: Kinds, hears: Kinds
+    ) -> None:
+        self._reader, self._writer, self._says, self._hears = reader, writer, says, hears
+
+    def say(self, number: int, kind: str, *carried: Any) -> None:
+        """Send a frame; nothing happens where the other end has gone, which `hear` tells."""
         if not self._writer.is_closing():
-            body = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+            body = b"%d %s " % (number, kind.encode()) + self._says[kind].dump_json(carried)
             self._writer.write(_LENGTH.pack(len(body)) + body)
 
     async def hear(self) -> Frame | None:
         """The next frame; None once the other end has gone."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            frame: Frame = pickle.loads(await self._reader.readexactly(length))
+            number, kind, body = (await self._reader.readexactly(length)).split(b" ", 2)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return frame
+        return int(number), kind.decode(), self._hears[kind.decode()].validate_json(body)
 
     def close(self) -> None:
         self._writer.close()

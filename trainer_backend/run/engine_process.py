@@ -7,11 +7,13 @@ Exit codes: 0 stopped, 2 the policy cannot be served, 3 the engine has failed; t
 why.
 """
 
-from service_kit.children import READY, end_with_parent
+from service_kit.children import READY, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     # Before the slow imports: if the gateway is killed meanwhile, this process must not survive it.
     end_with_parent()
+    # Nor if it hangs itself: it would keep the memory of a GPU, beside the engine that follows it.
+    kill_with_parent()
 
 import argparse
 import asyncio
@@ -33,7 +35,7 @@ from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.learner.calls import ErrorBody
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import new_weights
-from trainer_backend.run.engine_frames import EngineCall, Frame, Line
+from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
 from trainer_backend.run.gateway import BREAKDOWN, REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
 from trainer_backend.run.process_engine import SETUP, EngineSetup, counts_of
@@ -62,14 +64,14 @@ class EngineHost:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        number, verb, *rest = frame
+        number, verb, carried = frame
         calls: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
             "generate": self._generate,
             "load": self._load,
             "probe": self._probe,
             "abort": self._abort,
         }
-        task = asyncio.ensure_future(self._answer(number, calls[verb](number, *rest)))
+        task = asyncio.ensure_future(self._answer(number, calls[verb](number, *carried)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -77,10 +79,10 @@ class EngineHost:
         try:
             result = await work
         except TrainerError as error:
-            self._line.say(number, "error", ErrorBody.of(error).model_dump())
+            self._line.say(number, "error", ErrorBody.of(error))
         except Exception as error:
             kind = EngineStopped(f"the engine's process met {type(error).__name__}: {error}")
-            self._line.say(number, "error", ErrorBody.of(kind).model_dump())
+            self._line.say(number, "error", ErrorBody.of(kind))
         else:
             self._line.say(number, "done", result, counts_of(self._engine.counters))
 
@@ -109,7 +111,7 @@ async def serve(setup: EngineSetup, connection: socket.socket) -> int:
     engine, tokenizer = engine_of_folder(
         setup.model, setup.version.folder, setup.limits, version=setup.version.number
     )
-    line = Line(*await asyncio.open_connection(sock=connection))
+    line = Line(*await asyncio.open_connection(sock=connection), says=TO_GATEWAY, hears=TO_ENGINE)
     engine.start()
     print(f"{READY}a socket of the gateway", flush=True)
     try:

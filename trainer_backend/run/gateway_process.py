@@ -29,7 +29,6 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, Server, run
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import EngineStopped
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
 from trainer_backend.inference.gateway import create_gateway
@@ -115,7 +114,7 @@ class ProcessActor:
         self.policy = ServedPolicy(self._engine, facts.tokenizer)
 
     async def begin(self) -> None:
-        await self._engine.begin()
+        self._end_with(await self._engine.begin())
 
     async def load(self, version: PolicyVersion) -> None:
         await self._engine.load(version)
@@ -127,12 +126,19 @@ class ProcessActor:
         await self._engine.probe()
 
     async def look_after(self) -> None:
-        code = await self._engine.ended()
-        if code == BREAKDOWN:
-            raise EngineStopped("its process says why, in the same log")
-        # Whoever started this process starts it anew with an engine, and requests are sent again.
-        print(f"the engine's process ended with exit code {code}", file=sys.stderr, flush=True)
-        os._exit(LOST)
+        self._end_with(await self._engine.ended())
+
+    def _end_with(self, code: int | None) -> None:
+        """End as the engine's process did, whose last words are in the same log.
+
+        Whoever started this process starts it anew with an engine, unless the engine has refused or failed.
+        """
+        if code is None:
+            return
+        if code not in (REFUSAL, BREAKDOWN):
+            print(f"the engine's process ended with exit code {code}", file=sys.stderr, flush=True)
+            code = LOST
+        os._exit(code)
 
 
 class PoolActor:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+import structlog
+
 from service_kit.children import PIPE, Child
 from shared_schemas.base import Body
 from shared_schemas.trajectory import Sampling
@@ -23,8 +25,9 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, Sa
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.learner.calls import ErrorBody
-from trainer_backend.run.engine_frames import EngineCall, Frame, Line
+from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
+
+log = structlog.get_logger(__name__)
 
 # What the engine's process gets in its environment.
 SETUP = "TURNWISE_ENGINE"
@@ -74,6 +77,8 @@ class ProcessEngine:
         self._waiting: dict[int, _Waiting] = {}
         self._breakdown: Future[str] = Future()
         self._listening: asyncio.Future[None] | None = None
+        self._gone: str | None = "it was not started"  # why nobody answers
+        self._is_closed = False
         self.counters = EngineCounters()
 
     @property
@@ -93,11 +98,11 @@ class ProcessEngine:
         """Of its process; None before the start."""
         return None if self._child is None else self._child.pid
 
-    async def begin(self) -> None:
-        """Start the process, and wait until it serves.
+    async def begin(self) -> int | None:
+        """Start the process, and wait until it serves; return its exit code if it ends before.
 
         Raises:
-            EngineStopped: it ended before, or did not serve in time; its last words are in the log.
+            EngineTimeout: it did not serve in time.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -107,20 +112,23 @@ class ProcessEngine:
                 env={**os.environ, SETUP: self._setup.model_dump_json()},
                 descriptors=(theirs.fileno(),),
             )
-        self._line = Line(*await asyncio.open_connection(sock=ours))
+        connection = await asyncio.open_connection(sock=ours)
+        self._line = Line(*connection, says=TO_ENGINE, hears=TO_GATEWAY)
         try:
             async with asyncio.timeout(_BEGIN_S):
                 if await self._child.address() is None:
-                    code = await self._child.ended()
-                    raise EngineStopped(f"the engine's process ended with exit code {code} before it served")
+                    return await self._child.ended()
         except TimeoutError as error:
-            raise EngineStopped(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
-        self._listening = asyncio.ensure_future(self._listen())
+            raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
+        self._gone = None
+        self._listening = asyncio.ensure_future(self._listen(self._line))
+        return None
 
-    async def ended(self) -> int:
-        """Wait for the end of its process; return the exit code."""
+    async def ended(self) -> int | None:
+        """Wait for the end of its process; return the exit code, or None where it was closed."""
         assert self._child is not None, "it has begun"
-        return await self._child.ended()
+        code = await self._child.ended()
+        return None if self._is_closed else code
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -162,6 +170,7 @@ class ProcessEngine:
 
     def stop(self) -> None:
         """Let go of the process, which ends then; unfinished requests get an EngineStopped."""
+        self._is_closed = True
         self._fail_all("it was stopped")
         if self._line is not None:
             self._line.close()
@@ -169,8 +178,6 @@ class ProcessEngine:
     async def close(self) -> None:
         """End the process."""
         self.stop()
-        if self._listening is not None:
-            self._listening.cancel()
         if self._child is not None:
             await self._child.end(_STOP_S)
 
@@ -178,8 +185,8 @@ class ProcessEngine:
         return asyncio.get_running_loop().create_future()
 
     async def _ask(self, number: int, waiting: _Waiting, verb: str, *rest: Any, timeout_s: float) -> Any:
-        if self._line is None:
-            raise EngineStopped("the engine does not run: it was not started")
+        if self._gone is not None:
+            raise EngineStopped(f"the engine does not run: {self._gone}")
         self._waiting[number] = waiting
         try:
             self._say(number, verb, *rest)
@@ -190,35 +197,41 @@ class ProcessEngine:
         finally:
             self._waiting.pop(number, None)
 
-    def _say(self, *frame: Any) -> None:
+    def _say(self, number: int, kind: str, *carried: Any) -> None:
         if self._line is not None:
-            self._line.say(*frame)
+            self._line.say(number, kind, *carried)
 
-    async def _listen(self) -> None:
-        assert self._line is not None, "it has begun"
-        while (frame := await self._line.hear()) is not None:
-            self._take(frame)
-        self._fail_all("its process has ended")
+    async def _listen(self, line: Line) -> None:
+        reason = "its process has ended"
+        try:
+            while (frame := await line.hear()) is not None:
+                self._take(frame)
+        except Exception as error:
+            log.exception("engine_process_misheard")
+            reason = f"what its process said could not be read: {type(error).__name__}"
+        finally:
+            self._fail_all(reason)
 
     def _take(self, frame: Frame) -> None:
-        number, kind, *rest = frame
+        number, kind, carried = frame
         if kind == "done":
-            self.counters = EngineCounters(*rest[1])
+            self.counters = EngineCounters(*carried[1])
         waiting = self._waiting.get(number)
         if waiting is None or waiting.future.done():
             return  # nobody waits any more
         if kind == "token":
             if waiting.on_token is not None:
-                waiting.on_token(rest[0])
+                waiting.on_token(carried[0])
         elif kind == "done":
-            waiting.future.set_result(rest[0])
+            waiting.future.set_result(carried[0])
         else:
-            waiting.future.set_exception(ErrorBody.model_validate(rest[0]).error())
+            waiting.future.set_exception(carried[0].error())
 
     def _fail_all(self, reason: str) -> None:
+        self._gone = self._gone or reason
         for waiting in self._waiting.values():
             if not waiting.future.done():
-                waiting.future.set_exception(EngineStopped(f"the engine does not run: {reason}"))
+                waiting.future.set_exception(EngineStopped(f"the engine does not run: {self._gone}"))
 
 
 def counts_of(counters: EngineCounters) -> tuple[float, ...]:

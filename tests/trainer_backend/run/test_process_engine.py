@@ -16,6 +16,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.run.gateway import REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
 from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
 
@@ -55,7 +56,7 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
         engine = ProcessEngine(setup, length=64)
         with pytest.raises(EngineStopped, match="it was not started"):
             await engine.generate([1], Sampling(max_tokens=1), request_id="0")
-        await engine.begin()
+        assert await engine.begin() is None
         try:
             ours = await answered(engine, decode)
             assert engine.counters.requests == sum(map(len, ours[:2]))
@@ -83,6 +84,8 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
             with pytest.raises(EngineStopped, match="its process has ended"):
                 await waiting
             assert await engine.ended() == -signal.SIGKILL
+            with pytest.raises(EngineStopped, match="its process has ended"):
+                await engine.probe()
         finally:
             await engine.close()
         return ours, await answered(local, decode)
@@ -98,16 +101,16 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
 
 def test_a_folder_that_cannot_be_served_is_refused_with_the_exit_code(tmp_path: Path) -> None:
     setup = EngineSetup(
-        model=ModelTable(path=tmp_path, device="cpu"), limits=LIMITS,
+        model=ModelTable(path=tmp_path, device="cpu"),
+        limits=LIMITS,
         version=PolicyVersion(number=0, folder=tmp_path),
-    )  # fmt: skip
+    )
 
-    async def begin() -> None:
+    async def begin() -> int | None:
         engine = ProcessEngine(setup, length=64)
         try:
-            await engine.begin()
+            return await engine.begin()
         finally:
             await engine.close()
 
-    with pytest.raises(EngineStopped, match="ended with exit code 2 before it served"):
-        asyncio.run(begin())
+    assert asyncio.run(begin()) == REFUSAL
