@@ -1,19 +1,22 @@
 """Keys and values in pages: storing them, and attention of one new token a row over its pages.
 
-Triton's kernels where `triton` is installed (torch for CUDA on Linux brings it along), else plain torch,
-which gathers all pages of the tables. `torch.nn.attention.varlen` cannot do this here: it takes page tables
-since torch 2.12, and computes in 16 bits alone.
+Triton's kernels where they run (torch for CUDA on Linux brings `triton` along, which needs a C compiler),
+else plain torch, which gathers all pages of the tables. `torch.nn.attention.varlen` cannot do this here: it
+takes page tables since torch 2.12, and computes in 16 bits alone.
 """
 
 from functools import cache
 from importlib.util import find_spec
 
+import structlog
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE
+
+log = structlog.get_logger(__name__)
 
 
 def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
@@ -93,5 +96,31 @@ def attend_by_torch(
 
 @cache
 def kernels_are_here(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Whether Triton's kernels run on a device; where a GPU cannot run them, the log says why, once."""
+    if device.type != "cuda":
+        return False
+    reason = _failure(device)
+    if reason is not None:
+        log.warning("engine_runs_without_pages", device=str(device), reason=reason)
+    return reason is None
+
+
+def _failure(device: torch.device) -> str | None:
+    """Why kernels do not run on a GPU, found by running them on one token; None where they do."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        memory = PageMemory(layers=1, heads=1, dim=16, dtype=torch.float32, device=device, limit=1)
+        memory.grow(1)
+        from trainer_backend.inference import paged_kernel
+
+        token_1HD, ints_1 = (
+            torch.ones((1, 1, 16), device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+        )
+        paged_kernel.store(memory, 0, ints_1.long() - 1, token_1HD, token_1HD)
+        paged_kernel.attend(memory, 0, token_1HD, ints_1[:, None] - 1, ints_1, 1.0)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of any type: no C compiler, a driver or a GPU that is too old
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None

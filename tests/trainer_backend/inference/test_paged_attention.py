@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from trainer_backend.inference import paged_attention
 from trainer_backend.inference.page_memory import PageMemory, page_bytes, slab_pages
 from trainer_backend.inference.paged_pass import PrefillAttention
+from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
 
 CPU = torch.device("cpu")
@@ -250,3 +252,13 @@ def test_a_page_has_keys_and_values_of_all_layers_and_a_slab_as_many_pages_as_ma
 
 def test_kernels_are_for_gpus():
     assert not paged_attention.kernels_are_here(CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels may run here")
+def test_where_a_gpu_cannot_run_them_the_log_says_why_and_it_says_it_once():
+    # without Triton, or with it and no driver: either way the first kernel cannot be launched
+    paged_attention.kernels_are_here.cache_clear()
+    with capture_logs() as lines:
+        assert [PageLimits(None, None).wanted_on(torch.device("cuda")) for _ in range(2)] == [False, False]
+    assert [(line["event"], line["device"]) for line in lines] == [("engine_runs_without_pages", "cuda")]
+    assert lines[0]["reason"]
