@@ -17,6 +17,9 @@ from trainer_backend.core.logprobs import BYTES_PER_LOGIT
 FLOAT32, BFLOAT16 = 4, 2
 # AdamW: two moments in float32.
 MOMENTS = 8
+# Of a number of a step's logits: a copy that stays, and what sampling holds beside it at a time, which all
+# CUDA graphs share. Truncation needs most of it, for sorted probabilities, their order and sums.
+SAMPLING = FLOAT32 + 48
 # CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
 OVERHEAD = 2**30
 
@@ -147,6 +150,7 @@ def memory_needs(
         "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
         "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
         "cache": use.engines * own_cache,
+        "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
@@ -174,6 +178,11 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of an engine at its fullest."""
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
     return (use.running + use.kept) * use.cached_tokens * keys_and_values
+
+
+def sampling(shape: ModelShape, use: MemoryUse) -> int:
+    """What the steps of an engine in pages keep for themselves, beside the cache."""
+    return use.running * shape.vocabulary * SAMPLING if use.paged else 0
 
 
 def _main_memory_needs(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dict[str, int]:

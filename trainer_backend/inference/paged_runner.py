@@ -141,9 +141,9 @@ class PagedRunner:
         columns.sources[rows] = np.arange(len(rows))
         columns.advance(rows)
         of_rows = [requests[row] for row in rows]
-        return Step(of_rows, launched, self._likeliest(of_rows, truncates=truncates))
+        return Step(of_rows, launched, self._likeliest(of_rows))
 
-    def _likeliest(self, requests: Sequence[Request], *, truncates: bool) -> Likeliest | None:
+    def _likeliest(self, requests: Sequence[Request]) -> Likeliest | None:
         """Rarely asked for, and waited for at once: the next step overwrites the logits.
 
         The step is under way and cannot be repeated, so there are none where memory runs out for them.
@@ -154,7 +154,7 @@ class PagedRunner:
         try:
             temperatures = [request.sampling.temperature or 1.0 for request in requests]
             settings = RowSettings(torch.tensor(temperatures, device=self._memory.device))
-            return likeliest(self._static.logits(len(requests), truncates=truncates), settings, counts=counts)
+            return likeliest(self._static.logits(len(requests)), settings, counts=counts)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -130,7 +130,7 @@ class StaticStep:
         self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
-        self._logits: dict[tuple[int, bool], Tensor] = {}
+        self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
         self._pool: Any = None  # of the graphs, which share it
 
     def launch(self, inputs: StepInputs) -> Launched:
@@ -152,9 +152,10 @@ class StaticStep:
         self._turn ^= 1  # not before: a launch that fails leaves the unread step its buffers
         return Launched(count, host.out, event)
 
-    def logits(self, rows: int, *, truncates: bool) -> Tensor:
+    def logits(self, rows: int) -> Tensor:
         """[B, V] logits of the step launched last."""
-        return self._logits[self.bucket_of(rows), truncates][:rows]
+        assert self._logits_SV is not None, "no step was launched"
+        return self._logits_SV[:rows]
 
     def bucket_of(self, rows: int) -> int:
         """Return the least bucket that holds so many rows."""
@@ -190,8 +191,17 @@ class StaticStep:
             processed > 0.0 if truncates else None,
         )
         draw = sample(logits_BV, settings, uniforms.contiguous())
-        self._logits[bucket, truncates] = logits_BV
+        self._keep(logits_BV)
         self._write(draw, bucket)
+
+    def _keep(self, logits_BV: Tensor) -> None:
+        """Copy logits to where every graph leaves them: a graph's own would occupy its pool for good.
+
+        A step runs before it is captured, so the copy's place is never allocated in a graph.
+        """
+        if self._logits_SV is None:
+            self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
+        self._logits_SV[: len(logits_BV)] = logits_BV
 
     def _write(self, draw: Draw, bucket: int) -> None:
         self._tokens_S[:bucket] = draw.tokens_B

@@ -200,6 +200,19 @@ async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_
     assert all("CUDA" in line["reason"] for line in lines)
 
 
+async def test_the_logits_of_all_steps_are_left_in_one_place(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine(slots=12)
+    requests = mixed_requests(12, model.config.vocab_size)
+    static, places = engine._worker.batch._runner._static, set()
+    for count in (1, 12):  # of one row, then of all and of ever fewer, with and without truncation
+        await all_of(engine, requests[:count])
+        places.add(static.logits(1).untyped_storage().data_ptr())
+    assert len(places) == 1
+    assert static.logits(12).shape == (12, model.config.vocab_size)
+
+
 def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
     static = start_engine(slots=3)._worker.batch._runner._static
     with pytest.raises(ValueError, match="at most 3 rows, got 4"):
