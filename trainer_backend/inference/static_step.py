@@ -3,8 +3,8 @@
 A step is launched, and read later: the next one may be launched before, since a row's token goes from step
 to step on the device. So the device does not wait for the host. Rows are filled up to a bucket; rows that
 fill up store nothing, see no key, and sample what nobody reads. A graph for each bucket and each kind of
-sampling is captured when it is first needed. Where one cannot be captured the log says why, once, and the
-same step runs without it, as on a CPU.
+sampling is captured when it is first needed. Where one cannot be captured the log says why, and the
+same step runs without it, as on a CPU; for want of memory, until it is tried again.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,15 @@ from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.paged_pass import DecodeAttention
 from trainer_backend.inference.sampler import Draw, RowSettings, sample
+from trainer_backend.models.folder import is_out_of_memory
 
 log = structlog.get_logger(__name__)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _STEP = 8
+# Steps without graph after a capture for which there was no memory. By then requests may have ended.
+PATIENCE = 256
 
 
 def buckets(slots: int) -> list[int]:
@@ -129,7 +132,8 @@ class StaticStep:
         self._tables_SP = torch.zeros((slots, pages), dtype=torch.int32, device=device)
         self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._without = 0  # steps that are to run before a capture is tried again
         self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
         self._pool: Any = None  # of the graphs, which share it
 
@@ -166,11 +170,11 @@ class StaticStep:
 
     def _run(self, bucket: int, truncates: bool) -> None:
         key = bucket, truncates
-        if truncates in self._graphs and key not in self._captured:
-            self._captured[key] = self._capture(bucket, truncates)
-        graph = self._captured.get(key)
-        if graph is not None:
-            graph.replay()
+        self._without = max(0, self._without - 1)
+        if key not in self._captured and truncates in self._graphs and not self._without:
+            self._try_to_capture(bucket, truncates)
+        if key in self._captured:
+            self._captured[key].replay()
         else:
             self._compute(bucket, truncates)
 
@@ -211,29 +215,35 @@ class StaticStep:
         if draw.mass_B is not None:
             self._out_SN[:bucket, 2] = draw.mass_B
 
-    def _capture(self, bucket: int, truncates: bool) -> torch.cuda.CUDAGraph | None:
-        """Capture a step; None where it cannot be, with the reason in the log.
+    def _try_to_capture(self, bucket: int, truncates: bool) -> None:
+        """Capture a step; where it cannot be, the log says why.
 
-        What is compiled at first use must be, before the capture. That runs the step, and would feed its own
-        tokens to the replay: so they are put back. Keys and values are stored a second time, the same.
+        Without memory for it, it is tried again later. For any other reason it is not: no step of its kind is
+        captured any more.
         """
         tokens_S = self._tokens_S.clone()
         try:
-            self._compute(bucket, truncates)
-            self._tokens_S.copy_(tokens_S)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, such as a learner's, go on allocating memory.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._compute(bucket, truncates)
+            self._captured[bucket, truncates] = self._capture(bucket, truncates, tokens_S)
         except RuntimeError as error:
-            log.warning(
-                "engine_runs_without_graph",
-                rows=bucket,
-                truncates=truncates,
-                reason=str(error).partition("\n")[0],
-            )
-            self._graphs.discard(truncates)
             self._tokens_S.copy_(tokens_S)
-            return None
+            reason = str(error).partition("\n")[0]
+            log.warning("engine_runs_without_graph", rows=bucket, truncates=truncates, reason=reason)
+            if is_out_of_memory(error):
+                self._without = PATIENCE
+            else:
+                self._graphs.discard(truncates)
+
+    def _capture(self, bucket: int, truncates: bool, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
+        """Run a step once, since what is compiled at first use must be before the capture, and capture it.
+
+        The run would feed its own tokens to the replay: so they are put back. Keys and values are stored a
+        second time, the same.
+        """
+        self._compute(bucket, truncates)
+        self._tokens_S.copy_(tokens_S)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as a learner's, go on allocating memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._compute(bucket, truncates)
         self._pool = self._pool or graph.pool()
         return graph

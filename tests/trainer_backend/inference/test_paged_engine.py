@@ -6,10 +6,13 @@ On a CPU steps run without graphs, in the same buffers and the same order.
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
@@ -54,10 +57,10 @@ from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.page_memory import page_bytes
 from trainer_backend.inference.paged_runner import PageLimits
-from trainer_backend.inference.pages import PAGE
+from trainer_backend.inference.pages import PAGE, pages_for
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.static_step import buckets
+from trainer_backend.inference.static_step import PATIENCE, StaticStep, buckets
 from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models import build_preset
 
@@ -198,6 +201,36 @@ async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_
     assert {line["event"] for line in lines} == {"engine_runs_without_graph"}
     assert sorted(line["truncates"] for line in lines) == [False, True], "each kind of sampling once"
     assert all("CUDA" in line["reason"] for line in lines)
+
+
+class FullDevice(StaticStep):
+    """A step for whose first captures there is no memory; then graphs are steps without one."""
+
+    full = 2
+
+    def _capture(self, bucket: int, truncates: bool, tokens_S: Tensor) -> Any:
+        self._compute(bucket, truncates)  # the tokens that it leaves are the wrong ones
+        if self.full:
+            self.full -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self._tokens_S.copy_(tokens_S)
+        return SimpleNamespace(replay=lambda: self._compute(bucket, truncates))
+
+
+async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine(max_model_len=512)
+    runner = engine._worker.batch._runner
+    runner._static = static = FullDevice(
+        runner._decoder, runner._memory, slots=engine.limits.slots, pages=pages_for(512), graphs=True
+    )
+    request = ([1, 2, 3], Sampling(max_tokens=PATIENCE, seed=0))
+    with capture_logs() as lines:
+        for captured in (0, 0, 1):
+            assert_equal_to_naive(model, [request], await all_of(engine, [request]))
+            assert len(static._captured) == captured
+    assert [line["event"] for line in lines] == ["engine_runs_without_graph"] * 2
 
 
 async def test_the_logits_of_all_steps_are_left_in_one_place(
