@@ -10,6 +10,8 @@ from trainer_backend.models.folder import is_out_of_memory
 
 # A slab should be large for the allocator, and small beside the memory of a device.
 SLAB_BYTES = 256 * 2**20
+# A small cache is cut into so many, since a slab is allocated whole.
+LEAST_SLABS = 8
 # What slabs leave free on a GPU: a prefill, and the capture of a graph, need memory too.
 RESERVE_BYTES = 2 * 2**30
 
@@ -21,7 +23,7 @@ class PageMemory:
     device: kernels of a captured graph find slabs that are allocated later, or anew.
 
     Args:
-        limit: the most pages.
+        limit: the most pages; the last slab may hold more, which nobody uses (see `whole_slabs`).
     """
 
     def __init__(
@@ -82,10 +84,19 @@ def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
 
 
 def slab_pages(page: int, limit: int) -> int:
-    """Pages of a slab: as many as SLAB_BYTES hold, and no more than are allowed; a power of 2.
+    """Pages of a slab: as many as SLAB_BYTES hold, and a small part of those allowed; a power of 2.
 
     Args:
         page: bytes of one.
     """
-    most = max(1, min(SLAB_BYTES // page, limit))
+    most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)
+
+
+def whole_slabs(page: int, limit: int) -> int:
+    """The most pages, no more than are allowed, that fill their slabs.
+
+    Args:
+        page: bytes of one.
+    """
+    return limit - limit % slab_pages(page, limit)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.columns import Columns
 from trainer_backend.inference.decoder import Decoder
-from trainer_backend.inference.page_memory import PageMemory, page_bytes
+from trainer_backend.inference.page_memory import PageMemory, page_bytes, whole_slabs
 from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.inference.paged_cache import PagedCache
 from trainer_backend.inference.paged_pass import PrefillAttention
@@ -69,7 +69,7 @@ class PagedRunner:
         limit = (slots + kept) * pages_for(max_len)
         if most_bytes is not None:
             size = page_bytes(self._decoder.layers, heads.keys, heads.size, model.dtype)
-            limit = max(pages_for(max_len), min(limit, most_bytes // size))
+            limit = max(pages_for(max_len), whole_slabs(size, min(limit, most_bytes // size)))
         memory = PageMemory(
             layers=self._decoder.layers, heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
             limit=limit,

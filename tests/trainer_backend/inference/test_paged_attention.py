@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
 
 from trainer_backend.inference import paged_attention
-from trainer_backend.inference.page_memory import PageMemory, page_bytes, slab_pages
+from trainer_backend.inference.page_memory import LEAST_SLABS, PageMemory, page_bytes, slab_pages, whole_slabs
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
@@ -43,7 +45,7 @@ class Case:
         count = sum(map(pages_for, self.lengths)) + 1
         self.memory = PageMemory(
             layers=self.layers, heads=self.kv_heads, dim=self.dim, dtype=self.dtype, device=self.device,
-            limit=count,
+            limit=max(count, 4 * LEAST_SLABS),  # 4 pages a slab, or more
         )  # fmt: skip
         while sum(slab.shape[2] for slab in self.memory.slabs) < count:
             self.memory.grow(count)
@@ -246,8 +248,16 @@ def test_a_page_has_keys_and_values_of_all_layers_and_a_slab_as_many_pages_as_ma
     page = page_bytes(36, 8, 128, torch.bfloat16)
     assert page == 2 * 36 * 32 * 8 * 128 * 2 == 4_718_592
     assert slab_pages(page, 10_000) == 32  # 144 MiB: 56 would fit, a power of 2 is needed
-    assert slab_pages(page, 5) == 4
-    assert slab_pages(10**10, 5) == 1
+    assert slab_pages(page, 100) == 8  # 12 would be an eighth
+    assert slab_pages(page, 5) == slab_pages(10**10, 5) == 1
+
+
+@given(page=st.integers(1, 2**28), limit=st.integers(1, 10**6))
+def test_whole_slabs_take_no_more_than_is_allowed_and_nearly_all_of_it(page: int, limit: int):
+    whole = whole_slabs(page, limit)
+    assert limit * 7 / 8 < whole <= limit
+    size = slab_pages(page, whole)
+    assert -(-whole // size) * size == whole, "what is allocated for them is what they are"
 
 
 def test_kernels_are_for_gpus():
