@@ -24,24 +24,32 @@ class PageMemory:
 
     Args:
         limit: the most pages; the last slab may hold more, which nobody uses (see `whole_slabs`).
+        least: so many pages are allocated as long as the device has memory at all, without a reserve.
     """
 
     def __init__(
-        self, *, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, limit: int
+        self,
+        *,
+        layers: int,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int,
+        least: int = 1,
     ) -> None:
         self.layers, self.heads, self.dim, self.dtype, self.device = layers, heads, dim, dtype, device
         self.slab_pages = slab_pages(page_bytes(layers, heads, dim, dtype), limit)
         self.slabs: list[Tensor] = []
+        self._least = least
         self.bases_S = torch.zeros(-(-limit // self.slab_pages), dtype=torch.int64, device=device)
 
     def grow(self, most: int) -> int:
         """Allocate a slab; return how many of its pages may be used, 0 if memory runs out."""
-        shape = (2, self.layers, self.slab_pages, PAGE, self.heads, self.dim)
-        needed = math.prod(shape) * self.dtype.itemsize + RESERVE_BYTES
-        if self.slabs and self.device.type == "cuda" and free_memory(self.device) < needed:
+        if self.device.type == "cuda" and not self.may_grow(free_memory(self.device)):
             return 0
         try:
-            slab = torch.empty(shape, dtype=self.dtype, device=self.device)
+            slab = torch.empty(self._shape, dtype=self.dtype, device=self.device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -49,6 +57,11 @@ class PageMemory:
         self.bases_S[len(self.slabs)] = slab.data_ptr()
         self.slabs.append(slab)
         return min(most, self.slab_pages)
+
+    def may_grow(self, free: int) -> bool:
+        """Whether a slab leaves the reserve of so many free bytes, or is one of the least."""
+        needed = math.prod(self._shape) * self.dtype.itemsize + RESERVE_BYTES
+        return len(self.slabs) * self.slab_pages < self._least or free >= needed
 
     def release(self) -> None:
         """Give all memory back to the device. The next `grow` begins anew."""
@@ -60,6 +73,10 @@ class PageMemory:
         """Copy a page of all layers."""
         (from_slab, source), (to_slab, target) = (divmod(page, self.slab_pages) for page in (source, target))
         self.slabs[to_slab][:, :, target] = self.slabs[from_slab][:, :, source]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return 2, self.layers, self.slab_pages, PAGE, self.heads, self.dim
 
     def offsets(self, layer: int) -> tuple[int, int]:
         """Where a layer's keys and values begin in a slab, in numbers of its type."""

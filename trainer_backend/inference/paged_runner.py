@@ -72,7 +72,7 @@ class PagedRunner:
             limit = max(pages_for(max_len), whole_slabs(size, min(limit, most_bytes // size)))
         memory = PageMemory(
             layers=self._decoder.layers, heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
-            limit=limit,
+            limit=limit, least=pages_for(max_len),
         )  # fmt: skip
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
         self._heads, self._memory = heads.queries, memory

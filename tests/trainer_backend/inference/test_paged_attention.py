@@ -15,7 +15,14 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from trainer_backend.inference import paged_attention
-from trainer_backend.inference.page_memory import LEAST_SLABS, PageMemory, page_bytes, slab_pages, whole_slabs
+from trainer_backend.inference.page_memory import (
+    LEAST_SLABS,
+    RESERVE_BYTES,
+    PageMemory,
+    page_bytes,
+    slab_pages,
+    whole_slabs,
+)
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
@@ -258,6 +265,18 @@ def test_whole_slabs_take_no_more_than_is_allowed_and_nearly_all_of_it(page: int
     assert limit * 7 / 8 < whole <= limit
     size = slab_pages(page, whole)
     assert -(-whole // size) * size == whole, "what is allocated for them is what they are"
+
+
+def test_a_slab_leaves_a_reserve_unless_one_longest_request_would_not_fit():
+    memory = PageMemory(
+        layers=1, heads=1, dim=16, dtype=torch.float32, device=CPU, limit=4 * LEAST_SLABS, least=6
+    )
+    enough = 4 * page_bytes(1, 1, 16, torch.float32) + RESERVE_BYTES
+    for may in (True, True, False):  # 6 pages are two slabs of 4
+        assert memory.may_grow(0) is may
+        assert memory.may_grow(enough)
+        memory.grow(4)
+    assert not memory.may_grow(enough - 1)
 
 
 def test_kernels_are_for_gpus():
