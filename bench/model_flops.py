@@ -15,6 +15,7 @@ Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B, which counts all s
 end, as we do not.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Peak:
     bandwidth: float
 
 
-# By what torch.cuda.get_device_name holds, the narrower name first. Source: NVIDIA's data sheets, without
+# By words of torch.cuda.get_device_name, the narrower name first. Source: NVIDIA's data sheets, without
 # sparsity; A10G: AWS, of its G5 instances; GeForce: the white papers of Ada and Ampere GA102.
 PEAKS = {
     "B200": Peak(2250e12, 8.0e12),
@@ -50,9 +51,17 @@ PEAKS = {
 }
 
 
+# Words of devices with other peaks: slower sisters of the same name, and parts of a device.
+OTHERS = {"Ti", "D", "SUPER", "Laptop", "MIG"}
+
+
 def peak_of(device_name: str) -> Peak | None:
     """The peak of a device; None if it is not in the table."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    if OTHERS & set(device_name.split()):
+        return None
+    return next(
+        (peak for name, peak in PEAKS.items() if re.search(rf"\b{re.escape(name)}\b", device_name)), None
+    )
 
 
 def layer_weights(shape: ModelShape) -> int:

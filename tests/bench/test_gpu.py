@@ -130,6 +130,13 @@ def test_a_decode_step_reads_all_weights_once_and_the_cache_of_every_row():
         ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("A1", None),
     ],
 )
