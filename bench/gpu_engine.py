@@ -39,15 +39,15 @@ async def sampled(engine: LocalEngine, prompts: Sequence[Sequence[int]], new: in
     return list(await asyncio.gather(*calls))
 
 
-def random_prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
-    draw = random.Random(rows * 100_003 + length)
+def random_prompts(rows: int, length: int, vocabulary: int, *, seed: int = 0) -> list[list[int]]:
+    draw = random.Random((seed * 10_007 + rows) * 100_003 + length)
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
 def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
     """Decode and prefill of every number of rows and length of context, and the peak of memory.
 
-    The first call of a cell computes its prompts, and is the prefill. Later calls find them in the cache, and
+    The first call that is timed computes its prompts, and is the prefill. Later calls find them in the cache, and
     differ by the steps between the first and the last token alone.
     """
     config = config_of(name)
@@ -91,7 +91,8 @@ def decode_figure(
     def run(new: int) -> float:
         return timed(lambda: asyncio.run(sampled(engine, prompts, new)), cpu)
 
-    asyncio.run(sampled(engine, [ids[:8] for ids in prompts], 3))  # what is compiled or captured once
+    # What is compiled or captured once, by other prompts, so that the first call after it computes its own.
+    asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), 3))
     before = engine.counters.prompt_tokens_reused
     cold, first = run(1), min(run(1), run(1))
     step = (min(run(1 + plan.new), run(1 + plan.new)) - first) / plan.new

@@ -43,8 +43,8 @@ def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(tmp_path: Path, capsys: pytest
     assert "all weights; memory (cpu, float32)" in printed
     decoded = [figure for figure in written["figures"] if figure["kind"] == "decode"]
     assert {(figure["rows"], figure["context"]) for figure in decoded} == {(4, 112), (1, 112)}
-    # of five calls a cell the first computes its prompts, but for the last token of each
-    assert all(figure["reused"] > 0.9 for figure in decoded)
+    # of five calls a cell the first computes its prompts, the others the last token of each
+    assert all(0.9 < figure["reused"] < 1.0 for figure in decoded)
 
 
 def report_in(folder: Path, seconds: float = 100.0) -> Report:
