@@ -129,10 +129,12 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
         stop_ids=[],
         limits=EngineLimits(slots=8, max_model_len=2 * longest),
     )
-    engine.start()
     prompts = [ids[: longest - 7 * i] for i, ids in enumerate(random_prompts(8, longest, vocabulary))]
-    results = asyncio.run(sampled(engine, prompts, plan.new))
-    engine.stop()
+    engine.start()
+    try:
+        results = asyncio.run(sampled(engine, prompts, plan.new))
+    finally:
+        engine.stop()  # a task that fails must leave the device to those after it
     parts = [segment_of(i, *pair) for i, pair in enumerate(zip(prompts, results, strict=True))]
     packed = pack_segments(parts, row_tokens=sum(map(len, parts)))
     scorer.model.set_attn_implementation(scorer.attention.implementation)
