@@ -47,7 +47,7 @@ def random_prompts(rows: int, length: int, vocabulary: int, *, seed: int = 0) ->
 def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
     """Decode and prefill of every number of rows and length of context, and the peak of memory.
 
-    The first call that is timed computes its prompts, and is the prefill. Later calls find them in the cache, and
+    The first timed call computes its prompts, and is the prefill. Later calls find them in the cache, and
     differ by the steps between the first and the last token alone.
     """
     config = config_of(name)

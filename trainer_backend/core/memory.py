@@ -61,18 +61,22 @@ class ModelShape:
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
     """What an engine does with a model.
 
     low: whether products, and copies that nobody trains, are bfloat16; otherwise float32.
     running, kept: rows and kept prefixes of the cache, each of up to `cached_tokens`.
+    paged: whether caches are in pages (where there are kernels): requests wait where not all of them fit.
+    cache_bytes: the most that an engine's cache in pages may take, but for one row; None for no such limit.
     """
 
     low: bool
     running: int
     kept: int
     cached_tokens: int
+    paged: bool = False
+    cache_bytes: int | None = None
 
     @property
     def held(self) -> int:
@@ -80,7 +84,7 @@ class EngineUse:
         return BFLOAT16 if self.low else FLOAT32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse(EngineUse):
     """What a run does with a model: it serves the model and trains it.
 
@@ -94,8 +98,6 @@ class MemoryUse(EngineUse):
     values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
     engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
     processes: how many use the device.
-    paged: whether the caches are in pages (`inference.pages`): requests wait where not all of them fit.
-    cache_bytes: the most that an engine's cache in pages may take; None for no such limit.
     """
 
     masked: bool
@@ -108,8 +110,6 @@ class MemoryUse(EngineUse):
     values_by_token: bool = False
     engines: int = 1
     processes: int = 1
-    paged: bool = False
-    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +140,13 @@ def memory_needs(
     own = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
     own += (shape.adapters + shape.value_head) * FLOAT32
     moments = shape.trained * MOMENTS
-    own_cache = cache(shape, use)
-    if use.paged and use.cache_bytes is not None:
-        own_cache = min(own_cache, max(use.cache_bytes, own_cache // (use.running + use.kept)))
     device = {
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
         "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
         "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
-        "cache": use.engines * own_cache,
+        "cache": use.engines * cache(shape, use),
         "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
         "activations": activations(shape, use),
         "logits": logits(shape, use),
@@ -159,8 +156,8 @@ def memory_needs(
         "overhead": use.processes * OVERHEAD if is_gpu else 0,
     }
     caches = device["cache"] + device["fixed cache"]
-    of_all = use.engines * cache(shape, use) + device["fixed cache"]
-    needed = of_all * (1 if use.paged else use.running) / (use.running + use.kept)
+    of_a_row = use.engines * cached_row(shape, use) + sum(cached_row(other, use) for other in fixed)
+    needed = of_a_row * (1 if use.paged else use.running)
     unsure = device["activations"] / 3 + caches - needed
     device = {kind: size for kind, size in device.items() if size}
     host = _main_memory_needs(shape, use, fixed) if is_gpu else {}
@@ -170,17 +167,30 @@ def memory_needs(
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
     """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
-    device = {"engine": weights, "cache": cache(shape, use), "overhead": overhead}
+    device = {
+        "engine": weights,
+        "cache": cache(shape, use),
+        "sampling": sampling(shape, use),
+        "overhead": overhead,
+    }
     return MemoryNeeds({kind: size for kind, size in device.items() if size}, {}, weights + overhead)
+
+
+def cached_row(shape: ModelShape, use: EngineUse) -> int:
+    """Keys and values of one longest request."""
+    return use.cached_tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of an engine at its fullest."""
-    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
-    return (use.running + use.kept) * use.cached_tokens * keys_and_values
+    row = cached_row(shape, use)
+    fullest = (use.running + use.kept) * row
+    if not use.paged or use.cache_bytes is None:
+        return fullest
+    return min(fullest, max(use.cache_bytes, row))
 
 
-def sampling(shape: ModelShape, use: MemoryUse) -> int:
+def sampling(shape: ModelShape, use: EngineUse) -> int:
     """What the steps of an engine in pages keep for themselves, beside the cache."""
     return use.running * shape.vocabulary * SAMPLING if use.paged else 0
 

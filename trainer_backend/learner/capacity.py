@@ -1,7 +1,7 @@
 """Plans the memory of a job: its needs by kind (`core.memory`) beside the free memory of this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,7 @@ def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> 
     """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
     placement = place(table.device)
     shape = model_shape(_folder_config(folder), None)
-    use = EngineUse(
-        low=placement.low is not None,
-        running=inference.slots,
-        kept=inference.prefix_slots,
-        cached_tokens=inference.max_model_len,
-    )
+    use = engine_use(inference, placement)
     needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
     return _beside_what_is_free(needs, placement)
 
@@ -152,20 +147,26 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
     return MemoryUse(
-        low=placement.low is not None,
+        **asdict(engine_use(inference, placement)),
         masked=isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask),
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
-        running=inference.slots,
-        kept=inference.prefix_slots,
-        cached_tokens=inference.max_model_len,
         reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
         values_by_token=config.update.value_level == "token",
         engines=config.engines,
         processes=config.processes,
+    )
+
+
+def engine_use(inference: InferenceTable, placement: Placement) -> EngineUse:
+    return EngineUse(
+        low=placement.low is not None,
+        running=inference.slots,
+        kept=inference.prefix_slots,
+        cached_tokens=inference.max_model_len,
         paged=kernels_are_here(placement.device),
         cache_bytes=inference.cache_bytes,
     )

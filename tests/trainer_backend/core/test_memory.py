@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, memory_needs
+from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, memory_needs, serving_needs
 
 # One layer of width 4, two heads of 2 for queries and one for keys, an MLP of 8, 10 tokens, 1000 weights.
 SHAPE = ModelShape(
@@ -55,9 +55,13 @@ def test_of_a_cache_in_pages_one_longest_request_must_fit():
 def test_a_cache_in_pages_takes_no_more_than_it_may_and_at_least_one_longest_request():
     row = 11 * 12 * 4
     for most, cache in ((3 * row + 1, 3 * row + 1), (1, row), (10**9, 7 * row)):
-        needs = memory_needs(SHAPE, replace(CPU, paged=True, cache_bytes=most), is_gpu=True)
+        use = replace(CPU, paged=True, cache_bytes=most)
+        needs = memory_needs(SHAPE, use, is_gpu=True)
         assert needs.device["cache"] == cache
         assert needs.least == memory_needs(SHAPE, replace(CPU, paged=True), is_gpu=True).least
+        assert serving_needs(SHAPE, use, is_gpu=True).device["cache"] == cache
+        fixed = memory_needs(SHAPE, use, is_gpu=True, fixed=[SHAPE, SHAPE])
+        assert fixed.device["fixed cache"] == 2 * cache
     assert memory_needs(SHAPE, replace(CPU, cache_bytes=1), is_gpu=True).device["cache"] == 7 * row
 
 
