@@ -123,7 +123,7 @@ def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw
     if settings.top_ps_B is not None and settings.top_ks_B is not None:
         mask_BV = truncation_mask(probs_BV, settings.top_ps_B, settings.top_ks_B)
         kept_BV = torch.where(mask_BV, probs_BV, 0.0)
-        mass_B = kept_BV.double().sum(dim=-1)
+        mass_B = kept_BV.sum(dim=-1, dtype=torch.float64)
     tokens_B = inverse_cdf(kept_BV, uniforms_B)
     if settings.greedy_B is not None:
         tokens_B = torch.where(settings.greedy_B, tempered_BV.argmax(dim=-1), tokens_B)
@@ -170,8 +170,7 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     off by 1e-7 of its block's at most, without [B, V] float64 numbers.
     """
     vocabulary = probs_BV.shape[1]
-    whole_BV = F.pad(probs_BV, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probs_BV
-    blocks_BNK = whole_BV.view(len(probs_BV), -1, BLOCK)
+    blocks_BNK = _blocks(probs_BV)
     sums_BN = blocks_BNK.sum(dim=-1).double()
     cdf_BN = sums_BN.cumsum(dim=-1)
     # Below the total, since uniforms are at most BELOW_ONE. A row of NaN points beyond the end.
@@ -190,16 +189,25 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 def truncation_mask(probs_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor) -> Tensor:
     """[B, V] True for the tokens that top_k and then top_p keep; the most likely one always stays.
 
-    top_p keeps the smallest set of the likeliest tokens whose mass, after top_k, reaches top_p.
+    top_p keeps the smallest set of the likeliest tokens whose mass, after top_k, reaches top_p. The mass is
+    cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most.
     """
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     in_top_k_BV = (ranks_V < top_ks_B[:, None]) | (top_ks_B[:, None] == 0)
-    sorted_BV = torch.where(in_top_k_BV, sorted_BV, 0.0).double()
-    mass_before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
-    target_B1 = top_ps_B[:, None].double() * sorted_BV.sum(dim=-1, keepdim=True)
+    blocks_BNK = _blocks(torch.where(in_top_k_BV, sorted_BV, 0.0))
+    sums_BN = blocks_BNK.sum(dim=-1, dtype=torch.float64)
+    cdf_BN = sums_BN.cumsum(dim=-1)
+    # What is left of the target where a block begins, in float32 since it is compared within the block alone.
+    left_BN = (top_ps_B[:, None].double() * cdf_BN[:, -1:] - (cdf_BN - sums_BN)).float()
+    in_top_p_BV = (blocks_BNK.cumsum(dim=-1) - blocks_BNK < left_BN[:, :, None]).flatten(1)[:, : len(ranks_V)]
     # top_p = 1 must keep everything, even if the rounded sum reaches 1 before the last token.
-    in_top_p_BV = (mass_before_BV < target_B1) | (top_ps_B[:, None] >= 1.0)
-    mask_BV = in_top_k_BV & in_top_p_BV
+    mask_BV = in_top_k_BV & (in_top_p_BV | (top_ps_B[:, None] >= 1.0))
     mask_BV[:, 0] = True
     return torch.zeros_like(mask_BV).scatter(1, order_BV, mask_BV)
+
+
+def _blocks(probs_BV: Tensor) -> Tensor:
+    """[B, N, BLOCK] the same numbers, and zeros that fill the last block up."""
+    missing = -probs_BV.shape[1] % BLOCK
+    return (F.pad(probs_BV, (0, missing)) if missing else probs_BV).view(len(probs_BV), -1, BLOCK)

@@ -147,6 +147,18 @@ def test_truncation_keeps_the_smallest_set_that_reaches_the_mass(top_p: float, t
     assert truncation_mask(probs, torch.tensor([top_p]), torch.tensor([top_k])).tolist() == [kept]
 
 
+def test_truncation_of_a_large_vocabulary_keeps_what_sums_in_float64_would():
+    draw = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(40, 1000, generator=draw)).softmax(-1)
+    top_ps, top_ks = 0.05 + 0.95 * torch.rand(40, generator=draw), torch.tensor([0, 3, 200, 900] * 10)
+    for row, mask in enumerate(truncation_mask(probs, top_ps, top_ks)):
+        found = probs[row].double().sort(descending=True)
+        kept = found.values[: int(top_ks[row]) or None]
+        before = kept.cumsum(0) - kept
+        expected = found.indices[: len(kept)][before < top_ps[row].double() * kept.sum()]
+        assert set(mask.nonzero()[:, 0].tolist()) == set(expected.tolist())
+
+
 def test_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
     numbers = torch.from_numpy(
