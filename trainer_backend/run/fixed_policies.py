@@ -5,12 +5,13 @@ local model has its own engine; a policy at somebody else's server is asked ther
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.endpoints import sends_key_in_the_open
-from trainer_backend.errors import InferenceError, JobError, TrainerError
+from trainer_backend.errors import EngineStopped, InferenceError, JobError, TrainerError
 from trainer_backend.inference.chat_check import first_other_id, probe_text
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras
@@ -41,6 +42,7 @@ class LocalPolicy:
     Attributes:
         weights: the folder and the fingerprint of its weights, which is the same on any device.
         policy: serves it.
+        engine: samples for it.
         sampler_sha256: the fingerprint of the weights that sample, which may be rounded ones.
         sampler: takes that fingerprint anew.
         line: describes it to a person.
@@ -49,6 +51,7 @@ class LocalPolicy:
     name: str
     weights: FixedWeights
     policy: ServedPolicy
+    engine: LocalEngine
     sampler_sha256: str
     sampler: Callable[[], str]
     line: str
@@ -160,6 +163,12 @@ class FixedPolicies:
         """A line for each local model, for a person."""
         return [item.line for item in self._local]
 
+    async def release(self) -> None:
+        """Give the memory of the local engines' caches back to the device, as `LocalEngine` has it."""
+        for item in self._local:
+            with suppress(EngineStopped):  # whoever needs the engine hears of it
+                await item.engine.release()
+
     def verify(self) -> list[str]:
         """Check after the last rollout that no weights have changed; return a line for each local model."""
         for item in self._local:
@@ -206,14 +215,15 @@ def _load(name: str, folder: Path, actor: PolicyFacts, limits: EngineLimits) -> 
     beyond = drop_rows_beyond(model, actor.vocabulary)
     placement = placed(actor.table.device)
     served = folder_to_serve(model, folder, placement)
-    policy = ServedPolicy(LocalEngine(served, stop_ids=stop_ids, limits=limits), tokenizer)
+    engine = LocalEngine(served, stop_ids=stop_ids, limits=limits)
     line = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"
     if beyond:
         line += f"; it never samples the {beyond} ids that no tokenizer has and the actor does not embed"
     return LocalPolicy(
         name,
         weights,
-        policy,
+        ServedPolicy(engine, tokenizer),
+        engine,
         sampler_sha256=weights.sha256 if placement.low is None and not beyond else fingerprint(served),
         sampler=lambda: fingerprint(served),
         line=line,

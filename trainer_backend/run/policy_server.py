@@ -110,7 +110,7 @@ class LocalFolderActor(LocalActor):
 
 
 class ActorServer:
-    """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
+    """Implements `protocols.InferenceServer` for the actor; policies served beside it keep their weights."""
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class ActorServer:
 
     async def release(self) -> None:
         await self._source.release()
+        await self._fixed.release()
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)

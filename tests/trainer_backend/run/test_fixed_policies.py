@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,25 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
         TrainerError, match=r"'fixed': its weights have changed since they were loaded: sha256"
     ):
         found.verify()
+
+
+async def test_an_update_has_the_memory_of_their_caches_too(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
+):
+    learner = learner_of(tokenizer)
+    found = FixedPolicies.of(
+        mixed(local(folder)).fixed_policies,
+        {"fixed": folder},
+        learner.facts(),
+        replace(server.limits(), paged=True),
+    )
+    engine = found.policies["fixed"].engine
+    async with server.serving(learner, found) as actor:
+        await engine.generate([1, 2, 3], Sampling(max_tokens=2), request_id="r")
+        memory = engine._worker.batch._cache.memory
+        assert memory.slabs
+        await actor.release()
+        assert not memory.slabs
 
 
 async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason(
