@@ -315,7 +315,7 @@ async def test_likeliest_tokens_that_do_not_fit_are_left_out_and_no_step_is_lost
     request = turns.submit(prompt, tokens=10, extras=Extras(likeliest=2))
     await turns.turn(3)
     static = turns.batch._runner._static
-    static.logits = lambda rows, *, truncates: TightLogits()
+    static.logits = lambda rows: TightLogits()
     with capture_logs() as lines:
         await turns.turn()
     del static.logits
