@@ -34,7 +34,7 @@ from trainer_backend.learner.loading import (
 )
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
-from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces
+from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
@@ -206,9 +206,11 @@ class LocalLearner:
         if not episodes:
             return {}
         table = self.config.training
+        segments = [segment for parts in episodes.values() for segment in parts]
+        refuse_unknown_ids(segments, embedding_rows(self.model))
         logprobs = logprobs_in_pieces(
             policy,
-            [segment for parts in episodes.values() for segment in parts],
+            segments,
             row_tokens=table.row_tokens,
             micro_batch_tokens=table.micro_batch_tokens,
         )

@@ -152,6 +152,8 @@ class PolicyUpdate:
         iteration, the share of each token in it.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
+        # Before anything scores them: a lookup of an unknown id says neither whose it is nor where.
+        refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         reference: Sequence[Sequence[float] | None] = [None] * len(segments)
         pull = self._reference
@@ -184,7 +186,6 @@ class PolicyUpdate:
             rows = self._logprobs(episodes, cache.proximal, self._scorer.score)
             return Scores(drafts, dict(enumerate(rows)), objectives)
         first = FirstStep([drafts[member] for member in members], objectives)
-        refuse_unknown_ids([draft.segment for draft in first.drafts], embedding_rows(self._scorer.model))
         others = sorted(set(range(len(drafts))) - set(members))
         found = self._scorer.score([drafts[i].segment for i in others], **self._size) if others else []
         proximal = dict(zip(others, found, strict=True))

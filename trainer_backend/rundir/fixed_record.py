@@ -1,11 +1,14 @@
 """RUN/fixed_policies.json: the fixed policies that a run has samples of; it goes on with no others."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.rundir.files import replace_text
+from trainer_backend.rundir.files import replace_text, write_errors
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 
@@ -68,6 +71,25 @@ def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list
     """
     if not models:
         return []
+    with _held(run):
+        return _continue_record(run, models)
+
+
+@contextmanager
+def _held(run: RunDirectory) -> Iterator[None]:
+    """Hold the record: the gateways of a run with [cluster] read and write it at the same moment."""
+    path = run.path / "run.json"  # of every run, and never replaced
+    with write_errors(path):
+        descriptor = os.open(path, os.O_RDWR)
+    try:
+        with write_errors(path):  # a file system may have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
     record = _read_record(run)
     moves = []
     for name, model in models.items():
@@ -80,7 +102,8 @@ def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list
             )
         if isinstance(model, RemoteModel) and before not in (None, model):
             moves.append(f"fixed policy {name!r}: {model}; the run has samples of it at another URL")
-    begin_record(run, {**record, **models})
+    if record != (merged := {**record, **models}):
+        begin_record(run, merged)
     return moves
 
 

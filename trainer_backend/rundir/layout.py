@@ -93,7 +93,8 @@ class RunDirectory:
         """Delete the spools of training up to an iteration, whose weights have learned from them."""
         for path in self.rollouts.glob("iteration_*.spool.jsonl"):
             if int(path.name.removesuffix(".spool.jsonl").rpartition("_")[2]) <= iteration:
-                path.unlink()
+                with write_errors(path):
+                    path.unlink(missing_ok=True)
 
     def spool_file(self, name: str) -> Path:
         """The spool of an unfinished stage; see `rundir.spool`."""

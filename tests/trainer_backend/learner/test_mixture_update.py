@@ -230,8 +230,9 @@ def test_states_that_the_actor_hardly_reaches_hardly_raise_its_entropy(tokenizer
     assert ((found - math.exp(-3) * own).norm() / own.norm()).item() < 1e-5
 
 
-def test_an_id_that_the_actor_does_not_know_is_named_by_its_turn(tokenizer):
-    learner = mixed_learner(tokenizer)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_an_id_that_the_actor_does_not_know_is_named_by_its_turn(tokenizer, kl_coef):
+    learner = mixed_learner(tokenizer, training__kl_coef=kl_coef)
     rows = embedding_rows(learner.model)
     (episode,) = episodes_of(learner, ["fixed"])
     first, second = episode.segments
@@ -241,6 +242,8 @@ def test_an_id_that_the_actor_does_not_know_is_named_by_its_turn(tokenizer):
         told = rf"r0, turn 2, token {position}: token id {value}, and the actor knows the ids 0 to {rows - 1}"
         with pytest.raises(SegmentError, match=told):
             learner.update([given], iteration=1)
+        with pytest.raises(SegmentError, match=told):
+            learner.score({"r0": given.segments})
 
 
 def test_a_job_without_fixed_policies_tells_of_none(tokenizer):

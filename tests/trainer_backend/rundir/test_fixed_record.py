@@ -1,6 +1,7 @@
 """A run goes on with the weights that its fixed policies had, or not at all."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,16 @@ def test_a_full_disk_leaves_the_record_as_it_was(run: RunDirectory):
     with full_disk(), pytest.raises(RunDirectoryError, match="cannot be written"):
         continue_record(run, {"fixed": OLD, "other": NEW})
     assert recorded(run).keys() == {"fixed"}
+
+
+def test_gateways_that_check_together_each_find_and_add_theirs(run: RunDirectory):
+    names = [f"policy_{number}" for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda name: continue_record(run, {name: OLD}), names)) == [[]] * 40
+    assert sorted(recorded(run)) == sorted(names)
+
+
+def test_a_record_that_is_as_it_was_is_not_written_again(run: RunDirectory):
+    begin_record(run, {"fixed": OLD})
+    with full_disk():
+        continue_record(run, {"fixed": OLD})

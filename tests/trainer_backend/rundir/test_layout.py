@@ -172,3 +172,10 @@ def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(tmp_p
         run.replace_job(tiny_job(training__iterations=5))
     assert run.job().training.iterations == 9
     assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id
+
+
+def test_a_spool_that_cannot_be_removed_is_an_error_of_the_run(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    run.spool_file("iteration_1").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"iteration_1\.spool\.jsonl cannot be written"):
+        run.remove_spools(1)
