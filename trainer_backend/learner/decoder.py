@@ -125,10 +125,9 @@ def normed(norm: Any, states: Tensor) -> Tensor:
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    if states.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-        out: Tensor = norm(
-            states
-        )  # as the engine rounds: whatever differs in the last bit may be rounded away
+    if states.dtype != torch.float32 or torch.is_autocast_enabled(states.device.type):
+        # As the engine rounds: a difference in the last bit may become one in the last bit of bfloat16.
+        out: Tensor = norm(states)
         return out
     if states.is_cuda:  # torch has one kernel for it
         fused: Tensor = rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)
@@ -152,14 +151,14 @@ class _Normed(torch.autograd.Function):
         return scaled.mul_(weight_D)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (gradient,), (states, weight_D, inverse) = gradients, ctx.saved_tensors
         scaled = states * inverse
         products = gradient * scaled
         # A copy: where a weight lies in memory shows in the last bits of a product with it, and that of a
         # checkpoint lies elsewhere.
         means = (products @ weight_D.clone()).unsqueeze_(-1).div_(states.shape[-1])
-        d_weight_D = products.flatten(0, -2).sum(0)
+        d_weight_D = products.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         d_states = (gradient * weight_D).addcmul_(scaled, means, value=-1.0).mul_(inverse)
         return d_states, d_weight_D, None
 

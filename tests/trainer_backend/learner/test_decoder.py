@@ -2,14 +2,23 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
 from trainer_backend.learner.by_length import SegmentBounds, reads_of
-from trainer_backend.learner.decoder import is_known, rotated
+from trainer_backend.learner.decoder import is_known, normed, rotated
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.scoring import Scorer
 
@@ -20,20 +29,22 @@ SIZE = {
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
     "with biases": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE)),
+    "with norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=8)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE)),
 }
 # One answer each; and a conversation, most of whose tokens are read.
 ANSWERS = [segment("a", [5] * 9, [6, 7], [0.0] * 2), segment("b", [8] * 6, [9], [0.0])]
 TALK = [segment("c", [3, 4], [5, 6, 7, 8, 9], [0.0] * 5)]
 
 
-def scorer_of(family: str, attention: PackedAttention) -> Scorer:
+def scorer_of(family: str, attention: PackedAttention, dtype: torch.dtype = torch.float64) -> Scorer:
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # norms and biases, which begin as 1 and 0
             torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
     model.set_attn_implementation(attention.implementation)
-    return Scorer(model.double(), Placement(torch.device("cpu")), attention, 16)
+    return Scorer(model.to(dtype), Placement(torch.device("cpu")), attention, 16)
 
 
 def found(scorer: Scorer, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,11 +56,23 @@ def found(scorer: Scorer, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("parts", [ANSWERS, TALK, ANSWERS + TALK], ids=["answers", "talk", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_gradients_are_those_of_transformers(family: str, parts: list):
-    own, theirs = scorer_of(family, ByLength()), scorer_of(family, BlockMask())
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=str)
+def test_log_probs_and_gradients_are_those_of_transformers(
+    dtype: torch.dtype, atol: float, family: str, parts: list
+):
+    own, theirs = scorer_of(family, ByLength(), dtype), scorer_of(family, BlockMask(), dtype)
     assert is_known(own.model)
     for mine, expected in zip(found(own, parts), found(theirs, parts), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)  # norms are float32
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=atol)  # norms are float32 in both
+
+
+def test_a_frozen_norm_gets_no_gradient_and_its_input_the_same_one():
+    torch.manual_seed(0)
+    norm, states_LD = LlamaRMSNorm(8), torch.randn(5, 8, requires_grad=True)
+    trained, _ = torch.autograd.grad(normed(norm, states_LD).square().sum(), (states_LD, norm.weight))
+    norm.weight.requires_grad_(False)
+    (frozen,) = torch.autograd.grad(normed(norm, states_LD).square().sum(), states_LD)
+    torch.testing.assert_close(frozen, trained, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
