@@ -67,13 +67,15 @@ class LearnerConfig:
         engines = job.services.gateways if job.inference.engine == "local" else 0
         is_shared = any(not table.is_remote for table in job.fixed_policies)
         fixed_copies = job.services.gateways if is_shared else 0
+        # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
+        beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
         return cls(
             model=job.model,
             lora=job.lora,
             warmup=job.warmup,
             inference=job.inference,
             engines=engines,
-            processes=1 if job.cluster is None else 1 + max(engines, fixed_copies),
+            processes=1 if job.cluster is None else 1 + beside,
             update=update,
             fixed_copies=fixed_copies,
         )

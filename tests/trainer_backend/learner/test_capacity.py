@@ -202,12 +202,18 @@ def test_the_jobs_limits_are_what_is_counted_with():
     assert memory_use(LearnerConfig.of(job), place("mps", Found(cuda=None, mps=True)), shape).masked
 
 
+MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alpha": 0.5}
+
+
 @pytest.mark.parametrize(
     ("tables", "engines", "processes"),
     [
         ({}, 1, 1),
         ({"cluster": {}}, 1, 2),
         ({"cluster": {}, "services__gateways": 3}, 3, 4),
+        ({"cluster": {}, "services__gateways": 3, "inference__own_process": True}, 3, 4),
+        ({"cluster": {}, "services__gateways": 3, **MIXED}, 3, 4),
+        ({"cluster": {}, "services__gateways": 3, **MIXED, "inference__own_process": True}, 3, 7),
         ({"inference": {"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256}}, 0, 1),
     ],
 )
