@@ -5,7 +5,7 @@ No torch here: the learner and the inference server are behind protocols.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -40,22 +40,29 @@ __all__ = ["Run", "train", "work_left"]
 _AFTER = " after"
 
 
-async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
+async def train(
+    run: Run, progress: Progress, stop: asyncio.Event, served: Callable[[], None] = lambda: None
+) -> Progress:
     """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
 
     A stop is heeded between stages, while rollouts are collected and while weights are published, never in
     the middle of an update, so what is saved is always the end of an iteration. That holds for errors of
     rollouts and updates too.
+
+    Args:
+        served: is called once the policy is served, and with it fixed ones.
     """
     saving, ahead = run.saving, Ahead(run, stop)
     await until(stop, run.server.publish(progress.policy_version))
+    if not stop.is_set():
+        served()
     saving.mark_best()  # a kill may have come between an evaluation and this
     try:
         while True:
             try:
-                ahead.begin_early(progress)
                 if saving.due(progress.iteration):
                     await saving.save(progress)  # beside what comes next
+                ahead.begin_early(progress)
                 if saving.evaluation_due(progress):
                     await _evaluate(run, progress, stop)
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()
@@ -76,6 +83,8 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
                 raise
     finally:
         await ahead.end()
+        if (error := await saving.end()) is not None:
+            run.reporter.say(f"the last checkpoint is not written: {error}")
 
 
 def work_left(run: Run, progress: Progress) -> bool:
@@ -165,7 +174,7 @@ class Iteration:
     async def add_round(self) -> bool:
         """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
         run, self._is_awaited = self._run, True
-        collection = await self._next_round()  # 4 to 6
+        collection = await run.saving.while_written(self._next_round())  # 4 to 6
         await run.settled()  # before the learner is asked, and before anything of this iteration is stored
         if collection is None:
             return False
@@ -391,7 +400,8 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     name = f"evaluation_{progress.iteration}"
     spool = run.spool(name, requests, range(progress.policy_version, progress.policy_version + 1))
     with run.timeline.working("collect") as span:
-        collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
+        collecting = run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
+        collection = await run.saving.while_written(collecting)
     await run.settled()  # a row of an evaluation comes after its checkpoint
     if collection is None:
         return

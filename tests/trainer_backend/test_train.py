@@ -22,6 +22,7 @@ from trainer_backend.errors import (
     CheckpointError,
     NonFiniteLoss,
     NothingToLearnFrom,
+    RunNotWritten,
     TaskAppError,
     TrainerError,
 )
@@ -423,6 +424,48 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_
     assert learner.updates == [1]
     assert saved(run) == ["iteration_0"]
     assert spools_of(run) == ["iteration_1.spool.jsonl"], "what it was learned from is still needed"
+
+
+async def test_a_checkpoint_that_cannot_be_written_cuts_the_collection_beside_it_short(tmp_path: Path):
+    class Full(Learner):
+        def save(self, folder: Path, progress: Progress) -> None:
+            if progress.iteration == 1:
+                raise CheckpointError("no space left on the disk")
+            super().save(folder, progress)
+
+    endless = from_call(2, lambda requests: None)
+    settings = {"training__recovery_every": 1, "evaluation__every_n_iters": 100}
+    run = run_of(tmp_path, train=endless, learner=Full(), **settings)
+    with pytest.raises(CheckpointError, match="no space left"):
+        await train(run, Progress(), asyncio.Event())
+
+
+async def test_a_checkpoint_is_whole_before_any_error_leaves_the_run(tmp_path: Path):
+    learner = Slow()
+
+    def broken(requests: Sequence[RolloutRequest]) -> Collection:
+        learner.collected.set()
+        raise RuntimeError("nobody expects it")
+
+    run, collector = slow_run(tmp_path, learner)
+    collector._train = from_call(2, broken)
+    with pytest.raises(RuntimeError, match="nobody expects it"):
+        await train(run, Progress(), asyncio.Event())
+    assert saved(run) == ["iteration_0", "iteration_1"] and not learner.is_saving
+
+
+async def test_spooled_rollouts_that_cannot_be_written_end_the_run(tmp_path: Path):
+    learner = Slow()
+    run, _ = slow_run(tmp_path, learner)
+
+    def refuse() -> None:
+        raise RunNotWritten("the spool cannot be written")
+
+    await run.saving.save(Progress())
+    run.saving.once_written(refuse)
+    learner.collected.set()
+    with pytest.raises(RunNotWritten, match="the spool"):
+        await run.saving.settled()
 
 
 async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import TrainingTable
@@ -16,6 +17,8 @@ from trainer_backend.rundir.checkpoint_paths import (
     prune_checkpoints,
 )
 from trainer_backend.rundir.layout import RunDirectory
+
+Result = TypeVar("Result")
 
 
 class Saving:
@@ -66,8 +69,7 @@ class Saving:
         await self.settled()
         if not self.is_saved(progress.iteration):
             self._written = progress.iteration
-            self._writing = asyncio.ensure_future(asyncio.to_thread(self.write, progress))
-            self._writing.add_done_callback(self._tell_waiting)
+            self._writing = asyncio.ensure_future(self._write_beside(progress))
 
     async def settled(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and raise its error."""
@@ -79,6 +81,30 @@ class Saving:
         finally:
             if writing.done():
                 self._writing = None
+
+    async def while_written(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await `work`, and end it where the checkpoint that is being written fails: raise its error."""
+        task = asyncio.ensure_future(work)
+        try:
+            if self._writing is not None:
+                await asyncio.wait((task, self._writing), return_when=asyncio.FIRST_COMPLETED)
+            if self._writing is not None and self._writing.done():
+                await self.settled()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def end(self) -> BaseException | None:
+        """Wait for the checkpoint that is being written, and return its error: a run ends by another one.
+
+        Its thread must not rename and remove folders of a run whose lock is free.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        await asyncio.wait((writing,))
+        return writing.exception()
 
     def once_written(self, call: Callable[[], None]) -> None:
         """Call this now, or once the checkpoint that is being written is on disk."""
@@ -95,11 +121,11 @@ class Saving:
         prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
         self._spent_s += time.monotonic() - started
 
-    def _tell_waiting(self, writing: asyncio.Task[None]) -> None:
-        if not writing.cancelled() and writing.exception() is None:
-            calls, self._waiting = self._waiting, []
-            for call in calls:
-                call()
+    async def _write_beside(self, progress: Progress) -> None:
+        await asyncio.to_thread(self.write, progress)
+        while self._waiting:
+            self._waiting[0]()
+            del self._waiting[0]
 
     def take_seconds(self) -> float:
         """Return the seconds that saving took since the last call."""

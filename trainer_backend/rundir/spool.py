@@ -77,7 +77,10 @@ class Spool:
         """Append a finished rollout. It survives a kill; after a power cut it may be requested again."""
         if self._held is not None:
             self._held.append(rollout)
-            return
+        else:
+            self._append(rollout)
+
+    def _append(self, rollout: Rollout) -> None:
         if not self._is_there:
             replace_lines(self.path, [self._header], durable=False)
             self._is_there = True
@@ -88,10 +91,15 @@ class Spool:
         self._held = []
 
     def release(self) -> None:
-        """Write what was held, and from now on each rollout at once."""
-        held, self._held = self._held or [], None
-        for rollout in held:
-            self.keep(rollout)
+        """Write what was held, and from now on each rollout at once.
+
+        Raises:
+            RunNotWritten: what is not written is still held.
+        """
+        while self._held:
+            self._append(self._held[0])
+            del self._held[0]
+        self._held = None
 
     def remove(self) -> None:
         """Delete the spool, once its rollouts are stored as Parquet."""

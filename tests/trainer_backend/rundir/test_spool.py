@@ -236,3 +236,15 @@ def test_with_a_staleness_later_spools_stay_but_for_tokens_of_later_weights(tmp_
         assert len(path.with_name(path.name.replace(".spool.", ".unused-1.")).read_text().splitlines()) == 4
     old = Spool.open(spools[4], requests, versions=range(4, 6), gateway_urls=("http://a",), tell=told.append)
     assert old.rollouts_for(requests) == {}, "older than the iteration may be"
+
+
+def test_what_a_full_disk_refuses_is_held_until_it_is_written(path: Path):
+    requests = plan("run.1")
+    spool = begun(path, requests, [])
+    spool.hold()
+    for item in requests:
+        spool.keep(finished(item))
+    with full_disk(), pytest.raises(RunNotWritten):
+        spool.release()
+    spool.release()
+    assert list(begun(path, requests, []).rollouts_for(requests)) == [item.rollout_id for item in requests]
