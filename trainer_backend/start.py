@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -161,7 +162,10 @@ async def _run(
             )  # fmt: skip
             models = await beginning.load(resume=resume)
             # The next resume, the report and eval read it. Not sooner: a job that was refused must not stay.
-            directory.replace_job(job)
+            # With [cluster] the gateways check the fixed policies, at the first publish.
+            replace_job = partial(directory.replace_job, job)
+            if job.cluster is None or not job.fixed_policies:
+                replace_job()
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
@@ -173,7 +177,7 @@ async def _run(
                     planner, CreditAssignment.of(job), collector, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
-                progress = await train(run, progress, stop)
+                progress = await train(run, progress, stop, served=replace_job)
                 for line in await actor.verify():
                     reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))

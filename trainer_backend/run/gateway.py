@@ -20,7 +20,7 @@ import aiohttp
 from service_kit.children import PIPE, READY, Child, last_line
 from service_kit.server import Listener
 from shared_schemas.base import Body
-from trainer_backend.errors import EngineTimeout, InferenceError, WeightsRefused
+from trainer_backend.errors import EngineTimeout, InferenceError, JobError, WeightsRefused
 from trainer_backend.inference.versions import LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.protocols import Reporter
@@ -142,7 +142,11 @@ class Gateway:
         )
 
     async def keep(self, version: PolicyVersion) -> str:
-        """Serve this version and what is loaded after it, until cancelled; return why that cannot go on."""
+        """Serve this version and what is loaded after it, until cancelled; return why that cannot go on.
+
+        Raises:
+            JobError: it refuses what the job asks of it, and would again.
+        """
         self._version, in_vain = version, 0
         self._report("starting")
         while True:
@@ -150,7 +154,9 @@ class Gateway:
             self._ready.clear()
             self._totals.start_again()
             self._last_words = self._last_line()
-            if code in (REFUSAL, BREAKDOWN):
+            if code == REFUSAL:  # another start would be refused too
+                raise JobError(f"{self.name}: {self._last_words}")
+            if code == BREAKDOWN:
                 return f"{self.name}: {self._last_words}"
             in_vain = 0 if served else in_vain + 1
             if in_vain == _MOST_IN_VAIN:

@@ -3,8 +3,8 @@
 `run.gateways` starts it: it listens on a socket that its parent holds, serves one version of the policy after
 another, each from a folder, and ends with its parent. Lines for the run's user go to stdout, logs to stderr.
 
-Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be served, 3 its engine has
-failed; the last line of stderr says why.
+Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be served, however often
+it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
 """
 
 from service_kit.children import READY, end_with_parent
@@ -54,6 +54,7 @@ from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
 from trainer_backend.run.replicas import pool_of, publication_of, shown_by
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.state import is_final
 
 # As many conversations as a gateway remembers, and the run's own control.
 BOUNDS = ConnectionBounds(max_connections=20_100)
@@ -80,7 +81,7 @@ class FolderActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         version = setup.version
-        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.tables))
+        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
         self._engine, tokenizer = engine_of_folder(
             setup.model, version.folder, limits, version=version.number
         )
@@ -108,7 +109,7 @@ class ProcessActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.tables))
+        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
         engine = EngineSetup(model=setup.model, limits=limits, version=setup.version)
         self._engine = ProcessEngine(engine, length=setup.inference.max_model_len)
         self.policy = ServedPolicy(self._engine, facts.tokenizer)
@@ -252,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(serve(actor_of(setup), setup, listener))
     except ServiceError as error:
         print(error, file=sys.stderr, flush=True)
-        return REFUSAL
+        return REFUSAL if is_final(error) else BREAKDOWN
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Gateways:
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
             counts = await self.while_serving(reading)
-        except InferenceError:
+        except (InferenceError, JobError):
             if not self._broken.done():
                 raise
             counts = [gateway.known_totals for gateway in self.gateways]
@@ -115,6 +115,10 @@ class Gateways:
     def _end(self, keeper: asyncio.Task[str]) -> None:
         if not keeper.cancelled() and not self._broken.done():
             error = keeper.exception()
+            if isinstance(error, JobError):
+                self._broken.set_exception(error)
+                self._broken.exception()  # or asyncio would log it where nobody asks the gateways again
+                return
             self._broken.set_result(keeper.result() if error is None else f"{type(error).__name__}: {error}")
 
 
