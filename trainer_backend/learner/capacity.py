@@ -26,6 +26,7 @@ from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of, why_masked
 from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.decoder import FAMILIES
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
@@ -90,9 +91,8 @@ def memory_plan(
     others = [_folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
-    shape = model_shape(
-        _model_config(config.model, checkpoint, vocabulary), config.lora, has_critic=has_critic
-    )
+    model_config = _model_config(config.model, checkpoint, vocabulary)
+    shape = model_shape(model_config, config.lora, has_critic=has_critic)
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(
         shape,
@@ -101,12 +101,20 @@ def memory_plan(
         fixed=[model_shape(other, None) for other in others] * max(1, config.fixed_copies),
     )
     plan = _beside_what_is_free(needs, placement)
-    return replace(plan, notes=slower_ways(placement, head_dim=shape.head_dim))
+    notes = slower_ways(
+        placement, head_dim=shape.head_dim, model_type=model_config.get_text_config().model_type
+    )
+    return replace(plan, notes=notes)
 
 
-def slower_ways(placement: Placement, *, head_dim: int) -> tuple[str, ...]:
+def slower_ways(placement: Placement, *, head_dim: int, model_type: str) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each."""
     notes = []
+    if model_type not in FAMILIES:
+        notes.append(
+            f"updates of this model run through transformers: the learner's own forward pass knows "
+            f"{', '.join(sorted(FAMILIES))}, and model_type is {model_type!r}"
+        )
     masked = None if placement.device.type == "cpu" else why_masked(placement, head_dim=head_dim)
     if masked is not None:
         notes.append(

@@ -25,12 +25,12 @@ from trainer_backend.core.collate import Packed
 from trainer_backend.learner.by_length import Attend
 
 # By model_type: pre-norm layers with `self_attn` and `mlp`, and positions that turn the halves of a head.
-_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def is_known(model: PreTrainedModel) -> bool:
     """Whether `read_states` computes this model."""
-    return model.config.get_text_config().model_type in _FAMILIES
+    return model.config.get_text_config().model_type in FAMILIES
 
 
 @dataclass(frozen=True, slots=True)

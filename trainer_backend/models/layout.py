@@ -59,7 +59,8 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelFolderError(
             "it holds adapters alone, and no model",
             where=str(folder),
-            hint="lora.merged_checkpoints = true writes checkpoints that other programs load.",
+            hint="With lora.merged_checkpoints = true a run writes checkpoints that other programs load; "
+            "one that has ended writes such a one when it is resumed for one iteration more.",
         )
     pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
     found = "only pickled weights, which are refused," if pickled else "no weights"
