@@ -83,8 +83,8 @@ async def train(
                 raise
     finally:
         await ahead.end()
-        if (error := await saving.end()) is not None:
-            run.reporter.say(f"the last checkpoint is not written: {error}")
+        if (failure := await saving.end()) is not None:
+            run.reporter.say(f"the last checkpoint is not written: {failure}")
 
 
 def work_left(run: Run, progress: Progress) -> bool:

@@ -47,7 +47,9 @@ class EngineCall:
 
 
 def _carries(*types: Any) -> TypeAdapter[tuple[Any, ...]]:
-    return TypeAdapter(tuple[*types] if types else tuple[()], config=ConfigDict(ser_json_inf_nan="constants"))
+    # mypy takes a subscript for a type, which this one is when it runs.
+    whole: Any = tuple.__class_getitem__(types)
+    return TypeAdapter(whole, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 TO_ENGINE: Kinds = MappingProxyType(
