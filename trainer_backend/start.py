@@ -161,11 +161,7 @@ async def _run(
                 collector=collector, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
-            # The next resume, the report and eval read it. Not sooner: a job that was refused must not stay.
-            # With [cluster] the gateways check the fixed policies, at the first publish.
-            replace_job = partial(directory.replace_job, job)
-            if job.cluster is None or not job.fixed_policies:
-                replace_job()
+            replace_job = _replaced_job(job, directory)
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
@@ -181,6 +177,17 @@ async def _run(
                 for line in await actor.verify():
                     reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))
+
+
+def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
+    """Write the job that the next resume, the report and eval read; return what does so once it is served.
+
+    A job that is refused must not stay. With [cluster] that may be later: gateways check the fixed policies.
+    """
+    replace_job = partial(directory.replace_job, job)
+    if job.cluster is None or not job.fixed_policies:
+        replace_job()
+    return replace_job
 
 
 def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
