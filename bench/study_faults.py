@@ -176,9 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms.add_argument(
         "--processes", action="store_true", help="jobs in processes of their own, collecting ahead"
     )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=None, help="default: 0 to 19; of --processes: 0 to 10"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="default: 0 to 19")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
     parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -186,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         name, sizes, count = "faults_quick", QUICK, len(QUICK)
     elif options.processes:
-        name, sizes, count = "faults_processes", (PROCESSES,), 11
+        name, sizes = "faults_processes", (PROCESSES,)
     folder = (options.out or ROOT / "runs" / name).resolve()
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     outcome = study(folder, results, options.seeds or range(count), sizes)
