@@ -114,10 +114,8 @@ def _failure(device: torch.device) -> str | None:
         memory.grow(1)
         from trainer_backend.inference import paged_kernel
 
-        token_1HD, ints_1 = (
-            torch.ones((1, 1, 16), device=device),
-            torch.ones(1, dtype=torch.int32, device=device),
-        )
+        token_1HD = torch.ones((1, 1, 16), device=device)
+        ints_1 = torch.ones(1, dtype=torch.int32, device=device)
         paged_kernel.store(memory, 0, ints_1.long() - 1, token_1HD, token_1HD)
         paged_kernel.attend(memory, 0, token_1HD, ints_1[:, None] - 1, ints_1, 1.0)
         torch.cuda.synchronize(device)

@@ -46,6 +46,12 @@ class EngineHost:
 
     def __init__(self, engine: LocalEngine, renderer: ChatRenderer, placement: Placement, line: Line) -> None:
         self._engine, self._renderer, self._placement, self._line = engine, renderer, placement, line
+        self._calls: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+            "generate": self._generate,
+            "load": self._load,
+            "probe": self._probe,
+            "abort": self._abort,
+        }
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def serve(self) -> int:
@@ -65,13 +71,7 @@ class EngineHost:
 
     def _take(self, frame: Frame) -> None:
         number, verb, carried = frame
-        calls: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
-            "generate": self._generate,
-            "load": self._load,
-            "probe": self._probe,
-            "abort": self._abort,
-        }
-        task = asyncio.ensure_future(self._answer(number, calls[verb](number, *carried)))
+        task = asyncio.ensure_future(self._answer(number, self._calls[verb](number, *carried)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -31,6 +31,7 @@ from service_kit.server import Listener, Server, run
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
+from trainer_backend.inference.engine import EngineLimits
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.versions import PolicyVersion
@@ -81,9 +82,8 @@ class FolderActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         version = setup.version
-        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
         self._engine, tokenizer = engine_of_folder(
-            setup.model, version.folder, limits, version=version.number
+            setup.model, version.folder, _limits(setup), version=version.number
         )
         self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
 
@@ -109,8 +109,7 @@ class ProcessActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        limits = engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
-        engine = EngineSetup(model=setup.model, limits=limits, version=setup.version)
+        engine = EngineSetup(model=setup.model, limits=_limits(setup), version=setup.version)
         self._engine = ProcessEngine(engine, length=setup.inference.max_model_len)
         self.policy = ServedPolicy(self._engine, facts.tokenizer)
 
@@ -166,6 +165,11 @@ class PoolActor:
 
     async def look_after(self) -> None:
         await self._pool.look_after()
+
+
+def _limits(setup: GatewaySetup) -> EngineLimits:
+    """The limits of the actor's engine, beside those of the fixed policies with a local model."""
+    return engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
 
 
 def actor_of(setup: GatewaySetup) -> Actor:

@@ -5,7 +5,8 @@ On a CPU steps run without graphs, in the same buffers and the same order.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import assert_equal_to_naive
@@ -53,7 +54,7 @@ from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F
 )
 from trainer_backend.errors import EngineOutOfMemory
 from trainer_backend.inference.batch import RunningBatch
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.page_memory import page_bytes
 from trainer_backend.inference.paged_runner import PageLimits
@@ -62,28 +63,14 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.static_step import PATIENCE, StaticStep, buckets
 from trainer_backend.inference.worker import EngineWorker
-from trainer_backend.models import build_preset
 
 StartEngine = Callable[..., LocalEngine]
 
 
 @pytest.fixture
-def start_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartEngine]:
+def start_engine(start_engine: StartEngine) -> StartEngine:
     """As the other tests have it, by pages."""
-    engines: list[LocalEngine] = []
-
-    def start(
-        own: PreTrainedModel | None = None, *, stop_ids: tuple[int, ...] = (), **limits: object
-    ) -> LocalEngine:
-        served = own or build_preset("tiny-0.3m", tokenizer, seed=1)
-        engine = LocalEngine(served, stop_ids=stop_ids, limits=EngineLimits(**limits, paged=True))
-        engine.start()
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.stop()
+    return partial(start_engine, paged=True)
 
 
 def page_of(model: PreTrainedModel) -> int:
