@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,8 +92,7 @@ _BUSY_S = 15.0  # how long a SQLite writer waits for another writer
 _CONNECT_S = 5  # PostgreSQL: an address that swallows packets must not hold a start for minutes
 _STATEMENT_S = 60  # no statement waits for ever, not even for a lock
 # These settings detect a dead server in half a minute. With the system's defaults it takes a quarter of an
-# hour
-# after a send, and two hours while listening.
+# hour after a send, and two hours while listening.
 _PEER = {
     "connect_timeout": _CONNECT_S,
     "keepalives": 1,
@@ -237,8 +237,27 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
     connection.isolation_level = None  # `_begin_sqlite` begins transactions, not the driver
-    for pragma in ("foreign_keys = ON", "journal_mode = WAL", "synchronous = NORMAL"):
-        connection.execute(f"PRAGMA {pragma}").close()
+    connection.execute("PRAGMA foreign_keys = ON").close()
+    _use_write_ahead_log(connection)
+    connection.execute("PRAGMA synchronous = NORMAL").close()
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch the file to write-ahead logging, which lasts, also when others open it at the same time.
+
+    The switch takes the whole file, and SQLite refuses it at once where another connection reads or writes.
+    Beginning to write waits for that connection, up to `_BUSY_S`; after it the switch is tried again.
+    """
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        connection.execute("BEGIN IMMEDIATE").close()
+        connection.execute("COMMIT").close()
 
 
 def _begin_sqlite(connection: Connection) -> None:
