@@ -139,7 +139,7 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
     packed = pack_segments(parts, row_tokens=sum(map(len, parts)))
     scorer.model.set_attn_implementation(scorer.attention.implementation)
     with torch.no_grad():
-        learned_N = scorer.logprobs(packed)[0].double().cpu()
+        learned_N = scorer.logprobs(packed).double().cpu()
     by_engine_N = torch.tensor([p for result in results for p in result.logprobs], dtype=torch.float64)
     apart_N = (learned_N - by_engine_N).abs()
     rms, most = float(apart_N.square().mean().sqrt()), float(apart_N.max())

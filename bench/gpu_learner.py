@@ -65,7 +65,7 @@ def computed(
     model.set_attn_implementation(attention.implementation)
     model.zero_grad()
     packed = pack_segments(segments, row_tokens=sum(map(len, segments)))
-    logprobs_N, _ = Scorer(model, placement, attention, 1024).logprobs(packed)
+    logprobs_N = Scorer(model, placement, attention, 1024).logprobs(packed)
     logprobs_N.mean().backward()
     gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
     return logprobs_N.detach(), gradient

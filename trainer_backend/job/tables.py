@@ -319,8 +319,32 @@ class InferenceTable(Table):
 
 
 class LearnerTable(Table):
-    """[learner]: the learner's process; read with [cluster]."""
+    """[learner]: the learner's processes; read with [cluster]."""
 
+    nproc_per_node: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="ranks on a node, a GPU each: they hold a share of the weights, the gradient and the "
+        "optimizer each (FSDP2), and compute a share of every update",
+    )
+    data_parallel_replicate_degree: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="how many groups of ranks hold all weights each; 1: one, of all ranks. With the number of "
+        "nodes, weights are gathered within a node alone",
+    )
+    fsdp_reshard_after_forward: bool = Field(
+        default=True,
+        description="free a layer's gathered weights after its forward pass and gather them again for the "
+        "backward pass: less memory, half as much communication again",
+    )
+    fsdp_cpu_offload: bool = Field(
+        default=False,
+        description="keep each rank's share of weights, gradient and optimizer in main memory, and take the "
+        "optimizer's step there; needs several ranks",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0,

@@ -176,6 +176,11 @@ class FirstStep:
         weights_N = _column(item.behaviour for item in samples.scored)
         return replace(piece, proximal_logprob_N=own_N, behaviour_weight_N=weights_N)
 
+    def take(self, proximal: Sequence[Mapping[int, list[float]]]) -> None:
+        """Take the log-probs of the pieces that other ranks have computed."""
+        for rows in proximal:
+            self.proximal |= rows
+
 
 class Scores:
     """The scores of an iteration's segments: before the first step, or with the first step's own passes.

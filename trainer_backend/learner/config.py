@@ -8,7 +8,7 @@ from trainer_backend.core.critic import ValueLevel
 from trainer_backend.core.objective import Objective
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.job.training_table import LoraTable, TrainingTable
 from trainer_backend.learner.behaviour import objectives_of
 from trainer_backend.plugins import estimator
@@ -43,6 +43,7 @@ class LearnerConfig:
         engines: how many share the device; 0: other servers sample.
         processes: how many use the device, the learner's among them.
         fixed_copies: how many processes of this machine serve the fixed policies with a local model too.
+        ranks: [learner].
     """
 
     model: ModelTable
@@ -53,6 +54,7 @@ class LearnerConfig:
     processes: int
     update: UpdateConfig
     fixed_copies: int
+    ranks: LearnerTable
 
     @classmethod
     def of(cls, job: JobConfig) -> Self:
@@ -78,6 +80,7 @@ class LearnerConfig:
             processes=1 if job.cluster is None else 1 + beside,
             update=update,
             fixed_copies=fixed_copies,
+            ranks=job.learner,
         )
 
     @property

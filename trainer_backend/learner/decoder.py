@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed
 from trainer_backend.learner.by_length import Attend
+from trainer_backend.learner.sharding import through
 
 # By model_type: pre-norm layers with `self_attn` and `mlp`, and positions that turn the halves of a head.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -74,19 +75,19 @@ def read_states(
     hidden_LD = embedded_BLD[0]
     *most, last = base.layers
     for layer in most:
-        hidden_LD = _kept_or_again(layer, hidden_LD, row, is_last=False)
-    return normed(base.norm, _kept_or_again(last, hidden_LD, row, is_last=True))
+        hidden_LD = through(layer, _kept_or_again, hidden_LD, row, False)
+    return normed(base.norm, through(last, _kept_or_again, hidden_LD, row, True))
 
 
-def _kept_or_again(layer: Any, hidden_LD: Tensor, row: _Row, *, is_last: bool) -> Tensor:
+def _kept_or_again(layer: Any, hidden_LD: Tensor, row: _Row, is_last: bool) -> Tensor:
     """The layer's output; the backward pass computes it again where layers are checkpointed."""
     if layer.gradient_checkpointing and layer.training:
-        out: Tensor = checkpoint(_through, layer, hidden_LD, row, is_last, use_reentrant=False)
+        out: Tensor = checkpoint(_output, layer, hidden_LD, row, is_last, use_reentrant=False)
         return out
-    return _through(layer, hidden_LD, row, is_last)
+    return _output(layer, hidden_LD, row, is_last)
 
 
-def _through(layer: Any, hidden_LD: Tensor, row: _Row, is_last: bool) -> Tensor:
+def _output(layer: Any, hidden_LD: Tensor, row: _Row, is_last: bool) -> Tensor:
     """[L, D] to [L, D], or of the last layer to [N, D]."""
     normed_LD = normed(layer.input_layernorm, hidden_LD)
     attended = _attended(layer.self_attn, normed_LD, row, is_last=is_last)

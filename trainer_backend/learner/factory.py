@@ -9,6 +9,7 @@ from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_to
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.sources import tokenizer_in
 from trainer_backend.protocols import Progress
 from trainer_backend.run.preflight import checked_folders
@@ -17,13 +18,16 @@ from trainer_backend.run.preflight import checked_folders
 class LocalFactory:
     """Implements `protocols.LearnerFactory` in this process.
 
+    Args:
+        ranks: that hold the learner together with this process.
+
     Raises:
         JobError: the device that the job names is not there.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, ranks: Ranks = ALONE) -> None:
         place(job.model.device)
-        self._config, self._fixed = LearnerConfig.of(job), job.fixed_policies
+        self._config, self._fixed, self._ranks = LearnerConfig.of(job), job.fixed_policies, ranks
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
@@ -35,7 +39,7 @@ class LocalFactory:
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
         tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)
-        return LocalLearner.fresh(self._config, prompts, tokenizer)
+        return LocalLearner.fresh(self._config, prompts, tokenizer, self._ranks)
 
     def resumed(self, checkpoint: Path) -> tuple[LocalLearner, Progress]:
-        return LocalLearner.resumed(self._config, checkpoint)
+        return LocalLearner.resumed(self._config, checkpoint, self._ranks)

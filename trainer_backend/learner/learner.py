@@ -34,7 +34,9 @@ from trainer_backend.learner.loading import (
 )
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
+from trainer_backend.learner.sharding import shard
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
@@ -55,6 +57,7 @@ class LocalLearner:
         started_from: the checkpoint that RL started from, which a KL pulls towards; None: the policy
             of the first update.
         adapter_folder: adapters to go on with; None: fresh ones.
+        ranks: that hold a share of the weights each and make every call together.
     """
 
     def __init__(
@@ -65,13 +68,15 @@ class LocalLearner:
         *,
         started_from: Path | None = None,
         adapter_folder: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         refuse_unsupported(model, longest=config.inference.max_model_len)
-        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
-        model.to(placement.device)  # type: ignore[arg-type]
+        if not ranks.are_several:
+            model.to(placement.device)  # type: ignore[arg-type]
         self._adapter = None
         if config.lora is not None:
             table, seed = config.model, derived_seed(config.seed, "lora")
@@ -81,7 +86,9 @@ class LocalLearner:
             self._adapter.restore(adapter_folder)
         if training.gradient_checkpointing:
             checkpoint_layers(model)
-        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens)
+        if ranks.are_several:
+            shard(model, ranks, config.ranks, placement.device)
+        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model,
@@ -103,6 +110,7 @@ class LocalLearner:
         config: LearnerConfig,
         prompts: Sequence[Trajectory],
         tokenizer: PreTrainedTokenizerFast | None = None,
+        ranks: Ranks = ALONE,
     ) -> "LocalLearner":
         """A learner of the model that [model] names.
 
@@ -114,14 +122,16 @@ class LocalLearner:
         torch.manual_seed(derived_seed(config.seed, "torch"))
         table = config.model
         if table.preset is None:
-            return cls(config, *load_named(table))
+            return cls(config, *load_named(table), ranks=ranks)
         if tokenizer is None:
             texts, words = prompt_texts(prompts), tool_words(prompts)
             tokenizer = train_tokenizer(texts, table.vocab_size, whole_words=words)
-        return cls(config, build_preset(table.preset, tokenizer, seed=config.seed), tokenizer)
+        return cls(config, build_preset(table.preset, tokenizer, seed=config.seed), tokenizer, ranks=ranks)
 
     @classmethod
-    def resumed(cls, config: LearnerConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
+    def resumed(
+        cls, config: LearnerConfig, checkpoint: Path, ranks: Ranks = ALONE
+    ) -> "tuple[LocalLearner, Progress]":
         """A learner with a checkpoint's model, optimizer, value head and RNG; and the checkpoint's progress.
 
         RL started from iteration_0. The KL term pulls towards it, and adapters are over its base.
@@ -136,7 +146,7 @@ class LocalLearner:
         else:
             model, tokenizer = load_checkpoint(config.model, checkpoint)
             adapters = None
-        learner = cls(config, model, tokenizer, started_from=reference, adapter_folder=adapters)
+        learner = cls(config, model, tokenizer, started_from=reference, adapter_folder=adapters, ranks=ranks)
         if learner._head is not None:
             learner._head.restore(checkpoint)
         return learner, restore_progress(checkpoint, learner._optimizer)
@@ -171,7 +181,7 @@ class LocalLearner:
         with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
             values, logprobs = scorer.each(
                 segments,
-                lambda states: (head.scored(states), scorer.logprobs_at(states)[0]),
+                lambda states: (head.scored(states), states.logprobs_N),
                 row_tokens=self.config.training.row_tokens,
                 micro_batch_tokens=self.config.training.micro_batch_tokens,
             )
@@ -181,7 +191,7 @@ class LocalLearner:
             for name, parts in episodes.items()
         }
         self._proximal |= {name: [next(own) for _ in parts] for name, parts in episodes.items()}
-        head.settle()
+        head.settle(self._ranks)
         return by_episode
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
@@ -192,7 +202,7 @@ class LocalLearner:
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
         with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
-            self._proximal |= self._logprobs(new, lambda piece: self.scorer.logprobs(piece)[0])
+            self._proximal |= self._logprobs(new, self.scorer.logprobs)
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
             name: ScoredTokens.of(parts, self._proximal[name], self._of_reference[name])
@@ -211,6 +221,7 @@ class LocalLearner:
         logprobs = logprobs_in_pieces(
             policy,
             segments,
+            ranks=self._ranks,
             row_tokens=table.row_tokens,
             micro_batch_tokens=table.micro_batch_tokens,
         )
@@ -268,7 +279,7 @@ class LocalLearner:
             versions=(CONTEXT,) + (0,) * (length - 1),
             temperatures=(1.0,) * length,
         )
-        (logprobs,) = self._logprobs({"": [segment]}, lambda piece: self.scorer.logprobs(piece)[0]).values()
+        (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         return logprobs[0]
 
     def hardware(self) -> Hardware:
@@ -309,21 +320,23 @@ class LocalLearner:
 
             def with_those(packed: Packed) -> Tensor:
                 with adapter.replaced(weights):
-                    return scorer.logprobs(packed)[0]
+                    return scorer.logprobs(packed)
 
             return with_those
         model = self.model if folder is None else load_checkpoint(self.config.model, folder)[0]
         held = held_scorer(scorer, model)
-        return lambda packed: held.logprobs(packed)[0]
+        return held.logprobs
 
 
-def scorer_of(model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None) -> Scorer:
+def scorer_of(
+    model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None, ranks: Ranks = ALONE
+) -> Scorer:
     """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
     attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
     # Never eager: it would add a mask of booleans to its scores instead of masking with it.
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
-    return Scorer(model, placement, attention, logits_chunk or fits)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

@@ -1,7 +1,8 @@
 """Log-probs and entropies of sampled tokens under a causal LM, on packed rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from trainer_backend.errors import SegmentError, place
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.decoder import is_known, read_states
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
+
+Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,13 @@ class States:
 
     rows: as the model was given them, on its device.
     hidden_ND: last hidden states, in the order of `rows.target_N`.
+    logprobs_N, entropies_N: of the sampled tokens.
     """
 
     rows: Packed
     hidden_ND: Tensor
+    logprobs_N: Tensor
+    entropies_N: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,48 +45,55 @@ class Scorer:
     Attributes:
         model: on the placement's device, its attention set to `attention.implementation`.
         logits_chunk: tokens whose logits exist at a time.
+        ranks: that share the work.
     """
 
     model: PreTrainedModel
     placement: Placement
     attention: PackedAttention
     logits_chunk: int
+    ranks: Ranks = ALONE
 
     def states(self, packed: Packed) -> States:
-        """The last hidden states where sampled tokens are predicted, differentiable in the model's weights.
+        """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
 
-        Attention and positions keep the segments of a row apart, so they are those of each segment alone.
+        All are differentiable in the model's weights. Attention and positions keep the segments of a row
+        apart, so they are those of each segment alone.
         """
         dtype = self.placement.low or self.model.dtype
         rows, arguments = self.attention.arranged(packed, self.placement.device, dtype)
-        tokens = tokens_for(self.model, rows.token_ids_BL, self.placement.low)
-        attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
-        with self.placement.autocast():
-            if attend is not None and is_known(self.model):
-                return States(rows, read_states(self.model, rows, tokens, attend, attend_read))
-            hidden_BLD = self.model.model(
-                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
-            ).last_hidden_state
-        return States(rows, hidden_BLD[rows.predict_row_N, rows.predict_position_N])
+        return States(rows, *through(self.model, self._read, rows, arguments))
 
-    def logprobs_at(self, states: States) -> tuple[Tensor, Tensor]:
-        """[N] log-probs and [N] entropies of the sampled tokens.
-
-        The LM head runs on the N positions that predict a sampled token and nowhere else; outside
-        autocast, so that logits are float32.
-        """
-        return chunked_logprobs(
-            states.hidden_ND,
-            self.model.lm_head.weight,
-            states.rows.target_N,
-            states.rows.temperature_N,
+    def _read(
+        self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_ND = self._hidden(model, rows, arguments)
+        # The LM head runs on the N positions that predict a sampled token and nowhere else; outside
+        # autocast, so that logits are float32.
+        logprobs_N, entropies_N = chunked_logprobs(
+            hidden_ND,
+            model.lm_head.weight,
+            rows.target_N,
+            rows.temperature_N,
             chunk=self.logits_chunk,
             factors=self.placement.low,
         )
+        return hidden_ND, logprobs_N, entropies_N
 
-    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[N] log-probs and [N] entropies of the sampled tokens, differentiable in the model's weights."""
-        return self.logprobs_at(self.states(packed))
+    def _hidden(self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]) -> Tensor:
+        tokens = tokens_for(model, rows.token_ids_BL, self.placement.low)
+        attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
+        with self.placement.autocast():
+            if attend is not None and is_known(model):
+                return read_states(model, rows, tokens, attend, attend_read)
+            hidden_BLD: Tensor = model.model(
+                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
+            ).last_hidden_state
+        return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
+
+    def logprobs(self, packed: Packed) -> Tensor:
+        """[N] log-probs of the sampled tokens, differentiable in the model's weights."""
+        return self.states(packed).logprobs_N
 
     def score(
         self, segments: Sequence[Segment], *, row_tokens: int, micro_batch_tokens: int
@@ -86,7 +101,7 @@ class Scorer:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
         (found,) = self.each(
             segments,
-            lambda states: (self.logprobs_at(states)[0],),
+            lambda states: (states.logprobs_N,),
             row_tokens=row_tokens,
             micro_batch_tokens=micro_batch_tokens,
         )
@@ -104,38 +119,54 @@ class Scorer:
         refuse_unknown_ids(segments, embedding_rows(self.model))
         return in_pieces(
             segments,
-            lambda piece: columns(self.states(piece)),
+            self.states,
+            columns,
+            ranks=self.ranks,
             row_tokens=row_tokens,
             micro_batch_tokens=micro_batch_tokens,
         )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference mode would leave tensors in a sharded model that no backward pass takes
 def in_pieces(
     segments: Sequence[Segment],
-    columns: Callable[[Packed], tuple[Tensor, ...]],
+    forward: Callable[[Packed], Piece],
+    columns: Callable[[Piece], tuple[Tensor, ...]],
     *,
+    ranks: Ranks,
     row_tokens: int,
     micro_batch_tokens: int,
 ) -> list[list[list[float]]]:
-    """For each [N] column that `columns` gives: for each segment, the numbers of its sampled tokens."""
+    """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
+
+    Args:
+        forward: a forward pass of a piece, which all ranks make at a time.
+        columns: what is read of it, on the rank that its numbers are taken from.
+    """
     width = row_width(segments, row_tokens)
     packed = pack_segments(segments, row_tokens=width)
-    pieces = [columns(piece) for piece in cut_packed(packed, max(1, micro_batch_tokens // width))]
-    return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
+    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), micro_batch_tokens // width)
+    passes = ((forward(piece), counts) for piece, counts in ranks.dealt(list(cut_packed(packed, rows))))
+    own = [columns(found) for found, counts in passes if counts]
+    if ranks.are_several:
+        own = ranks.in_order([tuple(column.cpu() for column in piece) for piece in own])
+    return [by_segment(packed, torch.cat(column)) for column in zip(*own, strict=True)]
 
 
 def logprobs_in_pieces(
     policy: Callable[[Packed], Tensor],
     segments: Sequence[Segment],
     *,
+    ranks: Ranks,
     row_tokens: int,
     micro_batch_tokens: int,
 ) -> list[list[float]]:
     """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
     (found,) = in_pieces(
         segments,
-        lambda piece: (policy(piece),),
+        policy,
+        lambda logprobs_N: (logprobs_N,),
+        ranks=ranks,
         row_tokens=row_tokens,
         micro_batch_tokens=micro_batch_tokens,
     )

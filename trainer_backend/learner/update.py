@@ -31,6 +31,7 @@ from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids, row_width
+from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models.folder import embedding_rows
@@ -73,7 +74,7 @@ class PolicyUpdate:
         head: ValueHead | None = None,
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
-        self._config, self._table = config, config.training
+        self._config, self._table, self._ranks = config, config.training, scorer.ranks
         self._terms = PolicyTerms(config.update.objectives, config.training)
         self._aggregation = aggregation(config.training.aggregation)
 
@@ -158,7 +159,8 @@ class PolicyUpdate:
         reference: Sequence[Sequence[float] | None] = [None] * len(segments)
         pull = self._reference
         if pull is not None:
-            reference = self._logprobs(episodes, cache.reference, partial(logprobs_in_pieces, pull))
+            score = partial(logprobs_in_pieces, pull, ranks=self._ranks)
+            reference = self._logprobs(episodes, cache.reference, score)
         shares: Sequence[Sequence[float]] = [()] * len(segments)
         if self._aggregation.over == "iteration":
             shares = self._aggregation.weights(segments)
@@ -258,24 +260,36 @@ class PolicyUpdate:
         """
         width = row_width([item.segment for item in step], self._table.row_tokens)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
-        sums = self._terms.sums(batch)
+        sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
         self._zero_grad()
         parts, moved = [], 0.0
-        pieces = self._pieces(batch, max(1, self._table.micro_batch_tokens // width), is_first=is_first)
-        with stepping(self._scorer.model):
-            for piece in pieces:
+        rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
+        pieces = self._pieces(batch, rows, is_first=is_first)
+        with stepping(model):
+            for piece, counts in ranks.dealt(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
                     loss, metrics = self._piece(piece, sums, first)
-                if not torch.isfinite(loss):
-                    raise NonFiniteLoss(
-                        f"the loss is {loss.item()}; the weights before this step are kept",
-                        hint="Lower training.learning_rate or training.max_grad_norm",
-                    )
-                moved += metrics[DRIFT]
+                moved += self._agreed_drift(loss, metrics[DRIFT] if counts else 0.0)
                 if moved <= drift_limit:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                parts.append(metrics)
-        return merge_metrics(parts)
+                    (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+                if counts:
+                    parts.append(metrics)
+        head = () if self._head is None else self._head.trained.values()
+        ranks.sum_gradients([*model.parameters(), *head])
+        if first is not None:
+            first.take(ranks.gathered(first.proximal))
+        return merge_metrics(ranks.in_order(parts))
+
+    def _agreed_drift(self, loss: Tensor, drift: float) -> float:
+        """What the pieces of all ranks add to the step's drift, if the loss of each is finite."""
+        drift, unusable = self._ranks.summed(drift, float(not torch.isfinite(loss)))
+        if unusable:
+            value = loss.item() if self._ranks.count == 1 else "not finite"
+            raise NonFiniteLoss(
+                f"the loss is {value}; the weights before this step are kept",
+                hint="Lower training.learning_rate or training.max_grad_norm",
+            )
+        return drift
 
     def _token_weights(self, step: Sequence[Scored], steps: int) -> list[list[float]]:
         """For each segment of a step, [N] how much each of its sampled tokens counts."""
@@ -319,7 +333,12 @@ class PolicyUpdate:
         with torch.no_grad():
             logprobs_N = batch.proximal_logprob_N
             if not is_first:
-                logprobs_N = torch.cat([self._scorer.logprobs(piece.packed)[0] for piece in pieces])
+                passes = [
+                    (self._scorer.logprobs(piece.packed), counts)
+                    for piece, counts in self._ranks.dealt(pieces)
+                ]
+                own = [logprobs.cpu() for logprobs, counts in passes if counts]
+                logprobs_N = torch.cat(self._ranks.in_order(own))
             if spans:
                 batch = self._terms.with_unit_logs(batch, logprobs_N)
             if self._drops:
@@ -328,15 +347,15 @@ class PolicyUpdate:
 
     def _apply(self) -> float:
         """Clip the gradient and take the step; its norm before that."""
-        norm = torch.nn.utils.clip_grad_norm_(self._scorer.model.parameters(), self._table.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise NonFiniteLoss(f"the norm of the gradient is {norm.item()}; the weights are kept")
+        norm = clip_gradient(self._scorer.model.parameters(), self._table.max_grad_norm)
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(f"the norm of the gradient is {norm}; the weights are kept")
         if self._head is not None:
             self._head.refuse_non_finite()
         self._optimizer.step()
         if self._head is not None:
             self._head.step(policy_rate=self._rate())
-        return float(norm)
+        return norm
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -348,11 +367,11 @@ class PolicyUpdate:
     ) -> tuple[Tensor, dict[str, float]]:
         table = self._table
         states = self._scorer.states(batch.packed)
-        logprobs, entropies = self._scorer.logprobs_at(states)
+        logprobs_N = states.logprobs_N
         if first is not None:
-            batch = first.scored(batch, logprobs)
-        batch = batch.to(logprobs.device)
-        loss, metrics = self._terms.of(batch, logprobs, entropies, sums)
+            batch = first.scored(batch, logprobs_N)
+        batch = batch.to(logprobs_N.device)
+        loss, metrics = self._terms.of(batch, logprobs_N, states.entropies_N, sums)
         if batch.critic is not None and self._head is not None:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
             loss = loss + table.value_coef * missed

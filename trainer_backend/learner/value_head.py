@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import States
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
@@ -50,13 +51,13 @@ class ValueHead:
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": [weight], "lr": rate, "full_rate": rate}
-                for weight, rate in zip(self._trained.values(), rates, strict=True)
+                for weight, rate in zip(self.trained.values(), rates, strict=True)
             ],
             weight_decay=table.weight_decay,
         )
 
     @property
-    def _trained(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         return {"weight": self._weight_D, "bias": self._bias}
 
     def _read(self, states: States) -> Tensor:
@@ -81,8 +82,13 @@ class ValueHead:
             self._seen.add(states.hidden_ND[self._read(states)])
         return self.values(states)
 
-    def settle(self) -> None:
-        """Take mean and std from what was scored so far, and keep them. w is still 0: no value changes."""
+    def settle(self, ranks: Ranks) -> None:
+        """Take mean and std from what the ranks have scored so far, and keep them.
+
+        w is still 0: no value changes.
+        """
+        if self._seen is not None:
+            self._seen.sum_over(ranks)
         if self._seen is not None and self._seen.count:
             mean, std = self._seen.mean_and_std()
             self._mean_D.copy_(mean)
@@ -98,7 +104,7 @@ class ValueHead:
         Raises:
             NonFiniteLoss: its gradient is not finite; no weight has been touched.
         """
-        for weight in self._trained.values():
+        for weight in self.trained.values():
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
                     "the gradient of the value head is not finite; the weights before this step are kept",
@@ -113,10 +119,10 @@ class ValueHead:
 
     def save(self, folder: Path) -> None:
         """Weights, what is known of the inputs, and moments, as one file of a checkpoint."""
-        tensors = {name: weight.detach() for name, weight in self._trained.items()}
+        tensors = {name: weight.detach() for name, weight in self.trained.items()}
         if self._seen is None:
             tensors |= {"mean": self._mean_D, "std": self._std_D}
-        for name, weight in self._trained.items():
+        for name, weight in self.trained.items():
             state = self._optimizer.state.get(weight, {})
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
         save_file(tensors, folder / VALUE_HEAD_FILE)
@@ -133,7 +139,7 @@ class ValueHead:
 
     def _take(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, weight in self._trained.items():
+            for name, weight in self.trained.items():
                 weight.copy_(tensors[name])
         if "mean" in tensors:
             self._mean_D.copy_(tensors["mean"])
@@ -141,7 +147,7 @@ class ValueHead:
             self._seen = None
         state = {
             number: {key: tensors[f"{name}.{key}"] for key in _MOMENTS}
-            for number, name in enumerate(self._trained)
+            for number, name in enumerate(self.trained)
             if f"{name}.step" in tensors
         }
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
@@ -159,6 +165,11 @@ class _Inputs:
         self.count += len(wide_ND)
         self._sum_D += wide_ND.sum(dim=0)
         self._squares_D += wide_ND.square().sum(dim=0)
+
+    def sum_over(self, ranks: Ranks) -> None:
+        (count,) = ranks.summed(self.count)
+        self.count = int(count)
+        ranks.sum_((self._sum_D, self._squares_D))
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
         """[D] each; the std at least _LEAST_STD of the median one, and 1 where nothing varies."""

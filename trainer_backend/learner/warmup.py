@@ -1,5 +1,6 @@
 """Warm-up: supervised steps on a teacher's decisions, so that RL starts from a policy that can play."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, row_width
+from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
 _RISE = 0.03
@@ -111,19 +113,19 @@ def _step(
     packed = pack_segments(segments, row_tokens=width)
     weight = token_mean(segments)[0][0]
     optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for piece in cut_packed(packed, max(1, training.micro_batch_tokens // width)):
-        logprobs, _ = scorer.logprobs(piece)
-        loss = -weight * logprobs.sum()
-        if not torch.isfinite(loss):
-            raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="Lower warmup.learning_rate")
+    total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
+    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), training.micro_batch_tokens // width)
+    for piece, counts in ranks.dealt(list(cut_packed(packed, rows))):
+        loss = -(weight if counts else 0.0) * scorer.logprobs(piece).sum()
+        (of_all,) = ranks.summed(loss.item())
+        if not math.isfinite(of_all):
+            raise NonFiniteLoss(f"warmup: the loss is {of_all}", hint="Lower warmup.learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), table.max_grad_norm)
-    if not torch.isfinite(norm):
-        raise NonFiniteLoss(
-            f"warmup: the norm of the gradient is {norm.item()}", hint="Lower warmup.learning_rate"
-        )
+        total += of_all
+    ranks.sum_gradients(weights)
+    norm = clip_gradient(weights, table.max_grad_norm)
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(f"warmup: the norm of the gradient is {norm}", hint="Lower warmup.learning_rate")
     optimizer.step()
     return total
 

@@ -55,7 +55,7 @@ def gradient(tokenizer, cut, **settings):
     update.gradient(
         update.weighed(given, LogprobCache(known)).scored, {item.rollout_id: item for item in given}
     )
-    weights = [*learner.model.parameters(), *([] if head is None else head._trained.values())]
+    weights = [*learner.model.parameters(), *([] if head is None else head.trained.values())]
     return torch.cat([weight.grad.flatten() for weight in weights]).double()
 
 

@@ -101,7 +101,8 @@ def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attentio
 
 def gradient(scorer, *, row_tokens, max_rows):
     for piece in cut_packed(pack_segments(segments(), row_tokens=row_tokens), max_rows):
-        logprobs_N, entropies_N = scorer.logprobs(piece)
+        states = scorer.states(piece)
+        logprobs_N, entropies_N = states.logprobs_N, states.entropies_N
         (logprobs_N + 0.1 * entropies_N).sum().backward()
     return torch.cat([weight.grad.flatten() for weight in scorer.model.parameters()])
 
@@ -178,10 +179,11 @@ def test_under_autocast_log_probs_are_near_those_of_float32_and_of_its_width():
     low = Scorer(scorer.model, Placement(torch.device("cpu"), torch.bfloat16), BlockMask(), 16)
     packed = pack_segments(segments(), row_tokens=40)
     with torch.no_grad():
-        exact_N, _ = scorer.logprobs(packed)
-        rounded_N, entropies_N = low.logprobs(packed)
+        exact_N = scorer.logprobs(packed)
+        states = low.states(packed)
+        rounded_N, entropies_N = states.logprobs_N, states.entropies_N
     assert rounded_N.dtype == entropies_N.dtype == torch.float32
     assert 0 < (rounded_N - exact_N).abs().max() < 0.3  # logits up to 20: two or three digits of bfloat16
-    rounded_N, _ = low.logprobs(packed)
+    rounded_N = low.logprobs(packed)
     rounded_N.sum().backward()
     assert all(weight.grad.dtype == torch.float32 for weight in low.model.parameters())

@@ -114,8 +114,8 @@ def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
         return tensor
 
     with stepping(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = scorer.logprobs(pack_segments(parts, row_tokens=256))
-    assert outputs[0].requires_grad
+        states = scorer.states(pack_segments(parts, row_tokens=256))
+    assert states.logprobs_N.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 

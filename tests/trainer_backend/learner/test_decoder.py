@@ -49,7 +49,7 @@ def scorer_of(family: str, attention: PackedAttention, dtype: torch.dtype = torc
 
 def found(scorer: Scorer, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs, and the gradient of their sum."""
-    logprobs_N, _ = scorer.logprobs(pack_segments(parts, row_tokens=20))
+    logprobs_N = scorer.logprobs(pack_segments(parts, row_tokens=20))
     logprobs_N.sum().backward()
     return logprobs_N.detach(), torch.cat([weight.grad.flatten() for weight in scorer.model.parameters()])
 

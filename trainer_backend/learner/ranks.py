@@ -1,0 +1,182 @@
+"""The ranks of a learner: processes under torchrun that hold a share of the model each and work in step.
+
+Every rank has all segments, collates alike and decides alike. Packed pieces are dealt out; weights of tokens
+sum to 1 over a whole step, so gradients are summed. What one rank alone can know (a loss that is not finite,
+a file that cannot be written) is agreed before anyone raises, because a rank that left would leave the others
+waiting in their next collective.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer_backend.errors import LearnerFailed, TrainerError
+from trainer_backend.learner.calls import ErrorBody
+
+# Joining: processes import torch at their own pace, and nodes start one after the other.
+_JOIN_S = 600.0
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the `count` ranks of a learner; of one rank alone nothing here communicates.
+
+    index: of this rank, from 0.
+    control: the group of what is agreed, on the CPU; None: this rank is alone.
+    """
+
+    index: int = 0
+    count: int = 1
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def are_several(self) -> bool:
+        return self.count > 1
+
+    def rows_of_a_piece(self, rows: int, most: int) -> int:
+        """How many of a step's rows a piece has: at most `most`, and few enough for a piece on every rank."""
+        return max(1, min(most, -(-rows // self.count)))
+
+    def dealt(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
+        """This rank's pieces, each with whether it counts.
+
+        Every rank gets equally many, since each forward and backward pass gathers the weights of all: in the
+        last round a rank may get one that is another's too, and does not count here.
+        """
+        for first in range(0, len(pieces), self.count):
+            number = first + self.index
+            yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
+
+    def in_order(self, own: Sequence[Item]) -> list[Item]:
+        """What all ranks found for the pieces that count, in the order of the pieces; alike on every rank."""
+        if not self.are_several:
+            return list(own)
+        found = self.gathered(list(own))
+        return [row[turn] for turn in range(len(found[0])) for row in found if turn < len(row)]
+
+    def gathered(self, own: Item) -> list[Item]:
+        """`own` of every rank, by index."""
+        if not self.are_several:
+            return [own]
+        every: list[Item] = [own] * self.count
+        dist.all_gather_object(every, own, group=self.control)
+        return every
+
+    def summed(self, *numbers: float) -> tuple[float, ...]:
+        """The sums over all ranks, in float64."""
+        if not self.are_several:
+            return numbers
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums, group=self.control)
+        return tuple(sums.tolist())
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Make each tensor the sum over all ranks, in place."""
+        if self.are_several:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
+
+    @torch.no_grad()
+    def sum_gradients(self, weights: Sequence[Tensor]) -> None:
+        """Sum the gradients of weights that every rank has whole; those of sharded ones are summed already.
+
+        A rank whose pieces did not reach a weight has no gradient of it.
+        """
+        if not self.are_several:
+            return
+        whole = [weight for weight in weights if weight.requires_grad and not isinstance(weight, DTensor)]
+        found = self.summed(*(float(weight.grad is not None) for weight in whole)) if whole else ()
+        reached = [weight for weight, count in zip(whole, found, strict=True) if count]
+        for weight in reached:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        self.sum_([weight.grad for weight in reached if weight.grad is not None])
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do on this rank what may fail on it alone; where it failed on any, every rank raises that error."""
+        if not self.are_several:
+            return work()
+        result: Result | None = None
+        own: TrainerError | None = None
+        try:
+            result = work()
+        except TrainerError as error:
+            own = error
+        except Exception as error:
+            own = LearnerFailed(f"rank {self.index}: {type(error).__name__}: {error}")
+            own.__cause__ = error
+        bodies = self.gathered(None if own is None else ErrorBody.of(own))
+        failed = next((index for index, body in enumerate(bodies) if body is not None), None)
+        if failed is None:
+            return cast(Result, result)
+        if own is not None and failed == self.index:
+            raise own
+        body = bodies[failed]
+        assert body is not None
+        raise body.error()
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.are_several:
+            dist.barrier(group=self.control)
+
+
+ALONE = Ranks()
+
+
+def is_one_of_several() -> bool:
+    """Whether torchrun has started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def joined() -> Ranks:
+    """Join the ranks that torchrun has started.
+
+    Raises:
+        LearnerFailed: their versions differ, or they did not come together.
+    """
+    if not is_one_of_several():
+        return ALONE
+    limit = timedelta(seconds=_JOIN_S)
+    backend = "cpu:gloo"
+    if torch.cuda.is_available():
+        local, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local < devices:  # otherwise the job is refused, with a sentence, once it is known
+            torch.cuda.set_device(local)
+            backend += ",cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=limit)
+        control = dist.new_group(backend="gloo", timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise LearnerFailed(
+            f"the {os.environ['WORLD_SIZE']} ranks of the learner did not come together: {error}",
+            hint="torchrun names the host and port where they meet: is it open from every node?",
+        ) from error
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), control)
+    _refuse_other_versions(ranks)
+    return ranks
+
+
+def _refuse_other_versions(ranks: Ranks) -> None:
+    own = {name: version(name) for name in ("turnwise", "torch", "transformers")}
+    for index, other in enumerate(ranks.gathered(own)):
+        if other != own:
+            name = next(name for name in own if other[name] != own[name])
+            raise LearnerFailed(
+                f"rank {index} has {name} {other[name]}, and rank {ranks.index} has {own[name]}",
+                hint="All ranks compute the same update: install the same versions on every node.",
+            )

@@ -1,0 +1,103 @@
+"""A model whose weights are shared out to the ranks of a learner, by FSDP2 (torch's `fully_shard`).
+
+Each layer is one unit, whose weights are gathered for its forward and backward pass; embedding, last norm and
+head are another. Adapters are small: every rank has them whole, and sums their gradients itself.
+
+Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, arXiv:2304.11277.
+"""
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from trainer_backend.errors import JobError
+from trainer_backend.job.tables import LearnerTable
+from trainer_backend.learner.ranks import Ranks
+
+Result = TypeVar("Result")
+_RUN = "turnwise_run"
+
+
+def through(module: nn.Module, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return function(module, *arguments), with the module's own weights whole where it is sharded.
+
+    FSDP knows to gather them for `forward` alone. The function's results are tensors, or a tuple of them.
+    """
+    run: Callable[..., Result] | None = getattr(module, _RUN, None)
+    return function(module, *arguments) if run is None else run(function, *arguments)
+
+
+def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
+    """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
+
+    Args:
+        model: the same on every rank, in main memory; its adapters are left whole.
+    """
+    replicas = table.data_parallel_replicate_degree
+    if ranks.count % replicas:
+        raise JobError(
+            f"{replicas} groups are asked for, and {ranks.count} ranks cannot be cut into so many equal ones",
+            where="learner.data_parallel_replicate_degree",
+        )
+    shape = (ranks.count,) if replicas == 1 else (replicas, ranks.count // replicas)
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    adapters = {weight for name, weight in model.named_parameters() if ".lora_" in name}
+    offload = OffloadPolicy()
+    if table.fsdp_cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for module in (*model.model.layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=table.fsdp_reshard_after_forward,
+            offload_policy=offload,
+            ignored_params=adapters,
+        )
+        setattr(module, _RUN, MethodType(_run, module))
+        register_fsdp_forward_method(module, _RUN)
+        # By default gradients are averaged. The weights of a step's tokens sum to 1 over all ranks.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    for weight in adapters:
+        weight.data = weight.data.to(device)
+
+
+def _run(module: nn.Module, function: Callable[..., Result], *arguments: Any) -> Result:
+    return function(module, *arguments)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a sharded one gathered from all ranks, which all have to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
+    """Scale the gradient down to the norm `most`, where it is longer; return its norm before that."""
+    return float(whole(torch.nn.utils.clip_grad_norm_(weights, most)))
+
+
+def replace_whole(weight: Tensor, full: Tensor) -> None:
+    """Write a whole tensor into a weight, of which this rank may have a share alone."""
+    if isinstance(weight, DTensor):
+        full = distribute_tensor(
+            full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
+        )
+    weight.copy_(full)
