@@ -6,6 +6,8 @@
                                digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
                                                   value_head.safetensors with a critic
+                               with several ranks a model-n-of-m.safetensors of each and an index,
+                                   and training_state/optimizer/ with the share of each
                                adapter/    with [lora], in peft's layout: a model beside it has it merged
                                base.json    without a model beside it: the checkpoint with the model that the
                                             adapters are over, and its digest
@@ -20,6 +22,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.shares import restore_moments, save_moments, weights_of, write_weights
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import save_settings
@@ -49,32 +54,40 @@ def save_checkpoint(
     adapter: Adapter | None = None,
     head: ValueHead | None = None,
     base: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
 
     Args:
         base: the checkpoint whose model the adapters are over: no model is written; None: it is, with any
             adapters merged.
+        ranks: that hold the model; all of them call this.
     """
-    with _whole(folder, "checkpoint") as aside, digests_of(aside) as digests:
-        if base is None:
-            merged = None if adapter is None else adapter.merged()
-            save_model_folder(aside, model, tokenizer, weights=merged)
-        else:
+
+    def begin() -> None:
+        if base is not None:
             save_settings(aside, model, tokenizer)
             named = {"folder": base.name, "digest": digest_of(base)}
             (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
         if adapter is not None:
             adapter.save(aside / FOLDER)
-        own = aside / TRAINING_FOLDER
         own.mkdir()
         if head is not None:
             head.save(own)
         save_file(_rng_states(), own / "rng.safetensors")
-        save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
+
+    def end() -> None:
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         digests.write()
+
+    with _whole(folder, "checkpoint", ranks) as aside, digests_of(aside) as digests:
+        own = aside / TRAINING_FOLDER
+        if base is None:
+            _save_model(aside, model, tokenizer, adapter, "whole", ranks)
+        ranks.first_alone(begin)
+        save_moments(own, optimizer, ranks)
+        ranks.first_alone(end)
 
 
 def save_weights(
@@ -83,36 +96,66 @@ def save_weights(
     tokenizer: PreTrainedTokenizerFast,
     adapter: Adapter | None,
     part: WeightPart = "whole",
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it.
 
     Args:
         part: of a model with adapters, those alone, or the base that they are over.
+        ranks: that hold the model; all of them call this.
     """
-    with _whole(folder, "model folder") as aside:
-        if adapter is None:
-            save_model_folder(aside, model, tokenizer)
-        elif part == "adapters":
-            adapter.save(aside)
-        elif part == "base":
-            save_model_folder(aside, model, tokenizer, weights=adapter.base())
-        else:
-            save_model_folder(aside, model, tokenizer, weights=adapter.merged())
-            adapter.save(aside / FOLDER)
+    with _whole(folder, "model folder", ranks) as aside:
+        if adapter is not None and part == "adapters":
+            ranks.first_alone(partial(adapter.save, aside))
+            return
+        _save_model(aside, model, tokenizer, adapter, part, ranks)
+        if adapter is not None and part == "whole":
+            ranks.first_alone(partial(adapter.save, aside / FOLDER))
+
+
+def _save_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    adapter: Adapter | None,
+    part: WeightPart,
+    ranks: Ranks,
+) -> None:
+    if not ranks.are_several:
+        weights = None
+        if adapter is not None:
+            weights = adapter.base() if part == "base" else adapter.merged()
+        save_model_folder(folder, model, tokenizer, weights=weights)
+        return
+    ranks.first_alone(partial(save_settings, folder, model, tokenizer))
+    if adapter is None:
+        write_weights(folder, weights_of(model), ranks)
+    elif part == "base":
+        write_weights(folder, adapter.under(), ranks)
+    else:
+        write_weights(folder, adapter.under(), ranks, finished=adapter.merged_in)
 
 
 @contextmanager
-def _whole(folder: Path, kind: str) -> Iterator[Path]:
-    """A folder beside, to be filled; it is renamed to `folder` at the end, or removed after an error."""
+def _whole(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
+    """A folder beside, to be filled; it is renamed to `folder` at the end, or removed after an error.
+
+    With several ranks, what fails in here has to fail on all of them.
+    """
     aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+
+    def begin() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
+
+    try:
+        ranks.first_alone(begin)
         yield aside
-        _put_in_place(aside, folder)
+        ranks.first_alone(partial(_put_in_place, aside, folder))
     except Exception as error:
         # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
-        shutil.rmtree(aside, ignore_errors=True)
+        if ranks.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             f"{folder}: the {kind} could not be written: {error}",
             hint="Earlier checkpoints are untouched; free some space, then resume the run",
@@ -139,13 +182,13 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress:
+def restore_progress(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> Progress:
     """Put optimizer and RNG back as they were; the model itself is loaded like any folder."""
     try:
         own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         progress = Progress(**state)
-        _restore_optimizer(optimizer, load_file(own / "optimizer.safetensors"), folder)
+        restore_moments(own, optimizer, ranks)
         _restore_rng(load_file(own / "rng.safetensors"))
     except CheckpointError:
         raise
@@ -165,31 +208,3 @@ def _restore_rng(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state by parameter number and name, such as `0.exp_avg`."""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{number}.{name}": torch.as_tensor(value).contiguous()
-        for number, values in state.items()
-        for name, value in values.items()
-    } or {"empty": torch.zeros(1)}
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], folder: Path
-) -> None:
-    full = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        number, dot, name = key.partition(".")
-        if not dot:
-            continue  # the placeholder of an optimizer that has not stepped
-        if int(number) >= len(parameters) or (
-            tensor.dim() > 0 and tensor.shape != parameters[int(number)].shape
-        ):
-            raise CheckpointError(f"{folder}: the optimizer state is of another model ({key})")
-        state.setdefault(int(number), {})[name] = tensor
-    optimizer.load_state_dict({**full, "state": state})

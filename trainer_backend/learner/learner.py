@@ -36,7 +36,7 @@ from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
-from trainer_backend.learner.sharding import shard
+from trainer_backend.learner.sharding import gathered_copy, shard
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
@@ -149,7 +149,7 @@ class LocalLearner:
         learner = cls(config, model, tokenizer, started_from=reference, adapter_folder=adapters, ranks=ranks)
         if learner._head is not None:
             learner._head.restore(checkpoint)
-        return learner, restore_progress(checkpoint, learner._optimizer)
+        return learner, restore_progress(checkpoint, learner._optimizer, ranks)
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Imitate the teacher; see `learner.warmup`."""
@@ -256,6 +256,7 @@ class LocalLearner:
             adapter=self._adapter,
             head=self._head,
             base=self._base_for(folder),
+            ranks=self._ranks,
         )
 
     def _base_for(self, folder: Path) -> Path | None:
@@ -266,7 +267,7 @@ class LocalLearner:
         return base
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
-        save_weights(folder, self.model, self.tokenizer, self._adapter, part)
+        save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
@@ -323,8 +324,13 @@ class LocalLearner:
                     return scorer.logprobs(packed)
 
             return with_those
-        model = self.model if folder is None else load_checkpoint(self.config.model, folder)[0]
+        if folder is not None:
+            model = load_checkpoint(self.config.model, folder)[0]
+        else:
+            model = gathered_copy(self.model) if self._ranks.are_several else self.model
         held = held_scorer(scorer, model)
+        if self._ranks.are_several:
+            shard(held.model, self._ranks, self.config.ranks, scorer.placement.device)
         return held.logprobs
 
 
@@ -342,6 +348,7 @@ def scorer_of(
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
     """A copy of another model that nobody trains, computing where and as the scorer's own does."""
     copied = held_copy(model, scorer.placement.held)
-    copied.to(scorer.placement.device)  # type: ignore[arg-type]
+    if not scorer.ranks.are_several:  # else `shard` gives each device its share
+        copied.to(scorer.placement.device)  # type: ignore[arg-type]
     copied.set_attn_implementation(scorer.attention.implementation)
     return replace(scorer, model=copied)

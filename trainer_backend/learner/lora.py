@@ -34,6 +34,8 @@ from trainer_backend.learner.adapter_folder import (
     refuse_other_settings,
     take_out,
 )
+from trainer_backend.learner.sharding import replace_whole, whole
+from trainer_backend.learner.shares import weights_of
 
 
 class Adapter:
@@ -42,8 +44,10 @@ class Adapter:
     def __init__(self, wrapped: PeftModel) -> None:
         wrapped.eval()  # what peft adds begins in training mode
         self._wrapped = wrapped
-        self._model: Any = wrapped.base_model.model
+        model: Any = wrapped.base_model.model
+        self._model: Any = model
         self._settings: Any = wrapped.peft_config[ADAPTER]
+        self._adapted = {f"{name}.weight": layer for name, layer in _layers(model)}
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
@@ -114,27 +118,28 @@ class Adapter:
     def merged(self) -> dict[str, Tensor]:
         """The weights of the plain model that computes the same, in float32 in main memory.
 
-        Made tensor by tensor, so that the device holds none of it; tied ones stay one.
+        Made tensor by tensor, so that the device holds none of it.
         """
-        layers = {f"{name}.weight": layer for name, layer in _layers(self._model)}
-        merged: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
-        for name, tensor in self._under():
-            plain = seen.setdefault(tensor.data_ptr(), tensor.to(device="cpu", dtype=torch.float32))
-            merged[name] = plain + _layer_delta(layers[name]) if name in layers else plain
-        return merged
+        return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
+
+    @torch.no_grad()
+    def merged_in(self, name: str, weight: Tensor) -> Tensor:
+        """A whole weight of `under` with its adapter merged in; float32, in main memory."""
+        plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
+        return plain if layer is None else plain + _layer_delta(layer)
 
     @torch.no_grad()
     def base(self) -> dict[str, Tensor]:
-        """The weights under the adapters as they are held, in main memory; tied ones stay one."""
-        seen: dict[int, Tensor] = {}
-        return {name: seen.setdefault(tensor.data_ptr(), tensor.cpu()) for name, tensor in self._under()}
+        """The weights under the adapters as they are held, in main memory."""
+        return {name: tensor.cpu() for name, tensor in self.under().items()}
 
-    def _under(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under the adapters, by their names in the plain model."""
-        for name, tensor in self._model.state_dict().items():
-            if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), tensor
+    def under(self) -> dict[str, Tensor]:
+        """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in weights_of(self._model).items()
+            if ".lora_" not in name
+        }
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -147,7 +152,7 @@ class Adapter:
         for _, layer in _layers(self._model):
             base: Tensor = layer.get_base_layer().weight
             learned = _layer_delta(layer)
-            base.copy_((base.to(device="cpu", dtype=torch.float32) + learned) - learned)
+            replace_whole(base, (whole(base).to(device="cpu", dtype=torch.float32) + learned) - learned)
 
 
 def set_beside(model: PreTrainedModel, folder: Path) -> None:
@@ -177,7 +182,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 

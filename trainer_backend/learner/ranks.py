@@ -129,10 +129,9 @@ class Ranks:
         assert body is not None
         raise body.error()
 
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self.are_several:
-            dist.barrier(group=self.control)
+    def first_alone(self, work: Callable[[], object]) -> None:
+        """Do on the first rank alone what may fail; the others wait, and raise its error too."""
+        self.together(work if self.is_first else lambda: None)
 
 
 ALONE = Ranks()

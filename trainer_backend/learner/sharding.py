@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import LearnerTable
@@ -94,10 +94,26 @@ def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
     return float(whole(torch.nn.utils.clip_grad_norm_(weights, most)))
 
 
+def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The whole model in main memory, gathered tensor by tensor; without adapters."""
+    with torch.device("meta"):
+        copied: PreTrainedModel = AutoModelForCausalLM.from_config(model.config)  # type: ignore[no-untyped-call]
+    weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, module in copied.named_modules():
+        for own, weight in list(module.named_parameters(recurse=False)):
+            full = whole(weights.get(f"{name}.{own}", weight)).detach().cpu()
+            setattr(module, own, nn.Parameter(full, requires_grad=False))
+        for own in list(module._buffers):
+            module._buffers[own] = buffers[f"{name}.{own}"].cpu()
+    copied.tie_weights()
+    copied.eval()  # type: ignore[no-untyped-call]
+    return copied
+
+
 def replace_whole(weight: Tensor, full: Tensor) -> None:
     """Write a whole tensor into a weight, of which this rank may have a share alone."""
     if isinstance(weight, DTensor):
         full = distribute_tensor(
             full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
         )
-    weight.copy_(full)
+    weight.copy_(full.to(weight.dtype))

@@ -275,8 +275,8 @@ def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as
     model, of_folder = load_checkpoint(learner.config.model, folder)
     assert of_folder.get_vocab() == tokenizer.get_vocab()
     merged, found = learner._adapter.merged(), model.state_dict()
-    assert found.keys() == merged.keys()
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in found.items())
+    assert found.keys() - merged.keys() == {"lm_head.weight"}  # tied: named once
+    assert all(torch.equal(tensor, found[name]) for name, tensor in merged.items())
     refuse_damaged(folder)
     assert "q_proj.lora_A" in " ".join(load_file(folder / "adapter/adapter_model.safetensors"))
 

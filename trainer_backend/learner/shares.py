@@ -1,0 +1,127 @@
+"""What the ranks of a learner write and read together, each its share: model folders and the optimizer.
+
+A model folder has Hugging Face's layout, so that every program loads it: whole tensors, gathered one by one,
+each written by one rank. The optimizer's moments are written as they lie, by torch's distributed checkpoint
+in safetensors, and any number of ranks reads them again.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import PreTrainedModel
+
+from trainer_backend.errors import CheckpointError
+from trainer_backend.learner.ranks import Ranks
+from trainer_backend.learner.sharding import whole
+from trainer_backend.models.layout import INDEX
+
+# In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
+OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
+# The number of a weight among those that are trained, and what AdamW keeps of it: `0.exp_avg`.
+_MOMENT = re.compile(r"(\d+)\.(\w+)")
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model folder holds of a model, by name; of tied weights the first alone."""
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
+
+
+@torch.no_grad()
+def write_weights(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    ranks: Ranks,
+    *,
+    finished: Callable[[str, Tensor], Tensor] = lambda _name, tensor: tensor,
+) -> None:
+    """Write a model's weights, a file on each rank, and the index.
+
+    Of the whole model a rank holds the largest tensor and what it writes.
+
+    Args:
+        weights: by name, in the same order on every rank.
+        finished: makes of a gathered tensor the one that is written.
+    """
+    writers = _writers(weights, ranks.count)
+    mine = {}
+    for name, tensor in weights.items():
+        full = whole(tensor)
+        if writers[name] == ranks.index:
+            mine[name] = finished(name, full).cpu().contiguous()
+    names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
+    ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
+    sizes = ranks.gathered(sum(tensor.nbytes for tensor in mine.values()))
+    if ranks.is_first:
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": {name: names[writer] for name, writer in writers.items()},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
+    """The rank that writes each tensor: the largest ones first, each to the rank with the least so far."""
+    shares, writers = [0] * count, dict.fromkeys(weights, 0)
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        writers[name] = shares.index(min(shares))
+        shares[writers[name]] += weights[name].numel()
+    return writers
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state, by number and name; empty before its first step."""
+    return {
+        f"{number}.{name}": torch.as_tensor(value)
+        for number, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+
+
+def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Write the optimizer's state into a checkpoint's training_state/."""
+    moments = moments_of(optimizer) or {"empty": torch.zeros(1)}
+    if not ranks.are_several:
+        save_file({name: tensor.contiguous() for name, tensor in moments.items()}, folder / OPTIMIZER_FILE)
+        return
+    writer = HuggingFaceStorageWriter(str(folder / OPTIMIZER_FOLDER), save_distributed=True)
+    save(moments, storage_writer=writer, process_group=ranks.control)
+
+
+def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Read what `save_moments` wrote, on whatever number of ranks.
+
+    Raises:
+        CheckpointError: it is another model's.
+    """
+    path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
+    reader = HuggingFaceStorageReader(str(path))
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments: dict[str, Tensor] = {}
+    for key, stored in reader.read_metadata().state_dict_metadata.items():
+        found = _MOMENT.fullmatch(key)
+        if found is None:
+            continue  # another file's, or the placeholder of an optimizer that has not stepped
+        number, size = int(found[1]), getattr(stored, "size", None)
+        if number >= len(weights) or (size and size != weights[number].shape):
+            raise CheckpointError(f"{folder.parent}: the optimizer state is of another model ({key})")
+        moments[key] = torch.zeros_like(weights[number]) if size else torch.zeros(())
+    with warnings.catch_warnings():
+        # That there is one process alone.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(moments, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.are_several)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in moments.items():
+        of_weight, _, name = key.partition(".")
+        state.setdefault(int(of_weight), {})[name] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
