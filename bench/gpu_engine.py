@@ -13,7 +13,7 @@ from bench.model_flops import Peak, decode_seconds, forward_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import InferenceError
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.protocol import Generation
@@ -162,12 +162,5 @@ def agreement_in_float32(report: Report, name: str, plan: Plan, placement: Place
 
 
 def segment_of(number: int, prompt: Sequence[int], result: Generation) -> Segment:
-    length, new = len(prompt) + len(result.token_ids), len(result.token_ids)
-    return Segment(
-        rollout_id=f"r{number}",
-        token_ids=(*prompt, *result.token_ids),
-        decision=(CONTEXT,) * len(prompt) + (0,) * new,
-        logprobs=(0.0,) * len(prompt) + result.logprobs,
-        versions=(0,) * length,
-        temperatures=(1.0,) * length,
-    )
+    ids = [*prompt, *result.token_ids]
+    return Segment.of(f"r{number}", ids, result.logprobs, [(len(prompt), len(ids), 0, 0, 1.0)])

@@ -116,7 +116,7 @@ def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, 
     seconds = [timed(lambda: learner.update(episodes, iteration=1), device) for _ in range(plan.rounds + 1)]
     median = statistics.median(seconds[1:])
     lengths = [len(segment) for segment in segments]
-    sampled = sum(len(segment.sampled_positions) for segment in segments)
+    sampled = sum(len(segment.logprobs) for segment in segments)
     mfu = update_flops(shape, lengths, sampled) / (median * peak.flops)
     report.add(
         "update",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from trainer_backend.core.memory import memory_needs
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.capacity import MemoryPlan, device_memory, main_memory, memory_use, model_shape
@@ -97,12 +97,10 @@ def segments_of(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
         length = min(left, draw.randint(longest // 4, longest))
         if 0 < left - length < 8:  # what is left over is no segment of its own
             length = left
-        ids = tuple(draw.randrange(vocabulary) for _ in range(length))
+        ids = [draw.randrange(vocabulary) for _ in range(length)]
         answer = max(1, length // 4)
-        decision = (CONTEXT,) * (length - answer) + (0,) * answer
-        made.append(
-            Segment(f"r{len(made)}", ids, decision, (-12.0,) * length, (0,) * length, (1.0,) * length)
-        )
+        spans = [(length - answer, length, 0, 0, 1.0)]
+        made.append(Segment.of(f"r{len(made)}", ids, [-12.0] * answer, spans))
         left -= length
     return made
 

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import kit
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
@@ -110,15 +110,8 @@ def _checked_steps(metrics: dict[str, float]) -> None:
 
 
 def _segment(name: str, sample: Sample) -> Segment:
-    context, count = len(sample.prompt), len(sample.prompt) + len(sample.answer)
-    return Segment(
-        rollout_id=name,
-        token_ids=(*sample.prompt, *sample.answer),
-        decision=(CONTEXT,) * context + (0,) * len(sample.answer),
-        logprobs=(-1.0,) * count,
-        versions=(0,) * count,
-        temperatures=(1.0,) * count,
-    )
+    ids = [*sample.prompt, *sample.answer]
+    return Segment.of(name, ids, [-1.0] * len(sample.answer), [(len(sample.prompt), len(ids), 0, 0, 1.0)])
 
 
 def theirs(

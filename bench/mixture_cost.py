@@ -149,7 +149,7 @@ def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
         own = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         name = str(rollout.trajectory.model).rpartition("/")[2]
         drafts += [Scored(part, policy=name if name in objectives else "actor") for part in own]
-    proximal = [[part.logprobs[at] for at in part.sampled_positions] for part in (d.segment for d in drafts)]
+    proximal = [draft.segment.logprobs.tolist() for draft in drafts]
     mixture_metrics(objectives, weighed(drafts, proximal, objectives), {})
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from bench import kit
 from bench.demo_iteration import played
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.by_length import groups_of, one_row
@@ -62,8 +62,7 @@ def dialogues() -> tuple[list[Segment], Sizes]:
 def _dialogue(name: str, length: int, sampled_share: float) -> Segment:
     """A prompt, then an answer with the given share of the tokens."""
     answer = max(1, round(length * sampled_share))
-    rest = ((0.0,) * length, (0,) * length, (1.0,) * length)
-    return Segment(name, (1,) * length, (*([CONTEXT] * (length - answer)), *([0] * answer)), *rest)
+    return Segment.of(name, [1] * length, [0.0] * answer, [(length - answer, length, 0, 0, 1.0)])
 
 
 def waste(segments: Sequence[Segment], sizes: Sizes) -> dict[str, float]:
@@ -88,7 +87,7 @@ def waste(segments: Sequence[Segment], sizes: Sizes) -> dict[str, float]:
 
 def _left_padded(step: Sequence[Segment]) -> int:
     """Cells of one batch: everything up to the first sampled token is the prompt."""
-    prompts = [segment.sampled_positions[0] for segment in step]
+    prompts = [int(segment.spans[0]["start"]) for segment in step]
     answers = [len(segment) - prompt for segment, prompt in zip(step, prompts, strict=True)]
     return len(step) * (max(prompts) + max(answers))
 

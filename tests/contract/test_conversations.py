@@ -112,10 +112,10 @@ async def test_what_is_trained_is_what_the_engine_saw_and_sampled(tokenizer, tmp
     assert rollout.trajectory.outcome_reward == 1.0 and len(engine.seen) == 9
     trained: list[int] = []
     for segment in segments(rollout):
-        for t in sorted(set(segment.decision) - {-1}):
-            own = [i for i, decision in enumerate(segment.decision) if decision == t]
-            assert segment.token_ids[: own[0]] == engine.seen[t].prompt
-            assert tuple(segment.token_ids[i] for i in own) == engine.seen[t].sampled
+        for t in sorted(set(segment.decision)):
+            own = segment.sampled_positions[segment.decision == t]
+            assert tuple(segment.token_ids[: own[0]]) == engine.seen[t].prompt
+            assert tuple(segment.token_ids[own]) == engine.seen[t].sampled
             trained.append(t)
     assert trained == list(range(9)), "each decision in one segment, and none twice"
     masked = sum(sum(segment.loss_mask) for segment in segments(rollout))
@@ -130,7 +130,7 @@ async def test_nothing_from_before_a_delete_is_trained_or_shown_after_it(tokeniz
         step.turn - 1 for step in steps if any(c.function.name == "deleteContext" for c in step.tool_calls)
     ]
     assert deletes == [1, 2, 3, 4, 5]
-    decisions = [sorted(set(segment.decision) - {-1}) for segment in segments(rollout)]
+    decisions = [sorted(set(segment.decision)) for segment in segments(rollout)]
     assert decisions == [[0, 1], [2], [3], [4], [5], [6]]
     renderer, texts = ChatRenderer(tokenizer), [step.step_info.tool_result for step in steps]
     for t in range(2, len(steps)):
@@ -179,7 +179,7 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
         views, row_tokens=1_024, micro_batch_tokens=4_096
     )
     for view, found in zip(views, again, strict=True):
-        sampled = [view.logprobs[i] for i in view.sampled_positions]
+        sampled = view.logprobs.tolist()
         torch.testing.assert_close(torch.tensor(found), torch.tensor(sampled), atol=1e-4, rtol=0)
 
 

@@ -158,10 +158,9 @@ class Noting(Learner):
         assert policy_version in (None, self._services.version)
         self.learned.append(sorted(plan_id(item.rollout_id) for item in episodes))
         for segment in (part for item in episodes for part in item.segments):
-            for position in segment.sampled_positions:
-                version = segment.versions[position]
+            for version, logprob in zip(segment.versions.tolist(), segment.logprobs.tolist(), strict=True):
                 self.behind[self._services.version - version] += 1
-                self.versions.setdefault(-segment.logprobs[position], set()).add(version)
+                self.versions.setdefault(-logprob, set()).add(version)
         return super().update(episodes, iteration=iteration)
 
 

@@ -87,8 +87,8 @@ def test_what_another_policy_sampled_is_scored_at_the_temperature_of_the_actor()
     other = played("tiny/fixed", 1, sibling=1, temperature=0.8)
     for item in (own, other):
         (segment,) = CreditAssignment.of(job).policies.segments_by(item)
-        assert segment.temperatures[2] == 0.5
-        assert segment.logprobs[2] == -1.0, "as it was sampled"
+        assert set(segment.temperatures) == {0.5}
+        assert set(segment.logprobs) == {-1.0}, "as it was sampled"
 
 
 def test_a_remote_policy_whose_server_calls_its_model_as_the_job_calls_its_actor_is_not_the_actor():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer_backend.core.losses import RatioLevel
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
 Aggregation = Callable[[Sequence[Segment]], list[list[float]]]
@@ -102,26 +102,26 @@ def constant(segments: Sequence[Segment]) -> list[list[float]]:
     DESIGN.md 4.6.
     """
     _refuse_none(segments)
-    return [[1.0] * len(segment.sampled_positions) for segment in segments]
+    return [[1.0] * len(segment.logprobs) for segment in segments]
 
 
 def _refuse_none(segments: Sequence[Segment]) -> None:
-    if not any(segment.sampled_positions for segment in segments):
+    if not any(len(segment.logprobs) for segment in segments):
         raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
 
 
 def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], object]) -> list[list[float]]:
     """Each unit weighs the same, and so does each token within it."""
-    units = [[unit(segment, t) for t in segment.decision if t != CONTEXT] for segment in segments]
+    units = [[unit(segment, t) for t in segment.decision.tolist()] for segment in segments]
     _refuse_none(segments)
     tokens = Counter(name for row in units for name in row)
     return [[1.0 / (len(tokens) * tokens[name]) for name in row] for row in units]
 
 
-_OF: dict[RatioLevel, Callable[[Segment, int], Hashable]] = {
-    "token": lambda segment, position: (id(segment), position),
-    "decision": lambda segment, position: (segment.rollout_id, segment.decision[position]),
-    "episode": lambda segment, position: segment.rollout_id,
+_OF: dict[RatioLevel, Callable[[Segment, int, int], Hashable]] = {
+    "token": lambda segment, n, t: (id(segment), n),
+    "decision": lambda segment, n, t: (segment.rollout_id, t),
+    "episode": lambda segment, n, t: segment.rollout_id,
 }
 
 
@@ -137,8 +137,8 @@ def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[
     numbers: dict[Hashable, int] = {}
     return [
         [
-            numbers.setdefault(_OF[level](segment, position), len(numbers))
-            for position in segment.sampled_positions
+            numbers.setdefault(_OF[level](segment, n, t), len(numbers))
+            for n, t in enumerate(segment.decision.tolist())
         ]
         for segment, level in zip(segments, levels, strict=True)
     ]

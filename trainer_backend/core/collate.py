@@ -9,17 +9,19 @@ inside its own segment. So the head runs on N hidden states, never on B * L of t
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
 from trainer_backend.core.packing import pack
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.segments import Segment, joined_spans, positions
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
 
@@ -33,7 +35,7 @@ class Packed:
     segment_ids_BL: int64, from 1 in each row; 0 is padding.
     predict_row_N, predict_position_N: int64, where each sampled token is predicted.
     target_N: int64, its id.
-    temperature_N: float32, that of the softmax it is scored by (`Segment.temperatures`).
+    temperature_N: float32, that of the softmax it is scored by (`core.segments.SPAN`).
     behaviour_logprob_N: float32, nats, as its sampler reported it.
     segment_N: int64, which of the segments given it lies in.
     first_N: bool, whether it is the first token of its decision.
@@ -138,19 +140,13 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
     order = list(chain.from_iterable(rows))
     cells = _Cells.of([len(segments[index]) for index in order], [len(members) for members in rows])
     packed = [segments[index] for index in order]
-    sampled = [segment.sampled_positions for segment in packed]
-    count_S = torch.tensor([len(positions) for positions in sampled])
-    # Of each sampled token, where its segment's first token stands among all, and itself.
-    first_N = cells.first_S.repeat_interleave(count_S)
-    place_N = first_N + _flat(sampled, torch.int64)
-    ids_P = _flat([segment.token_ids for segment in packed], torch.int64)
-    decision_P = _flat([segment.decision for segment in packed], torch.int64)
-
-    def of_sampled(rows: Sequence[Sequence[float]]) -> Tensor:
-        return _flat(
-            [[row[i] for i in positions] for row, positions in zip(rows, sampled, strict=True)], torch.float32
-        )
-
+    spans = joined_spans(packed)
+    # Of each span, where its segment's first token stands among all.
+    first_K = cells.first_S.repeat_interleave(torch.tensor([len(segment.spans) for segment in packed]))
+    count_K = torch.from_numpy(spans["end"] - spans["start"])
+    place_N = torch.from_numpy(positions(spans)) + first_K.repeat_interleave(count_K)
+    ids_P = torch.from_numpy(np.concatenate([segment.token_ids for segment in packed])).long()
+    count_S = torch.tensor([len(segment.logprobs) for segment in packed])
     return Packed(
         token_ids_BL=cells.filled(ids_P),
         position_ids_BL=cells.filled(cells.position_P),
@@ -158,11 +154,21 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
         predict_row_N=cells.row_P[place_N],
         predict_position_N=cells.column_P[place_N] - 1,
         target_N=ids_P[place_N],
-        temperature_N=of_sampled([segment.temperatures for segment in packed]),
-        behaviour_logprob_N=of_sampled([segment.logprobs for segment in packed]),
+        temperature_N=torch.from_numpy(spans["temperature"].astype(np.float32)).repeat_interleave(count_K),
+        behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
         segment_N=torch.tensor(order).repeat_interleave(count_S),
-        first_N=decision_P[place_N] != decision_P[place_N - 1],
+        first_N=_begin(spans, first_K),
     )
+
+
+def _begin(spans: NDArray[Any], first_K: Tensor) -> Tensor:
+    """[N] whether a token is the first of its decision: it begins a span that goes on with no other one."""
+    start_K, end_K = (torch.from_numpy(spans[name].astype(np.int64)) + first_K for name in ("start", "end"))
+    decision_K = torch.from_numpy(spans["decision"].copy())
+    first_N = torch.zeros(int((end_K - start_K).sum()), dtype=torch.bool)
+    goes_on_K = (start_K[1:] == end_K[:-1]) & (decision_K[1:] == decision_K[:-1])
+    first_N[(end_K - start_K).cumsum(0) - (end_K - start_K)] = torch.cat([torch.tensor([True]), ~goes_on_K])
+    return first_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +210,9 @@ class _Cells:
         return value_P.new_zeros(self.shape).index_put((self.row_P, self.column_P), value_P)
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+def _flat(rows: Sequence[Sequence[float] | NDArray[Any]], dtype: torch.dtype) -> Tensor:
     """All numbers of all rows."""
-    numbers = array("q" if dtype == torch.int64 else "d", chain.from_iterable(rows))
-    return torch.frombuffer(numbers, dtype=torch.int64 if dtype == torch.int64 else torch.float64).to(dtype)
+    return torch.from_numpy(np.concatenate([np.asarray(row) for row in rows])).to(dtype)
 
 
 def collate(
@@ -326,9 +331,9 @@ def _column(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     for segment, row in zip(segments, values, strict=True):
-        if len(row) != len(segment.sampled_positions):
+        if len(row) != len(segment.logprobs):
             raise BatchError(
-                f"{len(row)} values for {len(segment.sampled_positions)} sampled tokens",
+                f"{len(row)} values for {len(segment.logprobs)} sampled tokens",
                 where=place(segment.rollout_id),
             )
     return _flat([values[i] for i in order], dtype)

@@ -103,7 +103,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
     """
     if not segments:
         return {}
-    masked = sum(len(part) - len(part.sampled_positions) for found in segments for part in found)
+    masked = sum(len(part) - len(part.logprobs) for found in segments for part in found)
     return {
         "statelm/segments": sum(map(len, segments)) / len(segments),
         "statelm/masked_tokens": masked / len(segments),

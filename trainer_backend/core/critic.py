@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
 # What an estimator reads a critic's values of.
@@ -86,13 +86,12 @@ def values_of_episode(
         AdvantageError: a decision sampled no token, so that its state was never read; a value that is not
             finite, by the name of its token.
     """
-    decisions = max((t + 1 for segment in segments for t in segment.decision), default=0)
+    decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]
     for segment, column in zip(segments, values, strict=True):
-        for position, value in zip(segment.sampled_positions, column, strict=True):
-            t = segment.decision[position]
+        for n, (t, value) in enumerate(zip(segment.decision.tolist(), column, strict=True)):
             if not math.isfinite(value):
-                where = place(segment.rollout_id, t + 1, position)
+                where = place(segment.rollout_id, t + 1, int(segment.sampled_positions[n]))
                 raise AdvantageError(f"the critic's value is {value}", where=where)
             rows[t].append(value)
     for t, row in enumerate(rows):
@@ -116,10 +115,11 @@ def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str)
         numbers = [found.rows_T[t][j] for t, j in offsets]
     else:
         numbers = [found[t] if t < len(found) else math.nan for t, _ in offsets]
-    for i, (t, _), number in zip(segment.sampled_positions, offsets, numbers, strict=True):
+    for n, ((t, _), number) in enumerate(zip(offsets, numbers, strict=True)):
         if not math.isfinite(number):
             told = number if isinstance(found, ByToken) or t < len(found) else "missing"
-            raise BatchError(f"its {what} is {told}", where=place(segment.rollout_id, t + 1, i))
+            position = int(segment.sampled_positions[n])
+            raise BatchError(f"its {what} is {told}", where=place(segment.rollout_id, t + 1, position))
     return numbers
 
 
@@ -136,10 +136,9 @@ def _offsets(segment: Segment) -> list[tuple[int, int]]:
     """[N] the decision of each sampled token, and which of that decision's tokens it is."""
     seen: dict[int, int] = {}
     offsets = []
-    for t in segment.decision:
-        if t != CONTEXT:
-            offsets.append((t, seen.get(t, 0)))
-            seen[t] = seen.get(t, 0) + 1
+    for t in segment.decision.tolist():
+        offsets.append((t, seen.get(t, 0)))
+        seen[t] = seen.get(t, 0) + 1
     return offsets
 
 

@@ -6,9 +6,8 @@ segments (core.segments), which hold every sampled token on the exact view that 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,15 @@ def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]
 
     Source: 3-context-editing-tool-loop.md ("List of (start_idx, end_idx) tuples").
     """
-    start = 0
-    for decision, run in groupby(segment.decision):
-        end = start + sum(1 for _ in run)
-        if decision != CONTEXT:
-            yield decision, start, end
-        start = end
+    answer: tuple[int, int, int] | None = None
+    for start, end, decision, _, _ in segment.spans.tolist():
+        if answer is not None and answer[::2] == (decision, start):  # another version went on with it
+            start = answer[1]
+        elif answer is not None:
+            yield answer
+        answer = decision, start, end
+    if answer is not None:
+        yield answer
 
 
 def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
@@ -53,7 +55,8 @@ def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
     Source: 3-context-editing-tool-loop.md ("List of prompt_ids snapshots before each generation").
     """
     return [
-        EmissionView(t + 1, number, segment.token_ids[:start], segment.token_ids[start:end], start, end)
+        EmissionView(t + 1, number, ids[:start], ids[start:end], start, end)
         for number, segment in enumerate(segments)
+        for ids in [tuple(segment.token_ids.tolist())]
         for t, start, end in assistant_turn_boundaries(segment)
     ]

@@ -88,11 +88,11 @@ def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]
 
 
 def _by_decision(segments: Sequence[Segment], columns: Sequence[Sequence[float]]) -> list[list[float]]:
-    decisions = max((t + 1 for segment in segments for t in segment.decision), default=0)
+    decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]
     for segment, column in zip(segments, columns, strict=True):
-        for position, value in zip(segment.sampled_positions, column, strict=True):
-            rows[segment.decision[position]].append(value)
+        for t, value in zip(segment.decision.tolist(), column, strict=True):
+            rows[t].append(value)
     return rows
 
 

@@ -158,7 +158,7 @@ def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[in
 
 def _snapshot(number: int, segment: Segment) -> str:
     """The segment that an edit closed: its prompt tokens, and the tokens from its first answer on."""
-    first = segment.sampled_positions[0]
+    first = int(segment.spans[0]["start"])
     trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
     return (
         f"segment {number + 1}: prompt_ids 0 to {first}, response_ids {first} to {len(segment)}, "

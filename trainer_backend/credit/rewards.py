@@ -9,7 +9,7 @@ from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.rewards import RewardConfig, reward_vector
-from trainer_backend.core.segments import CONTEXT, Segment, segments_of
+from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RewardError, SegmentError, place
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.training_table import TrainingTable
@@ -191,15 +191,13 @@ class Policies:
         last = episode.steps[-1]
         after = last.model_copy(update={"turn": last.turn + 1, "policy_logprobs": episode.final_view})
         whole = segments_of([*episode.steps, after], rollout_id=rollout.rollout_id)[-1]
-        start = whole.decision.index(last.turn)
-        end = start + 1
-        return replace(
-            whole,
-            token_ids=whole.token_ids[:end],
-            decision=(CONTEXT,) * start + (0,),
-            logprobs=(0.0,) * start + whole.logprobs[start:end],
-            versions=(CONTEXT,) * start + whole.versions[start:end],
-            temperatures=(1.0,) * end,
+        n = int((whole.decision == last.turn).argmax())
+        start = int(whole.sampled_positions[n])
+        return Segment.of(
+            whole.rollout_id,
+            token_ids=whole.token_ids[: start + 1].tolist(),
+            logprobs=[float(whole.logprobs[n])],
+            spans=[(start, start + 1, 0, int(whole.versions[n]), 1.0)],
         )
 
     def by_actor(self, rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -117,7 +117,7 @@ def weighed(
     """
     for draft, own in zip(drafts, proximal, strict=True):
         _refuse_non_finite(draft.segment, own, "the learner's log-prob")
-        _refuse_non_finite(draft.segment, _sampled(draft.segment), "the sampler's log-prob")
+        _refuse_non_finite(draft.segment, draft.segment.logprobs.tolist(), "the sampler's log-prob")
         _refuse_non_finite(draft.segment, draft.reference or (), "the reference's log-prob")
     rows: dict[int, list[float]] = {}
     logs: dict[str, list[float]] = {}
@@ -127,14 +127,17 @@ def weighed(
         of_mine = [drafts[index].segment for index in mine]
         config = objectives[policy].weighting
         units = None if config.level == "token" else units_of(of_mine, [config.level] * len(mine))
-        columns_N = _column(proximal[index] for index in mine), _column(map(_sampled, of_mine))
+        columns_N = (
+            _column(proximal[index] for index in mine),
+            _column(part.logprobs.tolist() for part in of_mine),
+        )
         logs_N = log_weights(
             *columns_N, None if units is None else torch.tensor(list(chain.from_iterable(units)))
         )
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         weights = iter(truncated(logs_N, config).tolist())
         rows |= {
-            index: list(islice(weights, len(part.sampled_positions)))
+            index: list(islice(weights, len(part.logprobs)))
             for index, part in zip(mine, of_mine, strict=True)
         }
         logs[policy] = _one_each(logs_N, units)
@@ -224,11 +227,6 @@ def _column(rows: Iterable[Sequence[float]]) -> Tensor:
     return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
 
 
-def _sampled(segment: Segment) -> list[float]:
-    """[N] the sampler's log-probs."""
-    return [segment.logprobs[position] for position in segment.sampled_positions]
-
-
 def _one_each(logs_N: Tensor, units: Sequence[Sequence[int]] | None) -> list[float]:
     logs = logs_N.tolist()
     if units is None:
@@ -240,9 +238,10 @@ def _refuse_non_finite(segment: Segment, values: Sequence[float], what: str) -> 
     """Name the token whose log-prob is not finite."""
     if all(map(math.isfinite, values)):
         return  # as a rule, and the walk below takes ten times as long
-    for position, value in zip(segment.sampled_positions, values, strict=True):
+    columns = segment.sampled_positions.tolist(), segment.decision.tolist()
+    for position, t, value in zip(*columns, values, strict=True):
         if not math.isfinite(value):
-            where = place(segment.rollout_id, segment.decision[position] + 1)
+            where = place(segment.rollout_id, t + 1)
             raise NonFiniteLoss(f"{where}, token {position}: {what} is {value}")
 
 
@@ -268,24 +267,27 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     if not sampled:
         return {}
     tokens = [
-        (abs(own - item.segment.logprobs[position]), own, item.segment, position)
+        (abs(own - logprob), own, item.segment, n)
         for item in of_actor
-        for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
-        if policy_version in (None, item.segment.versions[position])
+        for n, (logprob, version, own) in enumerate(
+            zip(item.segment.logprobs.tolist(), item.segment.versions.tolist(), item.proximal, strict=True)
+        )
+        if policy_version in (None, version)
     ]
     share = {} if policy_version is None else {"mismatch/checked_share": len(tokens) / sampled}
     if not tokens:
         return share
-    gap, own, segment, position = max(tokens, key=itemgetter(0))
+    gap, own, segment, n = max(tokens, key=itemgetter(0))
     if gap <= limit:
         mean = sum(token[0] for token in tokens) / len(tokens)
         return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean, **share}
     beyond = sum(token[0] > limit for token in tokens)
+    position = int(segment.sampled_positions[n])
     raise SamplerMismatch(
-        f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[position]:.6g}, "
+        f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[n]:.6g}, "
         f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
         f"(training.mismatch_limit; beyond it: {beyond} of {len(tokens)} tokens)",
-        where=place(segment.rollout_id, segment.decision[position] + 1, position),
+        where=place(segment.rollout_id, int(segment.decision[n]) + 1, position),
         hint="Few tokens beyond it: products may round by more than that; raise it. Many: the engine had "
         "other weights, another temperature or other token ids; look at "
         f"`turnwise inspect {segment.rollout_id} --tokens`.",

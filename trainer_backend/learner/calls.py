@@ -1,7 +1,7 @@
 """The calls to a learner in a process of its own: their arguments and results as JSON, and their errors.
 
     POST /calls/{name}      headers: the key, the session of the orchestrator, the number of the call
-                            body: the arguments, a JSON array
+                            body: the arguments, a JSON array, and the bytes of what it names (core.columns)
     POST /stop              ends the call with that number after its next progress
 
 A reply is a stream of lines, each a kind, a space and JSON: `progress [3, 10]` any number of times, then one
@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter
 from shared_schemas.base import Body
 from shared_schemas.json_text import encodable
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.core import columns
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.segments import Segment
@@ -43,6 +44,15 @@ class CallTypes:
     arguments: TypeAdapter[tuple[Any, ...]]
     result: TypeAdapter[tuple[Any]]
     reports: bool = False
+
+    def body(self, arguments: tuple[Any, ...]) -> bytes:
+        """The arguments of a call as they are sent."""
+        return columns.encoded(self.arguments, arguments)
+
+    def arguments_of(self, body: bytes) -> tuple[Any, ...]:
+        """What `body` wrote; raises pydantic's ValidationError where that does not fit."""
+        arguments: tuple[Any, ...] = columns.decoded(self.arguments, body)
+        return arguments
 
 
 def _types(arguments: Any, result: Any, *, reports: bool = False) -> CallTypes:

@@ -14,7 +14,7 @@ from trainer_backend.core.critic import OfEpisode, values_of_episode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
@@ -272,14 +272,7 @@ class LocalLearner:
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
         length = len(ids)
-        segment = Segment(
-            rollout_id="",
-            token_ids=tuple(ids),
-            decision=(CONTEXT,) + (0,) * (length - 1),
-            logprobs=(0.0,) * length,
-            versions=(CONTEXT,) + (0,) * (length - 1),
-            temperatures=(1.0,) * length,
-        )
+        segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
         (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         return logprobs[0]
 

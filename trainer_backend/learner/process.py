@@ -56,7 +56,7 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-# An update's body holds all tokens of an iteration, at some 40 bytes each. Only the orchestrator sends it.
+# An update's body holds all tokens of an iteration, at 4 to 12 bytes each. Only the orchestrator sends it.
 _MOST_BODY_BYTES = 16 << 30
 _BODY_S = 600.0
 
@@ -205,7 +205,7 @@ class Calls:
                 raise _Halted
 
         try:
-            arguments = types.arguments.validate_json(body)
+            arguments = types.arguments_of(body)
             extra = (tell,) if types.reports else ()
             result = self._host.do(call.name, *arguments, *extra)
             line = line_of("result", types.result.dump_json((result,)))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
 from trainer_backend.core.logprobs import chunked_logprobs
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.decoder import is_known, read_states
@@ -176,11 +176,12 @@ def logprobs_in_pieces(
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
     for segment in segments:
-        if min(segment.token_ids) >= 0 and max(segment.token_ids) < rows:
+        is_unknown = (segment.token_ids < 0) | (segment.token_ids >= rows)
+        if not is_unknown.any():
             continue
-        index = next(i for i, token in enumerate(segment.token_ids) if not 0 <= token < rows)
+        index = int(is_unknown.argmax())
         # A prompt is of the decision that comes after it.
-        turn = next((t + 1 for t in segment.decision[index:] if t != CONTEXT), None)
+        turn = next((int(span["decision"]) + 1 for span in segment.spans if span["end"] > index), None)
         raise SegmentError(
             f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
             where=place(segment.rollout_id, turn, index),

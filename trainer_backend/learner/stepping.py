@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.learner.lora import adapter_dropouts
 from trainer_backend.models.folder import is_out_of_memory
@@ -113,7 +114,7 @@ def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterato
 
     A step of a few left-over decisions would move the weights as far as a full one: so no left-overs.
     """
-    decisions = [sum(len(set(item.segment.decision) - {CONTEXT}) for item in items) for items in order]
+    decisions = [sum(len(np.unique(item.segment.spans["decision"])) for item in items) for items in order]
     left = sum(decisions)
     steps = max(1, round(left / batch_decisions))
     step: list[Scored] = []

@@ -402,4 +402,4 @@ class PolicyUpdate:
 
 def _not_yet(segment: Segment) -> list[float]:
     """Stands for scores that the step's own forward pass gives."""
-    return [0.0] * len(segment.sampled_positions)
+    return [0.0] * len(segment.logprobs)

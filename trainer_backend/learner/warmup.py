@@ -151,13 +151,11 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
     if not prompt or not target:
         raise NothingToLearnFrom(f"{place(name, t + 1)}: an empty prompt or answer")
     count = len(prompt)
-    return Segment(
+    return Segment.of(
         rollout_id=name,
-        token_ids=(*prompt, *target),
-        decision=(*([CONTEXT] * count), *([t] * len(target))),
-        logprobs=(0.0,) * (count + len(target)),
-        versions=(CONTEXT,) * (count + len(target)),
-        temperatures=(1.0,) * (count + len(target)),
+        token_ids=[*prompt, *target],
+        logprobs=[0.0] * len(target),
+        spans=[(count, count + len(target), t, CONTEXT, 1.0)],
     )
 
 

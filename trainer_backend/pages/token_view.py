@@ -7,13 +7,13 @@ A token has up to three classes, of which the page's style shows one: `a` its ad
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.emission_views import assistant_turn_boundaries
+from trainer_backend.core.segments import Segment
 from trainer_backend.pages.figures import number, signed
 
 STEPS = 4  # of the scale of advantages, on each side of 0
@@ -121,17 +121,17 @@ def segment_view(
         bounds = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
         runs.append(_run(place, token, *bounds))
     return SegmentView(
-        index + 1, tuple(turns), len(segment), len(segment.sampled_positions), tuple(runs), before, after
+        index + 1, tuple(turns), len(segment), len(segment.logprobs), tuple(runs), before, after
     )
 
 
 def _places(segment: Segment) -> list[_Place]:
-    places, start = [], 0
-    for decision, group in groupby(segment.decision):
-        end = start + sum(1 for _ in group)
-        places.append(_Place(None if decision == CONTEXT else decision + 1, start, end))
-        start = end
-    return places
+    places, before = [], 0
+    for t, start, end in assistant_turn_boundaries(segment):
+        places += [_Place(None, before, start), _Place(t + 1, start, end)]
+        before = end
+    places.append(_Place(None, before, len(segment)))
+    return [place for place in places if place.start < place.end]
 
 
 def _around(
@@ -191,9 +191,16 @@ def _token_maker(
 ) -> Callable[[int], Token]:
     """Return the function that makes a token of this run from its place in the segment."""
     if place.turn is None:
-        return lambda at: _context(segment.token_ids[at], decode)
+        return lambda at: _context(int(segment.token_ids[at]), decode)
     values = _per_token(advantages(place.turn - 1), place.end - place.start)
-    return lambda at: _sampled(segment, at, decode, values[at - place.start], largest)
+    first, versions = int(segment.sampled_positions.searchsorted(place.start)), segment.versions
+
+    def token(at: int) -> Token:
+        n = first + at - place.start
+        told = _Sampled(int(segment.token_ids[at]), float(segment.logprobs[n]), int(versions[n]))
+        return _sampled(told, decode, values[at - place.start], largest)
+
+    return token
 
 
 def _per_token(values: Sequence[float | None], count: int) -> Sequence[float | None]:
@@ -207,15 +214,23 @@ def _context(one: int, decode: Decode) -> Token:
     return Token(decode(one), "m0", f"id {one}, context: not trained")
 
 
-def _sampled(segment: Segment, place: int, decode: Decode, advantage: float | None, largest: float) -> Token:
-    one, logprob = segment.token_ids[place], segment.logprobs[place]
+class _Sampled(NamedTuple):
+    """What a segment says of a sampled token."""
+
+    id: int
+    logprob: float
+    version: int
+
+
+def _sampled(sampled: _Sampled, decode: Decode, advantage: float | None, largest: float) -> Token:
+    one, logprob, version = sampled
     kinds, texts = ["m1", f"p{probability_step(logprob)}"], [f"id {one}", f"log-prob {signed(logprob)}"]
     texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
     if advantage is not None:
         step = advantage_step(advantage, largest)
         kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
         texts.append(f"advantage {signed(advantage)}")
-    texts.append(f"policy version {segment.versions[place]}")
+    texts.append(f"policy version {version}")
     return Token(decode(one), " ".join(kinds), ", ".join(texts))
 
 

@@ -69,7 +69,7 @@ class LearnerConnection:
             tell: receives the progress; its error ends the call.
         """
         self._number += 1
-        progress, body = _Progress(tell), CALLS[name].arguments.dump_json(arguments)
+        progress, body = _Progress(tell), CALLS[name].body(arguments)
         silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
         for _ in range(_ATTEMPTS):
             try:

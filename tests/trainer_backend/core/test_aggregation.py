@@ -3,8 +3,8 @@ from collections import defaultdict
 
 import pytest
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, token_mean
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
 MEANS = [token_mean, decision_mean, episode_equal]
@@ -13,7 +13,7 @@ ALL = pytest.mark.parametrize("aggregation", [*MEANS, constant])
 
 def segment(rollout_id, decision):
     n = len(decision)
-    return Segment(rollout_id, (1,) * n, tuple(decision), (0.0,) * n, (0,) * n, (1.0,) * n)
+    return segment_of(rollout_id, (1,) * n, decision, (0.0,) * n)
 
 
 # episode a: decisions of 1 and 3 tokens, in one segment; episode b: 2, 1 and 1, in two segments
@@ -48,8 +48,8 @@ def test_cutting_an_episode_into_more_segments_changes_no_weight(aggregation):
     def by_decision(segments):
         found = defaultdict(list)
         for part, row in zip(segments, aggregation(segments), strict=True):
-            for i, weight in zip(part.sampled_positions, row, strict=True):
-                found[part.rollout_id, part.decision[i]].append(weight)
+            for t, weight in zip(part.decision, row, strict=True):
+                found[part.rollout_id, t].append(weight)
         return found
 
     assert by_decision(whole) == by_decision(broken)

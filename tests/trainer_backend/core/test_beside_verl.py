@@ -6,6 +6,7 @@ Its numbers are those that verl 0.9.1 printed on a CPU; nothing of it runs here.
 import pytest
 import torch
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
@@ -19,7 +20,7 @@ from trainer_backend.core.losses import (
     log_ratio,
     unit_means,
 )
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import CONTEXT
 
 OLD = torch.full((4,), -1.0)
 NEW = torch.tensor([-0.5, -1.5, 0.5, -1.1])
@@ -115,4 +116,4 @@ def test_a_sequence_without_a_trained_token_does_not_dilute_the_others():
 def segment(name, sampled):
     length = sampled + 1
     decision = (CONTEXT,) + (0,) * sampled
-    return Segment(name, (1,) * length, decision, (0.0,) * length, (0,) * length, (1.0,) * length)
+    return segment_of(name, (1,) * length, decision, (0.0,) * length)

@@ -5,22 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import block_mask, by_segment, collate, cut_batch, cut_packed, pack_segments
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
 
 def segment(rollout_id, token_ids, decision, *, temperature=1.0):
     n = len(token_ids)
-    return Segment(
-        rollout_id,
-        tuple(token_ids),
-        tuple(decision),
-        tuple(-0.125 * i for i in range(n)),
-        tuple(0 for _ in range(n)),
-        (temperature,) * n,
-    )
+    logprobs = [-0.125 * i for i in range(n)]
+    return segment_of(rollout_id, token_ids, decision, logprobs, temperature=temperature)
 
 
 # lengths 3, 4, 2 in rows of 6: the longest with the shortest, then the one of 3

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import collate, cut_batch
 from trainer_backend.core.critic import (
@@ -17,14 +18,13 @@ from trainer_backend.core.critic import (
     targets_of,
     values_of_episode,
 )
-from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import CriticColumns, value_loss
 from trainer_backend.errors import AdvantageError, BatchError
 
 
 def segment(rollout_id, decision):
     n = len(decision)
-    return Segment(rollout_id, tuple(range(n)), tuple(decision), (-1.0,) * n, (0,) * n, (1.0,) * n)
+    return segment_of(rollout_id, range(n), decision, (-1.0,) * n)
 
 
 # Rollout a: two decisions of two tokens and one in one segment, a third of two in another; b: one of one.

@@ -45,4 +45,4 @@ def test_prompt_and_answer_are_what_the_engine_saw_and_the_mask_is_the_answers(p
     assert [[*view.prompt_ids, *view.answer_ids] for view in views] == [ids for _, ids in played]
     for number, segment in enumerate(segments):
         trained = [i for view in views if view.segment == number for i in range(view.start, view.end)]
-        assert tuple(trained) == segment.sampled_positions
+        assert trained == segment.sampled_positions.tolist()

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
-from trainer_backend.core.segments import Segment
 
 VOCABULARY = 37
 
@@ -41,16 +41,7 @@ def segments():
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
         temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(
-            Segment(
-                f"r-{k}",
-                tuple(ids),
-                tuple(decision),
-                (-1.0,) * length,
-                (0,) * length,
-                (temperature,) * length,
-            )
-        )
+        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
     return made
 
 
@@ -85,9 +76,8 @@ def packed_logprobs(model, packed, chunk=16):
 
 def unpacked_logprobs(model, part):
     """Plain: one sequence, the causal mask of the model, full logits."""
-    logits_LV = model(input_ids=torch.tensor([part.token_ids])).logits[0]
-    temperatures_L = torch.tensor(part.temperatures)
-    logp_LV = (logits_LV[:-1] / temperatures_L[1:, None]).log_softmax(-1)
+    logits_LV = model(input_ids=torch.tensor([part.token_ids.tolist()])).logits[0]
+    logp_LV = (logits_LV[:-1] / part.temperatures[0]).log_softmax(-1)
     return torch.stack([logp_LV[i - 1, part.token_ids[i]] for i in part.sampled_positions])
 
 

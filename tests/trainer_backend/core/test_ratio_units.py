@@ -1,14 +1,15 @@
 """Which tokens share a ratio, and which segments a step may not part."""
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import CONTEXT
 from trainer_backend.learner.stepping import Scored, in_steps, together
 
 
 def segment(name, *decision):
     count = len(decision)
-    return Segment(name, tuple(range(count)), decision, (-1.0,) * count, (0,) * count, (1.0,) * count)
+    return segment_of(name, range(count), decision, (-1.0,) * count)
 
 
 # two segments of one episode, the second of which has two decisions; and another episode
@@ -29,7 +30,7 @@ def test_samples_of_another_policy_may_share_at_another_level():
 
 
 def scored(policies):
-    counts = [len(part.sampled_positions) for part in PARTS]
+    counts = [len(part.logprobs) for part in PARTS]
     return [
         Scored(part, [-1.0] * n, [1.0] * n, policy)
         for part, n, policy in zip(PARTS, counts, policies, strict=True)

@@ -31,46 +31,50 @@ def step(turn, reused, prompt, response, *, temperature=1.0, **changes):
 def test_decisions_that_continue_each_other_share_a_segment():
     # prompt 1 2, answer 3 4; then 5 is appended, answer 6
     [segment] = segments_of(
-        [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6], temperature=0.5)], rollout_id="r"
+        [
+            step(1, 0, [1, 2], [3, 4], logprobs=(-0.5, -0.25)),
+            step(2, 4, [5], [6], temperature=0.5, logprobs=(-0.125,), versions=((0, 4),)),
+        ],
+        rollout_id="r",
     )
     assert segment.rollout_id == "r"
-    assert segment.token_ids == (1, 2, 3, 4, 5, 6)
-    assert segment.decision == (-1, -1, 0, 0, -1, 1)
-    assert segment.loss_mask == (False, False, True, True, False, True)
-    assert segment.sampled_positions == (2, 3, 5)
-    assert segment.logprobs == (0.0, 0.0, -0.5, -0.5, 0.0, -0.5)
-    assert segment.versions == (-1, -1, 3, 3, -1, 3)
-    assert segment.temperatures == (1.0, 1.0, 1.0, 1.0, 1.0, 0.5)
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert segment.decision.tolist() == [0, 0, 1]
+    assert segment.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert segment.sampled_positions.tolist() == [2, 3, 5]
+    assert segment.logprobs.tolist() == [-0.5, -0.25, -0.125]
+    assert segment.versions.tolist() == [3, 3, 4]
+    assert segment.temperatures.tolist() == [1.0, 1.0, 0.5]
     assert len(segment) == 6
 
 
 def test_a_fresh_prompt_each_decision_gives_a_segment_each():
     segments = segments_of([step(1, 0, [1, 2], [3]), step(2, 0, [1, 9], [4])], rollout_id="r")
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3), (1, 9, 4)]
-    assert [segment.decision for segment in segments] == [(-1, -1, 0), (-1, -1, 1)]
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3], [1, 9, 4]]
+    assert [segment.spans.tolist() for segment in segments] == [[(2, 3, 0, 3, 1.0)], [(2, 3, 1, 3, 1.0)]]
 
 
 def test_where_the_prefix_breaks_the_reused_answer_becomes_context():
     # the second prompt keeps 1 2 3 of [1 2 3 4] and drops the last sampled token
     segments = segments_of([step(1, 0, [1, 2], [3, 4]), step(2, 3, [7], [8])], rollout_id="r")
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 7, 8)]
-    assert [segment.decision for segment in segments] == [(-1, -1, 0, 0), (-1, -1, -1, -1, 1)]
-    assert segments[1].logprobs == (0.0, 0.0, 0.0, 0.0, -0.5)
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 7, 8]]
+    assert [segment.spans.tolist() for segment in segments] == [[(2, 4, 0, 3, 1.0)], [(4, 5, 1, 3, 1.0)]]
+    assert segments[1].logprobs.tolist() == [-0.5]
 
 
 def test_a_completion_that_spans_a_weight_swap_keeps_the_version_of_each_token():
     [segment] = segments_of([step(1, 0, [1], [2, 3, 4], versions=((0, 5), (2, 6)))], rollout_id="r")
-    assert segment.versions == (-1, 5, 5, 6)
+    assert segment.versions.tolist() == [5, 5, 6]
 
 
 def test_a_segment_in_which_nothing_was_sampled_is_left_out():
     segments = segments_of([step(1, 0, [1], []), step(2, 0, [2], [3])], rollout_id="r")
-    assert [segment.token_ids for segment in segments] == [(2, 3)]
+    assert [segment.token_ids.tolist() for segment in segments] == [[2, 3]]
 
 
 def test_a_decision_without_tokens_can_be_continued():
     [segment] = segments_of([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r")
-    assert segment.token_ids == (1, 2, 3)
+    assert segment.token_ids.tolist() == [1, 2, 3]
 
 
 def test_an_episode_without_decisions_has_no_segments():
@@ -97,10 +101,10 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
     segments = segments_of(steps, rollout_id="r")
     for t, (view, answer) in enumerate(views):
         [segment] = [segment for segment in segments if t in segment.decision]
-        start = segment.decision.index(t)
+        start = segment.sampled_positions[segment.decision == t][0]
         assert list(segment.token_ids[:start]) == view
         assert list(segment.token_ids[start : start + len(answer)]) == answer
-        assert segment.decision.count(t) == len(answer)
+        assert (segment.decision == t).sum() == len(answer)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.plugins import AGGREGATIONS
 
 STOP, GO = "stop", "go"
@@ -247,7 +247,7 @@ def test_dividing_by_the_number_of_decisions_of_the_batch_is_a_bias():
 def answer(name, t, tokens):
     """A decision of so many sampled tokens behind a prompt of its own."""
     n = 1 + tokens
-    return Segment(name, (1,) * n, (CONTEXT,) + (t,) * tokens, (0.0,) * n, (0,) * n, (1.0,) * n)
+    return Segment.of(name, (1,) * n, (0.0,) * tokens, [(1, n, t, 0, 1.0)])
 
 
 def first_token_weights(aggregation, group):

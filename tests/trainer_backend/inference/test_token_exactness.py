@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from tests.model_folders import chat_template
-from trainer_backend.core.segments import CONTEXT, Segment, segments_of
+from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.chat_check import tool_format_in_use
@@ -168,12 +168,14 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
     breaks = [number for number, prompt in enumerate(played.prompts) if prompt.break_cause]
     assert len(segments) == 1 + len(breaks)
     trained = [
-        (t, token) for s in segments for t, token in zip(s.decision, s.token_ids, strict=True) if t != CONTEXT
+        (t, token)
+        for s in segments
+        for t, token in zip(s.decision, s.token_ids[s.sampled_positions], strict=True)
     ]
     assert trained == [(t, token) for t, ids in enumerate(played.sampled) for token in ids]
     for segment in segments:  # on the view that it was sampled from: the whole prompt stands before it
-        for t in {t for t in segment.decision if t != CONTEXT}:
-            first = segment.decision.index(t)
+        for t in set(segment.decision):
+            first = segment.sampled_positions[segment.decision == t][0]
             assert list(segment.token_ids[:first]) == list(played.prompts[t].ids)
     if TEMPLATES[name][2]:
         unedited = [n for n in breaks if n not in edits]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.conftest import tiny_job
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
@@ -27,16 +27,12 @@ def learner_of(tokenizer, **overrides) -> LocalLearner:
     )
 
 
-def segment(name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> Segment:
+def segment(
+    name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float], t: int = 0
+) -> Segment:
     context = len(prompt)
-    return Segment(
-        rollout_id=name,
-        token_ids=(*prompt, *answer),
-        decision=(CONTEXT,) * context + (0,) * len(answer),
-        logprobs=(0.0,) * context + tuple(logprobs),
-        versions=(CONTEXT,) * context + (0,) * len(answer),
-        temperatures=(1.0,) * (context + len(answer)),
-    )
+    ids = [*prompt, *answer]
+    return Segment.of(name, ids, logprobs, [(context, len(ids), t, 0, 1.0)])
 
 
 def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
@@ -44,7 +40,7 @@ def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[Cred
     drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
     own = learner.scorer.score(drafts, **SIZE)
     segments = [
-        segment(item.rollout_id, item.token_ids[:3], item.token_ids[3:], values)
+        segment(item.rollout_id, item.token_ids[:3].tolist(), item.token_ids[3:].tolist(), values)
         for item, values in zip(drafts, own, strict=True)
     ]
     return [

@@ -1,7 +1,5 @@
 """A gradient is the same, to 1e-6 of its size, however a step is cut into pieces or a pass into steps."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -47,7 +45,7 @@ def gradient(tokenizer, cut, **settings):
     # As after some steps: ratios are about 1, and some are held. An untrained model says -5.7 or so.
     known = {
         item.rollout_id: [
-            [-5.7 + 0.3 * (-1) ** j for j in range(len(part.sampled_positions))] for part in item.segments
+            [-5.7 + 0.3 * (-1) ** j for j in range(len(part.logprobs))] for part in item.segments
         ]
         for item in given
     }
@@ -100,13 +98,10 @@ def long_and_short() -> list[CreditedEpisode]:
     made = []
     for i, decisions in enumerate([5, 1, 2]):
         parts = [
-            replace(part, decision=tuple(t if d == 0 else d for d in part.decision))
+            segment(
+                f"r{i}", [5 + t, 6, 7 + i], [20 + t + k for k in range(1 + t % 3)], [-5.7] * (1 + t % 3), t
+            )
             for t in range(decisions)
-            for part in [
-                segment(
-                    f"r{i}", [5 + t, 6, 7 + i], [20 + t + k for k in range(1 + t % 3)], [-5.7] * (1 + t % 3)
-                )
-            ]
         ]
         made.append(CreditedEpisode(f"r{i}", parts, [(-1.0) ** t * (1 + i / 2) for t in range(decisions)]))
     return made

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
 from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
 from trainer_backend.learner.device import Placement
@@ -66,8 +66,8 @@ def segments(count=7):
     for k, length in enumerate([23, 7, 12, 3, 19, 9, 5][:count]):
         ids = torch.randint(2, 37, (length,), generator=generator).tolist()
         decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
-        rest = ((-1.0,) * length, (0,) * length, ((0.5, 1.0, 1.5)[k % 3],) * length)
-        made.append(Segment(f"r-{k}", tuple(ids), tuple(decision), *rest))
+        temperature = (0.5, 1.0, 1.5)[k % 3]
+        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
     return made
 
 
@@ -81,8 +81,8 @@ def scorer_of(architecture, attention, chunk=16):
 def alone(model, part):
     """Plain: one sequence, the model's own causal mask, full logits."""
     model.set_attn_implementation("eager")
-    logits_LV = model(input_ids=torch.tensor([part.token_ids])).logits[0]
-    logp_LV = (logits_LV[:-1] / torch.tensor(part.temperatures)[1:, None]).log_softmax(-1)
+    logits_LV = model(input_ids=torch.tensor([part.token_ids.tolist()])).logits[0]
+    logp_LV = (logits_LV[:-1] / part.temperatures[0]).log_softmax(-1)
     return [float(logp_LV[i - 1, part.token_ids[i]]) for i in part.sampled_positions]
 
 

@@ -84,7 +84,7 @@ def test_the_last_layer_is_computed_for_the_tokens_that_are_read(parts: list, qu
         if (kind := name.rpartition(".")[2]) in rows:
             module.register_forward_hook(lambda _, given, __, kind=kind: rows[kind].append(len(given[0])))
     found(scorer, parts)
-    tokens, read = sum(map(len, parts)), sum(len(part.sampled_positions) for part in parts)
+    tokens, read = sum(map(len, parts)), sum(len(part.logprobs) for part in parts)
     assert rows == {
         "q_proj": queries, "k_proj": [tokens] * 2, "o_proj": [tokens, read], "down_proj": [tokens, read]
     }  # fmt: skip

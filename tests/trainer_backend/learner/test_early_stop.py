@@ -12,7 +12,7 @@ from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
@@ -36,7 +36,7 @@ def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpiso
     """One decision of one token, as if the learner had sampled it just now."""
 
     def segment(logprob: float) -> Segment:
-        return Segment(name, (5, 6, 20), (CONTEXT, CONTEXT, 0), (0.0, 0.0, logprob), (0,) * 3, (1.0,) * 3)
+        return Segment.of(name, (5, 6, 20), [logprob], [(2, 3, 0, 0, 1.0)])
 
     ((own,),) = learner.scorer.score([segment(0.0)], row_tokens=64, micro_batch_tokens=1024)
     return CreditedEpisode(name, [segment(own)], [advantage])

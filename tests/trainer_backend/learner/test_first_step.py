@@ -23,7 +23,7 @@ def tokenizer():
 def off_by(episodes: list[CreditedEpisode], nats: float) -> list[CreditedEpisode]:
     """As if their sampler had found every token likelier than the learner does."""
     return [
-        replace(item, segments=[replace(part, logprobs=tuple(x + nats if x else x for x in part.logprobs))])
+        replace(item, segments=[replace(part, logprobs=part.logprobs + nats)])
         for item in episodes
         for part in item.segments
     ]

@@ -6,6 +6,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -68,7 +69,9 @@ def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_
     learner.scorer = replace(learner.scorer, placement=Placement(torch.device("cpu"), low))
     good, bad = episodes_of(learner, [1.0, -1.0])
     (part,) = bad.segments
-    off_by = replace(part, logprobs=(*part.logprobs[:-1], part.logprobs[-1] + off))
+    off_by = replace(
+        part, logprobs=part.logprobs + off * (np.arange(len(part.logprobs)) == len(part.logprobs) - 1)
+    )
     episodes = [good, replace(bad, segments=[off_by])]
     if told is None:
         found = learner.update(episodes, iteration=1)

@@ -83,7 +83,7 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     before = tensors_of(learner)
     copy_weights(served, learner.weights())
     assert (logits(served) - at_first).abs().max() > 1e-3, "the update did something"
-    ids = PROBE[0].token_ids
+    ids = PROBE[0].token_ids.tolist()
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
     assert learner.scorer.score(PROBE, **SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
     assert len(learner.weights()) == 2 * 7 * 2

@@ -3,13 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import targets_of
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SegmentError
 from trainer_backend.learner.update import LogprobCache
 from trainer_backend.models.folder import embedding_rows
@@ -45,9 +46,7 @@ def parts_of(learner, name: str, i: int, shift: float) -> list[Segment]:
     parts = []
     for t, (prompt, answer) in enumerate(drafts):
         (own,) = learner.scorer.score([segment(name, prompt, answer, [0.0] * len(answer))], **SIZE)
-        part = segment(name, prompt, answer, [value + shift for value in own])
-        decision = tuple(t if d != CONTEXT else d for d in part.decision)
-        parts.append(Segment(name, part.token_ids, decision, part.logprobs, part.versions, part.temperatures))
+        parts.append(segment(name, prompt, answer, [value + shift for value in own], t))
     return parts
 
 
@@ -237,7 +236,8 @@ def test_an_id_that_the_actor_does_not_know_is_named_by_its_turn(tokenizer, kl_c
     (episode,) = episodes_of(learner, ["fixed"])
     first, second = episode.segments
     for position, value in ((0, rows), (len(second) - 1, rows + 7), (1, -1)):
-        ids = (*second.token_ids[:position], value, *second.token_ids[position + 1 :])
+        ids = second.token_ids.copy()
+        ids[position] = value
         given = replace(episode, segments=[first, replace(second, token_ids=ids)])
         told = rf"r0, turn 2, token {position}: token id {value}, and the actor knows the ids 0 to {rows - 1}"
         with pytest.raises(SegmentError, match=told):
@@ -283,10 +283,7 @@ def test_a_behaviour_log_prob_that_is_not_finite_stops_the_update_by_its_token(t
     learner = mixed_learner(tokenizer)
     episodes = episodes_of(learner, ["fixed"])
     whole = episodes[0].segments[1]
-    broken = Segment(
-        whole.rollout_id, whole.token_ids, whole.decision, (*whole.logprobs[:-1], -math.inf),
-        whole.versions, whole.temperatures,
-    )  # fmt: skip
+    broken = replace(whole, logprobs=np.array([*whole.logprobs[:-1], -math.inf]))
     given = CreditedEpisode("r0", [episodes[0].segments[0], broken], [1.0, 1.0], None, "fixed")
     with pytest.raises(NonFiniteLoss, match="rollout r0, turn 2, token 4: the sampler's log-prob is -inf"):
         learner.update([given], iteration=1)

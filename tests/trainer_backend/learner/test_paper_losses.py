@@ -8,7 +8,7 @@ import torch
 from tests.conftest import tiny_job
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.policy_terms import PolicyTerms
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
@@ -64,7 +64,7 @@ def paper_gradient(loss, aggregation):
 
 def segment(name, t, tokens):
     n = 1 + tokens
-    return Segment(name, (1,) * n, (CONTEXT,) + (t,) * tokens, (0.0,) * n, (0,) * n, (1.0,) * n)
+    return Segment.of(name, (1,) * n, (0.0,) * tokens, [(1, n, t, 0, 1.0)])
 
 
 @pytest.mark.parametrize(("loss", "aggregation"), [*product(LOSSES, AGGREGATIONS)])

@@ -24,10 +24,7 @@ def two_segments_each(learner: LocalLearner, advantages: Sequence[float]) -> lis
         parts = []
         for t, (prompt, answer) in enumerate(drafts):
             (own,) = learner.scorer.score([segment(f"r{i}", prompt, answer, [0.0] * len(answer))], **SIZE)
-            part = segment(f"r{i}", prompt, answer, own)
-            decision = tuple(t if d == 0 else d for d in part.decision)
-            parts.append(type(part)(part.rollout_id, part.token_ids, decision, part.logprobs, part.versions,
-                                    part.temperatures))  # fmt: skip
+            parts.append(segment(f"r{i}", prompt, answer, own, t))
         made.append(CreditedEpisode(f"r{i}", parts, [advantage, -advantage / 2]))
     return made
 

@@ -164,6 +164,10 @@ def test_the_learner_scores_a_family_as_the_model_itself_does(family: str, model
     packed_together = learner.scorer.score(segments, row_tokens=64, micro_batch_tokens=1024)
     for item, scored in zip(segments, packed_together, strict=True):
         with torch.no_grad():
-            logits_LV = learner.model(torch.tensor([item.token_ids])).logits[0]
-        alone = logits_LV[1:-1].log_softmax(-1).gather(1, torch.tensor(item.token_ids[2:])[:, None])[:, 0]
+            logits_LV = learner.model(torch.tensor([item.token_ids.tolist()])).logits[0]
+        alone = (
+            logits_LV[1:-1]
+            .log_softmax(-1)
+            .gather(1, torch.tensor(item.token_ids[2:].tolist())[:, None])[:, 0]
+        )
         torch.testing.assert_close(torch.tensor(scored), alone, atol=1e-5, rtol=0)

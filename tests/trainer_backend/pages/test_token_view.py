@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.segments import CONTEXT, Segment
+from tests.trainer_backend.segment_columns import segment_of
+from trainer_backend.core.segments import CONTEXT
 from trainer_backend.pages.token_view import (
     STEPS,
     Further,
@@ -19,10 +20,7 @@ from trainer_backend.pages.token_view import (
 
 def segment(decision, logprobs=None):
     count = len(decision)
-    return Segment(
-        "r", tuple(range(count)), tuple(decision), tuple(logprobs or [0.0] * count),
-        tuple(CONTEXT if t == CONTEXT else 7 for t in decision), (1.0,) * count,
-    )  # fmt: skip
+    return segment_of("r", range(count), decision, logprobs or [0.0] * count, versions=[7] * count)
 
 
 def view(shown, rows, turn=1):

@@ -116,8 +116,8 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
         ]
         stopped = await raised(NonFiniteLoss, learner.update, huge, iteration=3)
         assert stopped.steps_taken == 0
-        failed = await raised(LearnerFailed, learner.logprobs_of, [])
-        assert "an error inside the learner in 'logprobs_of'" in str(failed)
+        failed = await raised(LearnerFailed, learner.score, {"r": []})
+        assert "an error inside the learner in 'score'" in str(failed)
         assert f"Its log is {tmp_path / 'learner.log'}." in str(failed)
     assert plan.startswith("memory (cpu, float32)")
     assert results == expected

@@ -1,0 +1,27 @@
+"""Segments written token by token, for tests whose decisions are easier to see so."""
+
+from collections.abc import Sequence
+
+from trainer_backend.core.segments import CONTEXT, Segment, Span
+
+
+def segment_of(
+    rollout_id: str,
+    token_ids: Sequence[int],
+    decision: Sequence[int],
+    logprobs: Sequence[float],
+    versions: Sequence[int] = (),
+    temperature: float = 1.0,
+) -> Segment:
+    """All columns run over the L tokens; `decision` is CONTEXT where none sampled; no versions: 0."""
+    spans: list[Span] = []
+    for at, t in enumerate(decision):
+        if t == CONTEXT:
+            continue
+        version = versions[at] if versions else 0
+        if spans and spans[-1][1:4] == (at, t, version):
+            spans[-1] = (spans[-1][0], at + 1, t, version, temperature)
+        else:
+            spans.append((at, at + 1, t, version, temperature))
+    sampled = [value for value, t in zip(logprobs, decision, strict=True) if t != CONTEXT]
+    return Segment.of(rollout_id, list(token_ids), sampled, spans)

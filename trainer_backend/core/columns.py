@@ -1,0 +1,78 @@
+"""Arrays as fields of what one process sends another: bytes beside the JSON, never numbers in it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import GetCoreSchemaHandler, SerializationInfo, TypeAdapter, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
+
+# Of the first byte of an array, for processors and for torch, which read whole numbers.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How pydantic writes and reads a flat array: as [offset in bytes, count] in the bytes beside the JSON.
+
+    Arrays that were read are views of those bytes, and cannot be written to.
+
+    dtype: of its numbers, little-endian.
+    """
+
+    dtype: np.dtype[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._read,
+            serialization=core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True),
+        )
+
+    def _write(self, array: NDArray[Any], info: SerializationInfo) -> tuple[int, int]:
+        if array.dtype != self.dtype or array.ndim != 1:
+            raise TypeError(
+                f"an array of {array.ndim} dimensions and {array.dtype}; expected 1, {self.dtype}"
+            )
+        assert isinstance(info.context, _Bytes)
+        return info.context.add(array), len(array)
+
+    def _read(self, place: Any, info: ValidationInfo) -> NDArray[Any]:
+        match place:
+            case [int(offset), int(count)] if offset >= 0 and count >= 0:
+                return np.frombuffer(info.context or b"", self.dtype, count, offset)
+        raise ValueError(f"an array is [offset, count], got {place!r}")
+
+
+@dataclass(slots=True)
+class _Bytes:
+    """The bytes of arrays, one after the other."""
+
+    parts: list[memoryview | bytes] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, array: NDArray[Any]) -> int:
+        """Return the offset of its first byte."""
+        offset, padding = self.size, -array.nbytes % _ALIGNMENT
+        self.parts += [np.ascontiguousarray(array).view(np.uint8).data, bytes(padding)]
+        self.size += array.nbytes + padding
+        return offset
+
+
+def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
+    """The JSON of a value on a line, which spaces fill up, and after it the bytes of its arrays."""
+    arrays = _Bytes()
+    head = adapter.dump_json(value, context=arrays)
+    padding = b" " * (-(len(head) + 1) % _ALIGNMENT)
+    return b"".join([head, padding, b"\n", *arrays.parts])
+
+
+def decoded(adapter: TypeAdapter[Any], body: bytes) -> Any:
+    """The value of what `encoded` wrote; its arrays are views of `body`.
+
+    Raises:
+        pydantic.ValidationError: it does not fit the type.
+    """
+    end = body.find(b"\n") + 1 or len(body)
+    whole = memoryview(body)
+    return adapter.validate_json(bytes(whole[:end]), context=whole[end:])
