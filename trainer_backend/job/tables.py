@@ -332,8 +332,8 @@ class LearnerTable(Table):
         default=1,
         ge=1,
         le=1024,
-        description="how many groups of ranks hold all weights each; 1: one, of all ranks. With the number of "
-        "nodes, weights are gathered within a node alone",
+        description="how many groups of ranks hold all weights each; 1: all ranks together do. As many "
+        "as there are nodes: weights are gathered within a node alone",
     )
     fsdp_reshard_after_forward: bool = Field(
         default=True,

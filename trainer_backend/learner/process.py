@@ -8,17 +8,22 @@ orchestrator whose connection broke repeats the call by its number and loses not
 twice.
 """
 
-from service_kit.children import READY, end_with_parent
+import os
+
+from service_kit.children import READY, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
     end_with_parent()
+    if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
+        kill_with_parent()
 
+import argparse
 import asyncio
-import os
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +31,6 @@ from typing import Any
 
 import structlog
 import tomli
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -52,6 +56,8 @@ from trainer_backend.learner.calls import (
 )
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.ranks import ALONE, Ranks, joined, refuse_other_count
+from trainer_backend.learner.relay import Relay, known
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
@@ -59,12 +65,15 @@ log = structlog.get_logger("learner")
 # An update's body holds all tokens of an iteration, at 4 to 12 bytes each. Only the orchestrator sends it.
 _MOST_BODY_BYTES = 16 << 30
 _BODY_S = 600.0
+# For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
+_LAST_WORDS_S, _BROKEN = 1.0, 3
 
 
 class Host:
     """The learner of this process: it opens a job, makes its learner, and carries out calls by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._factory: LocalFactory | None = None
         self._learner: LocalLearner | None = None
 
@@ -80,7 +89,10 @@ class Host:
         return getattr(self._made(), name)(*arguments)
 
     def _open(self, job: str) -> None:
-        self._factory = LocalFactory(parse_job(tomli.loads(job), where="the job").config)
+        config = parse_job(tomli.loads(job), where="the job").config
+        self._ranks = self._ranks.patient(config.learner.timeout_s)
+        refuse_other_count(self._ranks, config.learner)
+        self._factory = LocalFactory(config, self._ranks)
 
     def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
         return dict(self._opened().fixed_folders(checkpoint))
@@ -111,10 +123,6 @@ class Host:
         return self._factory
 
 
-class _Halted(Exception):
-    """Raised by `tell` in a call that is to stop."""
-
-
 class Call:
     """One call: it runs once, and everybody who asked for it gets its lines.
 
@@ -124,6 +132,7 @@ class Call:
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest
+        self.loop = asyncio.get_running_loop()
         self.halt = threading.Event()
         self.is_done = False
         self._progress = b""
@@ -139,13 +148,29 @@ class Call:
             await news.wait()
         yield self._answer
 
-    def tell(self, line: bytes) -> None:
+    def tell(self, done: int, total: int) -> None:
+        self.loop.call_soon_threadsafe(self._hear, line_of("progress", f"[{done}, {total}]".encode()))
+
+    def is_halted(self) -> bool:
+        return self.halt.is_set()
+
+    def broken(self, error: TrainerError) -> None:
+        log.error("ranks_broken", call=self.name, error=str(error))
+        self.end(_error_line(error))
+        self.loop.call_soon_threadsafe(self.loop.call_later, _LAST_WORDS_S, os._exit, _BROKEN)
+
+    def end(self, line: bytes) -> None:
+        """Once; what comes later is not heard."""
+        self.loop.call_soon_threadsafe(self._close, line)
+
+    def _hear(self, line: bytes) -> None:
         self._progress = line
         self._wake()
 
-    def end(self, line: bytes) -> None:
-        self._answer, self.is_done = line, True
-        self._wake()
+    def _close(self, line: bytes) -> None:
+        if not self.is_done:
+            self._answer, self.is_done = line, True
+            self._wake()
 
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
@@ -155,8 +180,8 @@ class Call:
 class Calls:
     """One call at a time, of one orchestrator, on a thread of its own."""
 
-    def __init__(self, host: Host) -> None:
-        self._host, self._thread = host, ThreadPoolExecutor(1, "learner")
+    def __init__(self, relay: Relay) -> None:
+        self._relay, self._thread = relay, ThreadPoolExecutor(1, "learner")
         self._session = ""
         self._last: Call | None = None
 
@@ -177,8 +202,7 @@ class Calls:
                 hint="A learner does one call after the other. Are there two orchestrators on one learner?",
             )
         self._last = call = Call(number, name, digest)
-        loop = asyncio.get_running_loop()
-        self._thread.submit(self._run, call, body, loop)
+        self._thread.submit(self._run, call, body)
         return call
 
     def stop(self, session: str, number: int) -> None:
@@ -196,33 +220,15 @@ class Calls:
                 hint="Each run starts a learner of its own.",
             )
 
-    def _run(self, call: Call, body: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        types, began = CALLS[call.name], time.monotonic()
-
-        def tell(done: int, total: int) -> None:
-            loop.call_soon_threadsafe(call.tell, line_of("progress", f"[{done}, {total}]".encode()))
-            if call.halt.is_set():
-                raise _Halted
-
+    def _run(self, call: Call, body: bytes) -> None:
+        began = time.monotonic()
         try:
-            arguments = types.arguments_of(body)
-            extra = (tell,) if types.reports else ()
-            result = self._host.do(call.name, *arguments, *extra)
-            line = line_of("result", types.result.dump_json((result,)))
-        except TrainerError as error:
-            line = _error_line(error)
-        except _Halted:
-            line = _error_line(LearnerFailed(f"{call.name!r} was stopped"))
-        except Exception as error:  # of a library; whoever waits must hear of it
-            log.exception("call_failed", call=call.name)
-            problem = "the arguments do not fit" if isinstance(error, ValidationError) else str(error)
-            line = _error_line(
-                LearnerFailed(
-                    f"an error inside the learner in {call.name!r}: {type(error).__name__}: {problem}"
-                )
-            )
+            result = self._relay.call(call.name, body, call)
+            line = line_of("result", CALLS[call.name].result.dump_json((result,)))
+        except Exception as error:  # of a library too; whoever waits must hear of it
+            line = _error_line(known(error, call.name))
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
-        loop.call_soon_threadsafe(call.end, line)
+        call.end(line)
 
 
 def _error_line(error: TrainerError) -> bytes:
@@ -270,14 +276,22 @@ def _caller(request: Request) -> tuple[str, int]:
     return session, int(number)
 
 
-def main() -> int:
-    """Serve until this process is stopped."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Serve until this process is stopped; as a rank that is not the first, do what that one relays."""
+    parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
+    options = parser.parse_args(arguments)
     configure_logs_from()
+    ranks = joined()
+    relay = Relay(ranks, Host(ranks).do)
+    if not ranks.is_first:
+        relay.follow()
     key = key_from_environ(os.environ, LEARNER_KEY)
     keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
-    listener = Listener("127.0.0.1", 0)
+    listener = Listener(options.host, options.port)
     server = Server(
-        create_app(Calls(Host()), keys),
+        create_app(Calls(relay), keys),
         ConnectionBounds(),
         ready=lambda: print(f"{READY}{listener.url}", flush=True),
     )
@@ -286,5 +300,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except TrainerError as error:
+        log.error("learner_not_started", error=str(error))
+        os._exit(1)
     os._exit(0)  # a call may still run on its thread, and nobody waits for it any more

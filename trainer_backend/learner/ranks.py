@@ -8,7 +8,7 @@ waiting in their next collective.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TypeVar, cast
@@ -16,9 +16,11 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from trainer_backend.errors import LearnerFailed, TrainerError
+from trainer_backend.errors import JobError, LearnerFailed, TrainerError
+from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.calls import ErrorBody
 
 # Joining: processes import torch at their own pace, and nodes start one after the other.
@@ -33,11 +35,13 @@ class Ranks:
 
     index: of this rank, from 0.
     control: the group of what is agreed, on the CPU; None: this rank is alone.
+    timeout_s: seconds that a collective waits for the others.
     """
 
     index: int = 0
     count: int = 1
     control: dist.ProcessGroup | None = None
+    timeout_s: float = _JOIN_S
 
     @property
     def is_first(self) -> bool:
@@ -105,6 +109,13 @@ class Ranks:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
         self.sum_([weight.grad for weight in reached if weight.grad is not None])
+
+    def patient(self, timeout_s: float) -> "Ranks":
+        """These ranks with another time limit, from now on, for every collective."""
+        if self.are_several:
+            for group in (None, self.control):
+                distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        return replace(self, timeout_s=timeout_s)
 
     def together(self, work: Callable[[], Result]) -> Result:
         """Do on this rank what may fail on it alone; where it failed on any, every rank raises that error."""
@@ -179,3 +190,19 @@ def _refuse_other_versions(ranks: Ranks) -> None:
                 f"rank {index} has {name} {other[name]}, and rank {ranks.index} has {own[name]}",
                 hint="All ranks compute the same update: install the same versions on every node.",
             )
+
+
+def refuse_other_count(ranks: Ranks, table: LearnerTable) -> None:
+    """Refuse a job of another number of ranks than these, or of more than there are GPUs."""
+    if ranks.count != table.nproc_per_node:
+        raise JobError(
+            f"the learner has {ranks.count} ranks, and the job wants {table.nproc_per_node}",
+            where="learner.nproc_per_node",
+            hint="Start as many with torchrun's --nproc-per-node, or change the job.",
+        )
+    local, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks.are_several and devices and local > devices:
+        raise JobError(
+            f"{local} ranks on a node with {devices} GPUs; each needs one of its own",
+            where="learner.nproc_per_node",
+        )

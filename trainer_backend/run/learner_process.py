@@ -24,6 +24,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
 
@@ -227,7 +228,7 @@ class LearnerProcess:
         key = secrets.token_urlsafe(32)
         with self._log_file.open("ab") as log:
             self._child = await Child.start(
-                (sys.executable, "-m", "trainer_backend.learner.process"),
+                _command(self._job.learner),
                 stdout=PIPE,
                 stderr=log,
                 env={**os.environ, LEARNER_KEY: key},
@@ -311,6 +312,13 @@ class LearnerProcess:
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
+
+
+def _command(table: LearnerTable) -> tuple[str, ...]:
+    if table.nproc_per_node == 1:
+        return (sys.executable, "-m", "trainer_backend.learner.process")
+    ranks = f"--nproc-per-node={table.nproc_per_node}"
+    return (sys.executable, "-m", "trainer_backend.learner.group", "--standalone", ranks)
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -36,6 +36,8 @@ from trainer_backend.errors import (
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, ErrorBody
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.process import Calls, create_app
+from trainer_backend.learner.ranks import ALONE
+from trainer_backend.learner.relay import Relay
 from trainer_backend.protocols import CreditedEpisode, LearnerFactory, Progress
 from trainer_backend.run.learner_process import LearnerConnection, LearnerProcess
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -219,7 +221,7 @@ class Host:
 @contextmanager
 def served(host: Host) -> Iterator[Callable[..., Any]]:
     """What connects to a server of this learner."""
-    app = create_app(Calls(host), Keys([SecretStr("key")], variable=LEARNER_KEY))  # type: ignore[arg-type]
+    app = create_app(Calls(Relay(ALONE, host.do)), Keys([SecretStr("key")], variable=LEARNER_KEY))  # type: ignore[arg-type]
 
     async def cut(scope: Any, receive: Any, send: Any) -> None:
         """Break off the first replies in their middle."""

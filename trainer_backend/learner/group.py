@@ -1,0 +1,38 @@
+"""`python -m trainer_backend.learner.group [torchrun's options] [-- options of learner.process]`.
+
+The ranks of a learner on this node, under torchrun, which ends all of them as soon as one has ended. Whoever
+asked for the learner starts a new group then: it has the rollouts, and a group has nothing without them.
+"""
+
+from service_kit.children import end_with_parent
+
+if __name__ == "__main__":
+    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
+    end_with_parent()
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+_PROCESS = "trainer_backend.learner.process"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the ranks of this node until one of them ends."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    try:
+        torchrun(["--max-restarts", "0", *arguments[:cut], "-m", _PROCESS, *arguments[cut + 1 :]])
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if first.exitcode < 0:  # whoever started the group sees the signal that ended a rank
+            signal.signal(-first.exitcode, signal.SIG_DFL)
+            os.kill(os.getpid(), -first.exitcode)
+        raise SystemExit(first.exitcode) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,200 @@
+"""Calls to a learner of several ranks: the first rank serves them, and all ranks carry each of them out.
+
+Names and ends of calls go over the store by which the ranks have met, where a rank can wait for hours; their
+arguments go by a broadcast.
+
+A call raises on all ranks or on none. Where one rank alone fails, out of memory in the middle of a layer say,
+the others wait for it in a collective; the call ends with its error then, and the group with the call.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from trainer_backend.errors import LearnerFailed, LearnerLost, TrainerError, UpdateStopped
+from trainer_backend.learner.calls import CALLS, ErrorBody
+from trainer_backend.learner.ranks import Ranks
+
+log = structlog.get_logger("learner")
+
+# Waiting for a call, which comes when rollouts have been collected.
+_IDLE = timedelta(days=365)
+# Between the error of one rank and the end of the call, for the others that are about to raise it too.
+_GRACE = timedelta(seconds=5)
+# For the other ranks to end a call that the first one has ended: all its collectives are over.
+_LIMIT = timedelta(seconds=600)
+_LOOK_S = 0.2
+
+
+class Caller(Protocol):
+    """Whoever waits for a call."""
+
+    def tell(self, done: int, total: int) -> None:
+        """Hear of the progress of a call that reports it."""
+
+    def is_halted(self) -> bool:
+        """Return whether the call is to stop."""
+
+    def broken(self, error: TrainerError) -> None:
+        """Hear that the call has ended with this error, and that this process has to end."""
+
+
+class Nobody:
+    """The caller of a rank that follows."""
+
+    def tell(self, done: int, total: int) -> None: ...
+
+    def is_halted(self) -> bool:
+        return False
+
+    def broken(self, error: TrainerError) -> None: ...
+
+
+class Halted(Exception):
+    """Raised in a call that is to stop."""
+
+
+class Relay:
+    """One rank's end of the calls.
+
+    Args:
+        do: carries out a call by name and arguments on this rank.
+    """
+
+    def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
+        self._ranks, self._do, self._number = ranks, do, 0
+        self._store = distributed_c10d._get_default_store() if ranks.are_several else None
+
+    def call(self, name: str, body: bytes, caller: Caller) -> Any:
+        """Carry out a call on all ranks; to be asked of the first one.
+
+        Args:
+            body: its arguments, as they came.
+
+        Raises:
+            Halted: it was stopped.
+            Exception: of the call.
+        """
+        if self._store is None:
+            return self._carry_out(name, body, caller)
+        self._number += 1
+        self._store.set(f"call/{self._number}", name)
+        self._share(body)
+        own: Exception | None = None
+        result = None
+        with self._watch(caller):
+            try:
+                result = self._carry_out(name, body, caller)
+            except Exception as error:
+                own = error
+        others = self._ends(_LIMIT if own is None else _GRACE)
+        ends = [None if own is None else known(own, name), *others]
+        errors = [error for error in ends if error is not None]
+        if errors and (len(errors) < len(ends) or any(isinstance(error, LearnerLost) for error in errors)):
+            caller.broken(_cause(errors))
+        if own is not None:
+            raise own
+        return result
+
+    def follow(self) -> NoReturn:
+        """Carry out what the first rank relays, on another one, until this process is stopped."""
+        assert self._store is not None
+        while True:
+            self._number += 1
+            self._store.wait([f"call/{self._number}"], _IDLE)
+            name = self._store.get(f"call/{self._number}").decode()
+            text = ""
+            try:
+                self._carry_out(name, self._share(b""), Nobody())
+            except Exception as error:
+                text = ErrorBody.of(known(error, name)).model_dump_json()
+            self._store.set(self._end_of(self._ranks.index), text)
+
+    def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
+        types = CALLS[name]
+        arguments = types.arguments_of(body)
+        if not types.reports:
+            return self._do(name, *arguments)
+
+        def tell(done: int, total: int) -> None:
+            caller.tell(done, total)
+            (halted,) = self._ranks.summed(float(caller.is_halted()))
+            if halted:
+                raise Halted
+
+        return self._do(name, *arguments, tell)
+
+    def _share(self, body: bytes) -> bytes:
+        """The first rank's `body`, on every rank."""
+        (size,) = self._ranks.summed(len(body))
+        shared = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8)
+        dist.broadcast(shared, src=0, group=self._ranks.control)
+        return bytes(shared.numpy())
+
+    def _end_of(self, rank: int) -> str:
+        return f"end/{self._number}/{rank}"
+
+    def _ends(self, limit: timedelta) -> list[TrainerError | None]:
+        """The errors with which the call has ended on the other ranks; None: without one."""
+        assert self._store is not None
+        ends: list[TrainerError | None] = []
+        for rank in range(1, self._ranks.count):
+            try:
+                self._store.wait([self._end_of(rank)], limit)
+            except dist.DistError as error:
+                ends.append(LearnerLost(f"rank {rank} of the learner does not end the call: {error}"))
+                continue
+            text = self._store.get(self._end_of(rank))
+            ends.append(ErrorBody.model_validate_json(text).error() if text else None)
+        return ends
+
+    @contextmanager
+    def _watch(self, caller: Caller) -> Iterator[None]:
+        """Tell the caller of a rank that fails in here, where this rank would wait for it."""
+        store, over = self._store, threading.Event()
+        assert store is not None
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                for rank in range(1, self._ranks.count):
+                    if store.check([self._end_of(rank)]) and (text := store.get(self._end_of(rank))):
+                        if not over.wait(_GRACE.total_seconds()):
+                            caller.broken(ErrorBody.model_validate_json(text).error())
+                        return
+
+        thread = threading.Thread(target=look, name="ranks-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def known(error: Exception, name: str) -> TrainerError:
+    """The error as one that whoever waits for the call knows."""
+    if isinstance(error, TrainerError):
+        return error
+    if isinstance(error, Halted):
+        return LearnerFailed(f"{name!r} was stopped")
+    log.error("call_failed", call=name, exc_info=error)
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, dist.DistError) or any(word in text.lower() for word in ("gloo", "nccl")):
+        return LearnerLost(f"the ranks of the learner have lost each other in {name!r}: {text}")
+    return LearnerFailed(f"an error inside the learner in {name!r}: {text}")
+
+
+def _cause(errors: list[TrainerError]) -> TrainerError:
+    """The error that the others followed from: not that a rank missed another one."""
+    error = next((error for error in errors if not isinstance(error, LearnerLost)), errors[0])
+    if isinstance(error, UpdateStopped):
+        # No checkpoint can be written of a group that ends: the newest one stands.
+        error.steps_taken = max(error.steps_taken, 1)
+    return error
