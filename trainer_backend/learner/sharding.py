@@ -76,8 +76,12 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
         weight.data = weight.data.to(device)
 
 
-def _run(module: nn.Module, function: Callable[..., Result], *arguments: Any) -> Result:
-    return function(module, *arguments)
+def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what the function does; no views, on which FSDP's hooks could be lost."""
+    found = function(module, *arguments)
+    if isinstance(found, tuple):
+        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)
+    return found
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -100,9 +104,10 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
         copied: PreTrainedModel = AutoModelForCausalLM.from_config(model.config)  # type: ignore[no-untyped-call]
     weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, module in copied.named_modules():
-        for own, weight in list(module.named_parameters(recurse=False)):
-            full = whole(weights.get(f"{name}.{own}", weight)).detach().cpu()
-            setattr(module, own, nn.Parameter(full, requires_grad=False))
+        for own in list(module._parameters):
+            weight = weights.get(f"{name}.{own}")
+            if weight is not None:  # of tied ones the first alone
+                setattr(module, own, nn.Parameter(whole(weight).detach().cpu(), requires_grad=False))
         for own in list(module._buffers):
             module._buffers[own] = buffers[f"{name}.{own}"].cpu()
     copied.tie_weights()
