@@ -23,6 +23,7 @@ from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.launchers.launcher import Launcher, launcher_of
 from trainer_backend.protocols import LearnerFactory, Progress, Reporter
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
@@ -64,13 +65,15 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     ):
         configure_logs_from()
 
-        async def start(resume: bool) -> Ended:
-            async with learner_factory(job, directory, recording) as learners:
-                return await _run(job, directory, recording, learners, stop, resume=resume)
-
         most = job.learner.max_restarts
         try:
-            ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
+            async with launcher_of(job) as launcher:
+
+                async def start(resume: bool) -> Ended:
+                    async with learner_factory(job, directory, recording, launcher) as learners:
+                        return await _run(job, directory, recording, learners, stop, resume=resume)
+
+                ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
             recording.end("stopped", detail=str(stopped))
             raise
@@ -105,16 +108,16 @@ async def again_after_losses(
 
 @asynccontextmanager
 async def learner_factory(
-    job: JobConfig, directory: RunDirectory, reporter: Reporter
+    job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher
 ) -> AsyncIterator[LearnerFactory]:
-    """What makes the learner of a run: this process, or with [cluster] a child until the context is left."""
+    """What makes the learner of a run until the context is left: this process, or with [cluster] another."""
     if job.cluster is None:
         # torch: with [cluster] only the learner's process imports it.
         from trainer_backend.learner.factory import LocalFactory
 
         yield LocalFactory(job)
         return
-    async with LearnerProcess(job, directory.learner_log, reporter) as process:
+    async with LearnerProcess(job, directory, reporter, launcher) as process:
         yield process
 
 

@@ -35,6 +35,7 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
             "weight_transfer.backend = 'memory' copies weights within one process, and inference.engine = "
             "'vllm' samples in others; known there: folder",
         )
+    yield from _launcher_findings(config)
     for key in type(config.learner).model_fields if config.cluster is None else ():
         if _is_set(config.learner, key):
             yield (
@@ -42,6 +43,31 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
                 f"learner.{key} is of the learner's own process, and without [cluster] it has none. Did you "
                 "mean to add [cluster]?",
             )
+
+
+def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
+    """Check that whoever starts the processes has what they need, and nothing for somebody else."""
+    if config.cluster is None:
+        return
+    launcher, inference = config.cluster.launcher, config.inference
+    if launcher == "external" and not config.learner.url:
+        yield (
+            "learner.url",
+            "cluster.launcher = 'external' needs learner.url, the address of the learner that somebody else "
+            'starts, such as "http://node3:9000" (docs/cluster.md)',
+        )
+    if launcher == "external" and inference.engine == "vllm" and not inference.urls:
+        yield (
+            "inference.urls",
+            "cluster.launcher = 'external' starts no vLLM server: give inference.urls in place of "
+            "vllm_python",
+        )
+    if launcher != "external" and config.learner.url:
+        yield (
+            "learner.url",
+            "learner.url is the address of a learner that somebody else starts, and cluster.launcher = "
+            f"{launcher!r} starts one. Did you mean launcher = 'external'?",
+        )
 
 
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:

@@ -156,8 +156,17 @@ class ServicesTable(Table):
 class ClusterTable(Table):
     """[cluster]: the job's roles run as processes of their own; absent: all in one."""
 
-    launcher: Literal["local"] = Field(
-        default="local", description="who starts them. local: this process, on this machine"
+    launcher: Literal["local", "external"] = Field(
+        default="local",
+        description="who starts them. local: this process, on this machine; external: somebody else starts "
+        "the learner, which has `learner.url`, and the vLLM servers of `inference.urls` (docs/cluster.md)",
+    )
+    wait_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=604_800,
+        description="with launcher = 'external': how long to wait for the learner of `learner.url`, at the "
+        "start and each time that it is lost",
     )
 
 
@@ -358,6 +367,20 @@ class LearnerTable(Table):
         le=1000,
         description="how often a run goes on from its newest checkpoint after the learner's process was lost",
     )
+    url: str = Field(
+        default="",
+        repr=False,
+        description="with cluster.launcher = 'external': the address of the learner, whose key both sides "
+        "have in the environment variable TURNWISE_LEARNER_KEY",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        try:
+            return http_parts(url).geturl().rstrip("/") if url else ""
+        except ValueError as error:
+            raise ValueError(f"url {error}") from error
 
 
 class WeightTransferTable(Table):

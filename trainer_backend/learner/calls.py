@@ -3,6 +3,8 @@
     POST /calls/{name}      headers: the key, the session of the orchestrator, the number of the call
                             body: the arguments, a JSON array, and the bytes of what it names (core.columns)
     POST /stop              ends the call with that number after its next progress
+    POST /leave             the run has ended: the learner may serve another one
+    GET  /about             `About`: what is there, for which run, and what it does
 
 A reply is a stream of lines, each a kind, a space and JSON: `progress [3, 10]` any number of times, then one
 `result ...` or `error ...`. Numbers come back bit for bit, NaN and infinity too. No torch here: both sides
@@ -30,7 +32,22 @@ from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Weigh
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
+PACKAGE = "turnwise"
 LineKind = Literal["progress", "result", "error"]
+
+
+class About(Body):
+    """What answers at a learner's address.
+
+    Attributes:
+        version: of the package.
+        run: that it works for; empty: none yet.
+        call: that it is busy with, "3, 'update'"; empty: none.
+    """
+
+    version: str
+    run: str = ""
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,7 @@ _Metrics = dict[str, float]
 # By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`.
 CALLS = {
     "open": _types(tuple[str], None),
+    "sees": _types(tuple[Path, str], bool),
     "fixed_folders": _types(tuple[Path | None], dict[str, Path]),
     "plan_memory": _types(tuple[Path | None, list[Path]], str),
     "fresh": _types(tuple[list[Trajectory], Path | None], None),
@@ -80,6 +98,16 @@ CALLS = {
     "logprobs_of": _types(tuple[list[int]], list[float]),
     "hardware": _types(tuple[()], Hardware),
 }
+
+
+def session_of(run: str, start: str) -> str:
+    """The name of an orchestrator: its run, and which of the run's starts it is."""
+    return f"{run}/{start}"
+
+
+def run_of(session: str) -> str:
+    """The run of a session."""
+    return session.rpartition("/")[0]
 
 
 def line_of(kind: LineKind, body: bytes) -> bytes:

@@ -9,23 +9,25 @@ twice.
 """
 
 import os
+import sys
 
 from service_kit.children import READY, end_with_parent, kill_with_parent
 
-if __name__ == "__main__":
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
+if __name__ == "__main__" and "--port" not in sys.argv:
+    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it. With
+    # a port that others were told, somebody else starts and ends it.
     end_with_parent()
     if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
         kill_with_parent()
 
 import argparse
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +46,18 @@ from service_kit.logs import configure_logs_from
 from service_kit.problems import install_problem_handlers
 from service_kit.server import Listener, Server
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.errors import LearnerBusy, LearnerFailed, TrainerError
+from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
     NUMBER_HEADER,
+    PACKAGE,
     SESSION_HEADER,
+    About,
     ErrorBody,
     line_of,
+    run_of,
 )
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
@@ -90,9 +95,17 @@ class Host:
 
     def _open(self, job: str) -> None:
         config = parse_job(tomli.loads(job), where="the job").config
+        self._learner = None  # of a start before this one, whose memory is needed
         self._ranks = self._ranks.patient(config.learner.timeout_s)
         refuse_other_count(self._ranks, config.learner)
         self._factory = LocalFactory(config, self._ranks)
+
+    def _sees(self, file: Path, text: str) -> bool:
+        """Whether this machine has the run's directory: a file there, with this text."""
+        try:
+            return file.read_text(encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            return False
 
     def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
         return dict(self._opened().fixed_folders(checkpoint))
@@ -191,7 +204,7 @@ class Calls:
         Raises:
             LearnerBusy: another call runs, or another orchestrator has this learner.
         """
-        self._refuse_other(session)
+        self._refuse_other(session, number)
         digest, last = blake2b(body).digest(), self._last
         if last is not None and number == last.number and (name, digest) == (last.name, last.digest):
             return last
@@ -207,18 +220,37 @@ class Calls:
 
     def stop(self, session: str, number: int) -> None:
         """Have a call end after its next progress; one that is over is left alone."""
-        self._refuse_other(session)
+        self._refuse_other(session, number)
         if self._last is not None and self._last.number == number:
             self._last.halt.set()
 
-    def _refuse_other(self, session: str) -> None:
-        self._session = self._session or session
-        if session != self._session:
+    def leave(self, session: str) -> None:
+        """Let the next orchestrator in; a call that is under way ends first."""
+        if session == self._session:
+            self._session = ""
+
+    def about(self) -> About:
+        busy = self._last if self._last is not None and not self._last.is_done else None
+        call = "" if busy is None else f"{busy.number}, {busy.name!r}"
+        return About(version=version(PACKAGE), run=run_of(self._session), call=call)
+
+    def _refuse_other(self, session: str, number: int) -> None:
+        """Refuse who is not the orchestrator; a later start of its run, which holds the lock, follows it."""
+        if session == self._session:
+            return
+        if self._session and (number != 1 or run_of(session) != run_of(self._session)):
             raise LearnerBusy(
-                "this learner works for another orchestrator, and it serves one alone: two would update the "
-                "same weights",
-                hint="Each run starts a learner of its own.",
+                f"this learner works for the run {run_of(self._session)!r}, and it serves one alone: two "
+                "would update the same weights",
+                hint="Each run has a learner of its own.",
             )
+        if number != 1:
+            raise LearnerLost("this learner was started anew, and has not what came before this call")
+        if self._last is not None and not self._last.is_done:
+            raise LearnerBusy(
+                f"call {self._last.number}, {self._last.name!r}, of an earlier start is under way"
+            )
+        self._session, self._last = session, None
 
     def _run(self, call: Call, body: bytes) -> None:
         began = time.monotonic()
@@ -250,10 +282,19 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
         calls.stop(*_caller(request))
         return Response(status_code=204)
 
+    async def leave(request: Request) -> Response:
+        calls.leave(request.headers.get(SESSION_HEADER, ""))
+        return Response(status_code=204)
+
+    async def about(request: Request) -> Response:
+        return Response(calls.about().model_dump_json(), media_type="application/json")
+
     app = Starlette(
         routes=[
             Route("/calls/{name}", call, methods=["POST"]),
             Route("/stop", stop, methods=["POST"]),
+            Route("/leave", leave, methods=["POST"]),
+            Route("/about", about),
         ],
         middleware=[
             Middleware(
@@ -276,11 +317,13 @@ def _caller(request: Request) -> tuple[str, int]:
     return session, int(number)
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until this process is stopped; as a rank that is not the first, do what that one relays."""
-    parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
+    parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process")
+    parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
+    parser.add_argument(
+        "--port", type=int, default=0, help='a port for launcher = "external"; it then outlives its parent'
+    )
     options = parser.parse_args(arguments)
     configure_logs_from()
     ranks = joined()
@@ -288,6 +331,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     if not ranks.is_first:
         relay.follow()
     key = key_from_environ(os.environ, LEARNER_KEY)
+    if key is None and options.port:
+        parser.error(f"there is no key: set {LEARNER_KEY}, here and where the run is started")
     keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
     listener = Listener(options.host, options.port)
     server = Server(

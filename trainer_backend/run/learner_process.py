@@ -1,34 +1,64 @@
-"""The learner as a child process, and the orchestrator's side of it: calls over HTTP on the loopback.
+"""The learner as a process of its own, and the orchestrator's side of it: calls over HTTP.
 
-The child is started with the run and ends with it. Its log is RUN/learner.log.
+The launcher starts it with the run and ends it with the run, or has its address alone. Its log is
+RUN/learner.log.
 """
 
 import asyncio
 import json
-import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from service_kit.children import PIPE, Child, last_line
+from service_kit.children import last_line
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.segments import Segment
-from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
+from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
-from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
+from trainer_backend.launchers.launcher import (
+    LEARNER,
+    LOCAL,
+    Elsewhere,
+    Launcher,
+    NotReady,
+    Place,
+    Process,
+    Role,
+    address_of,
+)
+from trainer_backend.learner.calls import (
+    CALLS,
+    LEARNER_KEY,
+    NUMBER_HEADER,
+    PACKAGE,
+    SESSION_HEADER,
+    About,
+    ErrorBody,
+    session_of,
+)
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
+from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
+
+# Errors of the process's gate, by their code.
+_REFUSALS: dict[str, type[TrainerError]] = {kind.code: kind for kind in (LearnerBusy, LearnerLost)}
+# A file in the run's directory that the learner's machine must see.
+_MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
 _START_S = 300.0
 _STOP_S = 10.0
@@ -44,7 +74,7 @@ class LearnerConnection:
 
     Args:
         silence_s: a process that says nothing for so long in a call is lost.
-        log_file: of the process; errors name it.
+        log_file: of the process, for errors; None: whoever started it has it.
         session: the name of this orchestrator; the process serves the first one alone.
 
     Raises (every call):
@@ -52,8 +82,8 @@ class LearnerConnection:
         TrainerError: what the call itself raised, of its own class.
     """
 
-    def __init__(self, url: str, key: str, *, silence_s: float, log_file: Path, session: str) -> None:
-        self._log_file, self._silence_s, self._number = log_file, silence_s, 0
+    def __init__(self, url: str, key: str, *, silence_s: float, log_file: Path | None, session: str) -> None:
+        self.url, self._log_file, self._silence_s, self._number = url, log_file, silence_s, 0
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
@@ -70,7 +100,9 @@ class LearnerConnection:
             tell: receives the progress; its error ends the call.
         """
         self._number += 1
-        progress, body = _Progress(tell), CALLS[name].body(arguments)
+        # The process may have another working directory.
+        absolute = [item.absolute() if isinstance(item, Path) else item for item in arguments]
+        progress, body = _Progress(tell), CALLS[name].body(tuple(absolute))
         silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
         for _ in range(_ATTEMPTS):
             try:
@@ -82,6 +114,39 @@ class LearnerConnection:
             except httpx.TransportError:
                 continue
         raise self._lost(name, f"broke off {_ATTEMPTS} connections")
+
+    def fault(self, run: str) -> str:
+        """Why the process cannot take a run yet, which may pass; empty: it can.
+
+        Raises:
+            JobError: it is of another release.
+            LearnerFailed: it is no learner, or has another key.
+        """
+        try:
+            reply = self._client.get("/about")
+        except httpx.TransportError as error:
+            return f"{type(error).__name__}: {error}"
+        if not reply.is_success:
+            raise self._refusal(reply)
+        try:
+            about = About.model_validate_json(reply.content)
+        except ValueError as error:
+            raise LearnerFailed(f"{reply.url} answered, and not as a learner does") from error
+        if about.version != (own := version(PACKAGE)):
+            raise JobError(
+                f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
+                hint="Install the same release on all machines of a run.",
+            )
+        return (
+            f"it is busy with call {about.call} of an earlier start"
+            if about.run == run and about.call
+            else ""
+        )
+
+    def leave(self) -> None:
+        """Tell the process that its run has ended; nobody minds if it does not hear it."""
+        with suppress(httpx.HTTPError):
+            self._client.post("/leave")
 
     def close(self) -> None:
         self._client.close()
@@ -113,19 +178,23 @@ class LearnerConnection:
             problem = Problem.model_validate_json(reply.content)
         except ValueError:
             return LearnerFailed(f"{reply.url} answered {reply.status_code}, and not as a learner does")
-        kind = LearnerBusy if problem.code == LearnerBusy.code else LearnerFailed
+        kind = _REFUSALS.get(problem.code, LearnerFailed)
         return self._with_log(kind(problem.detail, where=problem.where, hint=problem.hint))
 
     def _with_log(self, error: TrainerError) -> TrainerError:
-        if isinstance(error, LearnerFailed) and error.hint is None:
+        if isinstance(error, LearnerFailed) and error.hint is None and self._log_file is not None:
             error.hint = f"Its log is {self._log_file}."
         return error
 
     def _lost(self, name: str, what: str) -> LearnerLost:
-        return LearnerLost(
-            f"the learner's process {what} in the call {name!r}; the last line of its log, {self._log_file}: "
-            f"{last_line(self._log_file)!r}"
-        )
+        return LearnerLost(f"the learner's process {what} in the call {name!r}{_last_words(self._log_file)}")
+
+
+def _last_words(log_file: Path | None) -> str:
+    """The end of a sentence about a process that has ended; empty where somebody else has its log."""
+    if log_file is None:
+        return ""
+    return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
 class _Progress:
@@ -189,30 +258,36 @@ class RemoteLearner:
 
 
 class LearnerProcess:
-    """Implements `protocols.LearnerFactory` with a child process; an async context manager around it.
+    """Implements `protocols.LearnerFactory` with a learner's process; an async context manager around it.
 
     Args:
-        log_file: receives its log.
+        directory: of the run; the process must see it under the same path.
+        launcher: starts the process, or knows its address.
         reporter: is given its process, and hears of its end when that comes, also between two calls; the next
             call raises LearnerLost.
 
     Raises (on entry):
-        JobError: the device that the job names is not there.
-        LearnerFailed: the process did not start.
+        JobError: the device that the job names is not there, the process is of another release, or does not
+            see the run's directory.
+        LearnerFailed: the process did not start, or nobody answers at its address in time.
+        LearnerBusy: it works for another run.
         LearnerLost: a signal ended it, or it was silent.
     """
 
-    def __init__(self, job: JobConfig, log_file: Path, reporter: Reporter) -> None:
-        self._job, self._log_file, self._reporter = job, log_file, reporter
+    def __init__(
+        self, job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
+    ) -> None:
+        self._job, self._directory, self._reporter, self._launcher = job, directory, reporter, launcher
+        self._log_file = directory.learner_log
         self._watch: asyncio.Task[None] | None = None
-        self._child: Child | None = None
+        self._process: Process | None = None
         self._end_is_known = False
         self._connection: LearnerConnection | None = None
 
     @property
     def pid(self) -> int:
-        assert self._child is not None
-        return self._child.pid
+        assert self._process is not None
+        return self._process.pid
 
     async def __aenter__(self) -> Self:
         self._report("starting")
@@ -221,25 +296,60 @@ class LearnerProcess:
         except BaseException as error:
             await self._end(error)
             raise
-        self._report("serving", f"process {self.pid}")
+        self._report("serving", f"process {self.pid}" if self.pid else "")
         return self
 
     async def _start(self) -> None:
-        key = secrets.token_urlsafe(32)
-        with self._log_file.open("ab") as log:
-            self._child = await Child.start(
-                _command(self._job.learner),
-                stdout=PIPE,
-                stderr=log,
-                env={**os.environ, LEARNER_KEY: key},
-            )
+        key = self._launcher.key(LEARNER_KEY)
+        self._process = await self._launcher.start(
+            Role(LEARNER, partial(_command, self._job.learner), {LEARNER_KEY: key}, self._log_file)
+        )
         self._connection = LearnerConnection(
-            await self._address(self._child), key,
-            silence_s=self._job.learner.timeout_s, log_file=self._log_file,
-            session=secrets.token_hex(8),
+            await self._address(self._process), key, silence_s=self._job.learner.timeout_s,
+            log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
+            session=session_of(self._directory.run_id, secrets.token_hex(8)),
         )  # fmt: skip
-        self._watch = asyncio.ensure_future(self._tell_of_its_end(self._child))
+        self._watch = asyncio.ensure_future(self._tell_of_its_end(self._process))
+        await self._meet(self._connection)
         await asyncio.to_thread(self._ask, "open", dump_job(self._job))
+        if self._launcher is not LOCAL:
+            await self._refuse_other_disk()
+
+    async def _meet(self, connection: "LearnerConnection") -> None:
+        """Wait until a learner of somebody else's answers; refuse one of another release."""
+        cluster, awaited = self._job.cluster, ""
+        is_awaited = cluster is not None and isinstance(self._process, Elsewhere)
+        limit_s = cluster.wait_s if cluster is not None and is_awaited else 0.0
+        deadline = time.monotonic() + limit_s
+        while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
+            if not is_awaited:
+                raise LearnerLost(f"the learner's process was ready, and then: {fault}")
+            if time.monotonic() > deadline:
+                raise LearnerFailed(
+                    f"no learner was ready at {connection.url} within {limit_s:g} s (cluster.wait_s): "
+                    f"{fault}",
+                    hint="docs/cluster.md says how to start one.",
+                )
+            if fault != awaited:
+                self._reporter.say(
+                    f"waiting for the learner at {connection.url}, at most {limit_s:g} s: {fault}"
+                )
+                awaited = fault
+            await asyncio.sleep(_LOOK_S)
+
+    async def _refuse_other_disk(self) -> None:
+        """Have the process read a file of the run, since weights and checkpoints go from disk to disk."""
+        mark, text = self._directory.path.absolute() / _MARK, secrets.token_hex(8)
+        mark.write_text(text, encoding="utf-8")
+        try:
+            if not await asyncio.to_thread(self._ask, "sees", mark, text):
+                raise JobError(
+                    f"the learner's machine does not see the run's directory, {mark.parent}",
+                    hint="Weights and checkpoints are files: put job.runs_dir on a disk that all machines of "
+                    "the run have mounted under the same path.",
+                )
+        finally:
+            mark.unlink(missing_ok=True)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -270,31 +380,20 @@ class LearnerProcess:
         assert self._connection is not None
         return RemoteLearner(self._connection)
 
-    async def _address(self, child: Child) -> str:
+    async def _address(self, process: Process) -> str:
         try:
-            async with asyncio.timeout(_START_S):
-                address = await child.address()
-        except TimeoutError as error:
-            raise LearnerFailed(f"the learner's process did not start within {_START_S:g} s") from error
-        if address is None:
-            code = await child.ended()
+            return await address_of(process, self._log_file, _START_S)
+        except NotReady as error:
             # One that a signal ended, the system short of memory, is worth another start.
-            raise (LearnerLost if code < 0 else LearnerFailed)(
-                f"the learner's process ended with exit code {code} before it was ready: "
-                f"{last_line(self._log_file)!r}",
-                hint=f"Its log is {self._log_file}.",
-            )
-        return address
+            kind = LearnerLost if (error.code or 0) < 0 else LearnerFailed
+            raise kind(f"the learner's process {error}", hint=f"Its log is {self._log_file}.") from error
 
-    async def _tell_of_its_end(self, child: Child) -> None:
+    async def _tell_of_its_end(self, process: Process) -> None:
         """Read what libraries print, which nobody needs and which would block it, until it ends."""
-        code = await child.ended()
+        code = await process.ended()
         if not self._end_is_known:
             self._end_is_known = True
-            line = (
-                f"the learner's process ended with exit code {code}; the last line of its log, "
-                f"{self._log_file}: {last_line(self._log_file)!r}"
-            )
+            line = f"the learner's process ended with exit code {code}{_last_words(self._log_file)}"
             self._reporter.say(line)
             self._report("lost", line)
 
@@ -305,8 +404,10 @@ class LearnerProcess:
         if isinstance(error, LearnerLost) and not self._end_is_known:
             self._report("lost", str(error))
         self._end_is_known = True
-        if self._child is not None:
-            await self._child.end(_STOP_S)
+        if self._connection is not None and not isinstance(error, LearnerLost):
+            await asyncio.to_thread(self._connection.leave)
+        if self._process is not None:
+            await self._process.end(_STOP_S)
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -314,11 +415,12 @@ class LearnerProcess:
             self._connection.close()
 
 
-def _command(table: LearnerTable) -> tuple[str, ...]:
+def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
+    own = () if place.host is None else ("--host", place.host)
     if table.nproc_per_node == 1:
-        return (sys.executable, "-m", "trainer_backend.learner.process")
+        return (sys.executable, "-m", "trainer_backend.learner.process", *own)
     ranks = f"--nproc-per-node={table.nproc_per_node}"
-    return (sys.executable, "-m", "trainer_backend.learner.group", "--standalone", ranks)
+    return (sys.executable, "-m", "trainer_backend.learner.group", "--standalone", ranks, "--", *own)
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
 from pathlib import Path
 from socketserver import TCPServer
 
@@ -48,6 +49,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if SCRIPT == "wedges" and self.path == "/control/probe" and is_first("wedged"):
             wait_for("never")
+        if self.path == "/about":
+            self.answer(json.dumps({"version": version("turnwise")}))
+            return
         self.answer(json.dumps({"requests": 3}))
 
     def do_POST(self) -> None:

@@ -40,6 +40,7 @@ from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
 from trainer_backend.protocols import CreditedEpisode, LearnerFactory, Progress
 from trainer_backend.run.learner_process import LearnerConnection, LearnerProcess
+from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 # A critic, a KL in the rewards, and dropout, which draws.
@@ -98,7 +99,7 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
     played, tmp_path: Path
 ):
     expected = calls_in_order(LocalFactory(JOB), played, tmp_path / "here")
-    async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()) as process:
+    async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
         learner, _ = await asyncio.to_thread(process.resumed, tmp_path / "there" / "iteration_2")
@@ -140,7 +141,7 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
         if done:
             raise Enough
 
-    async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()) as process:
+    async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         learner = await asyncio.to_thread(process.fresh, teacher, None)
         with pytest.raises(Enough):
             await asyncio.to_thread(learner.warm_up, teacher, stop)
@@ -166,7 +167,7 @@ async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_k
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(kind, match=rf"ended with exit code {code} before it was ready: '.*Its log is"):
-        async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()):
+        async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()):
             raise AssertionError
 
 
@@ -190,7 +191,7 @@ async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reporter = Showing()
     job = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"timeout_s": 10.0})})
-    async with LearnerProcess(job, tmp_path / "learner.log", reporter) as process:
+    async with LearnerProcess(job, RunDirectory(tmp_path, "run"), reporter) as process:
         learner = await asyncio.to_thread(process.fresh, [], None)
         await asyncio.to_thread(learner.publish, tmp_path / "version_1")  # it prints 2 MB
         assert not reporter.lines
@@ -236,7 +237,9 @@ def served(host: Host) -> Iterator[Callable[..., Any]]:
 
     with ServerThread(cut, Listener("127.0.0.1", 0)) as url, ExitStack() as stack:
 
-        def connect(*, silence_s: float = 60.0, session: str = "one", key: str = "key") -> LearnerConnection:
+        def connect(
+            *, silence_s: float = 60.0, session: str = "run/one", key: str = "key"
+        ) -> LearnerConnection:
             log = Path("the.log")
             link = LearnerConnection(url, key, silence_s=silence_s, log_file=log, session=session)
             stack.callback(link.close)
@@ -288,8 +291,8 @@ def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused(
         thread = threading.Thread(target=own.ask, args=("update", [], 1, None))
         thread.start()
         assert host.begun.wait(60)
-        with pytest.raises(LearnerBusy, match="works for another orchestrator, and it serves one alone"):
-            connect(session="two").ask("update", [], 1, None)
+        with pytest.raises(LearnerBusy, match=r"works for the run 'run', and it serves one alone"):
+            connect(session="other/two").ask("update", [], 1, None)
         beside = connect()
         beside._number = 1
         with pytest.raises(LearnerBusy, match=r"'values', cannot begin: call 1, 'update', is under way"):

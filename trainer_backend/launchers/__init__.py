@@ -1,0 +1,1 @@
+"""Who starts the processes of a run, and where: [cluster] launcher."""

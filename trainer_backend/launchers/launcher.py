@@ -1,0 +1,239 @@
+"""The protocol of launchers, and the two that start nothing elsewhere: `local` and `external`.
+
+A launcher starts the process of a role, and gives it back as a handle. What a role does when its process ends
+is up to the role: most start another one.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from service_kit.children import PIPE, Child, last_line
+from service_kit.errors import SettingsError
+from service_kit.keys import key_from_environ
+from trainer_backend.errors import JobError
+from trainer_backend.job.schema import JobConfig
+
+# The name of the learner's role.
+LEARNER = "learner"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process was placed.
+
+    Attributes:
+        host: the address that it listens on; None: it is beside this process, and listens on the loopback or
+            an inherited socket.
+        rank: its number among the nodes of its role.
+        rendezvous: `host:port` where the processes of several nodes meet; empty with one node.
+    """
+
+    host: str | None = None
+    rank: int = 0
+    rendezvous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What each node of a role, or each of its replicas, must have; counted where machines are chosen.
+
+    Attributes:
+        group: roles that are placed together: `learner`, or all replicas.
+        count: how many nodes or replicas the group has.
+        gpus, cpus: of each.
+    """
+
+    group: str
+    count: int = 1
+    gpus: int = 0
+    cpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A process of a run.
+
+    Attributes:
+        name: for people, and to tell the roles of a run apart.
+        command: makes its command line for a place.
+        environment: variables beside those of its machine.
+        log_file: receives its stderr; None: this process's own.
+        withheld: variables of this process that it does not get.
+        replica: its number in its group; None: it is on all nodes of the group, as one.
+        resources: None: it runs beside this process, whatever the launcher.
+        has_ready_line: whether it prints its address when it is ready; otherwise its stdout is a log too.
+        descriptors: open files that a child inherits.
+    """
+
+    name: str
+    command: Callable[[Place], Sequence[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log_file: Path | None = None
+    withheld: frozenset[str] = frozenset()
+    replica: int | None = None
+    resources: Resources | None = None
+    has_ready_line: bool = True
+    descriptors: Sequence[int] = ()
+
+
+class Process(Protocol):
+    """The process of a role; `service_kit.children.Child` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Of its machine."""
+
+    async def address(self) -> str | None:
+        """Return the address that it prints when it is ready; None if it ends before."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Yield the further lines of its stdout, until it closes."""
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; none if it has ended."""
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run."""
+
+    async def start(self, role: Role) -> Process:
+        """Start the process of a role, where it has room.
+
+        Raises:
+            JobError: it cannot be placed, at all or in time.
+        """
+
+    def key(self, variable: str) -> str:
+        """Return the key of a role that listens, which it reads from this variable."""
+
+
+class LocalLauncher:
+    """Children of this process, on this machine."""
+
+    async def start(self, role: Role) -> Child:
+        with ExitStack() as stack:
+            log = None if role.log_file is None else stack.enter_context(role.log_file.open("ab"))
+            own = {name: value for name, value in os.environ.items() if name not in role.withheld}
+            return await Child.start(
+                role.command(Place()),
+                stdout=PIPE if role.has_ready_line else log,
+                stderr=log,
+                env={**own, **role.environment},
+                descriptors=role.descriptors,
+            )
+
+    def key(self, variable: str) -> str:
+        return secrets.token_urlsafe(32)
+
+
+LOCAL = LocalLauncher()
+
+
+class Elsewhere:
+    """A process that somebody else starts, ends, and starts again; only its address is known."""
+
+    pid = 0
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def address(self) -> str:
+        return self._url
+
+    async def lines(self) -> AsyncIterator[str]:
+        no_lines: tuple[str, ...] = ()
+        for line in no_lines:
+            yield line
+
+    async def ended(self) -> int:
+        await asyncio.Event().wait()  # whoever calls it hears of its end first
+        raise AssertionError("nobody sets it")
+
+    def signal(self, number: int) -> None:
+        """Do nothing: it is not this run's to end."""
+
+    async def end(self, grace_s: float) -> bool:
+        return False
+
+
+class ExternalLauncher:
+    """Addresses of processes that somebody else starts; the other roles are children of this process.
+
+    Args:
+        urls: by the name of the role.
+    """
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = urls
+
+    async def start(self, role: Role) -> Process:
+        url = self._urls.get(role.name)
+        return await LOCAL.start(role) if url is None else Elsewhere(url)
+
+    def key(self, variable: str) -> str:
+        """Return the key that both sides were given.
+
+        Raises:
+            JobError: there is none.
+        """
+        try:
+            key = key_from_environ(os.environ, variable)
+        except SettingsError as error:
+            raise JobError(error.detail) from error
+        if key is None:
+            raise JobError(
+                f"cluster.launcher is 'external', and the environment has no key: set {variable}, or "
+                f"{variable}_FILE, here and where the process is started"
+            )
+        return key.get_secret_value()
+
+
+class NotReady(Exception):
+    """A process that has no address.
+
+    Attributes:
+        code: its exit code; None: it was not ready in time.
+    """
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+async def address_of(process: Process, log_file: Path, within_s: float) -> str:
+    """Return the address of a process once it is ready.
+
+    Raises:
+        NotReady: it has ended, with the last line of its log, or was not ready in time.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            address = await process.address()
+    except TimeoutError as error:
+        raise NotReady(f"did not start within {within_s:g} s") from error
+    if address is None:
+        code = await process.ended()
+        raise NotReady(f"ended with exit code {code} before it was ready: {last_line(log_file)!r}", code)
+    return address
+
+
+@asynccontextmanager
+async def launcher_of(job: JobConfig) -> AsyncIterator[Launcher]:
+    """The launcher that the job names, until the context is left."""
+    cluster = job.cluster
+    if cluster is not None and cluster.launcher == "external":
+        yield ExternalLauncher({LEARNER: job.learner.url})
+        return
+    yield LOCAL
