@@ -239,6 +239,11 @@ class LocalLearner:
             episodes, iteration=iteration, policy_version=policy_version, cache=cache
         )
 
+    def trained(self) -> list[Tensor]:
+        """The weights of the policy that are trained, and of the value head; a rank has a share of each."""
+        head = () if self._head is None else self._head.trained.values()
+        return [*(weight for weight in self.model.parameters() if weight.requires_grad), *head]
+
     def policy_update(self) -> PolicyUpdate:
         """The update of the weights as they are now."""
         return PolicyUpdate(

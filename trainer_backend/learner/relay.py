@@ -30,7 +30,7 @@ _IDLE = timedelta(days=365)
 _GRACE = timedelta(seconds=5)
 # For the other ranks to end a call that the first one has ended: all its collectives are over.
 _LIMIT = timedelta(seconds=600)
-_LOOK_S = 0.2
+_LOOK = timedelta(seconds=0.2)
 
 
 class Caller(Protocol):
@@ -94,8 +94,10 @@ class Relay:
                 result = self._carry_out(name, body, caller)
             except Exception as error:
                 own = error
-        others = self._ends(_LIMIT if own is None else _GRACE)
-        ends = [None if own is None else known(own, name), *others]
+        error = None if own is None else known(own, name)
+        # Where the ranks have lost each other, there is nothing to wait for.
+        limit = _LIMIT if error is None else timedelta() if isinstance(error, LearnerLost) else _GRACE
+        ends = [error, *self._ends(limit)]
         errors = [error for error in ends if error is not None]
         if errors and (len(errors) < len(ends) or any(isinstance(error, LearnerLost) for error in errors)):
             caller.broken(_cause(errors))
@@ -147,7 +149,7 @@ class Relay:
         ends: list[TrainerError | None] = []
         for rank in range(1, self._ranks.count):
             try:
-                self._store.wait([self._end_of(rank)], limit)
+                self._store.wait([self._end_of(rank)], max(limit, _LOOK))
             except dist.DistError as error:
                 ends.append(LearnerLost(f"rank {rank} of the learner does not end the call: {error}"))
                 continue
@@ -162,7 +164,7 @@ class Relay:
         assert store is not None
 
         def look() -> None:
-            while not over.wait(_LOOK_S):
+            while not over.wait(_LOOK.total_seconds()):
                 for rank in range(1, self._ranks.count):
                     if store.check([self._end_of(rank)]) and (text := store.get(self._end_of(rank))):
                         if not over.wait(_GRACE.total_seconds()):

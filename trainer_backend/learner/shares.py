@@ -59,6 +59,7 @@ def write_weights(
         full = whole(tensor)
         if writers[name] == ranks.index:
             mine[name] = finished(name, full).cpu().contiguous()
+        del full  # before the next one is gathered
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
     sizes = ranks.gathered(sum(tensor.nbytes for tensor in mine.values()))

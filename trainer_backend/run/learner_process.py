@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self

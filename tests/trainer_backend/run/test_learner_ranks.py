@@ -1,10 +1,7 @@
-"""A learner of several ranks: one process's numbers, on any number of ranks, and what happens to one that fails."""
+"""A learner of several ranks: the numbers of one process, and what happens to one that fails."""
 
 import asyncio
 from pathlib import Path
-
-import pytest
-from safetensors.torch import load_file
 
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.run.test_learner_process import calls_in_order, played

@@ -1,0 +1,246 @@
+"""The update on several ranks beside the same on one, in one run under torchrun; see bench/study_ranks.py.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m bench.rank_judge OUT.json [CASE ...]
+
+Every rank makes a step's gradient together with the others, then the first one makes it alone, from the same
+weights and episodes: unequal prompts, answers and numbers of decisions, and proximal log-probs that are not
+the policy's. OUT.json has the differences by case.
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from trainer_backend.core.critic import CriticTargets
+from trainer_backend.core.segments import Segment
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.tables import LearnerTable
+from trainer_backend.learner.behaviour import weighed
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.ranks import ALONE, Ranks, joined
+from trainer_backend.learner.sharding import shard, whole
+from trainer_backend.learner.shares import weights_of, write_weights
+from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models.folder import load_model_folder
+from trainer_backend.protocols import CreditedEpisode, Progress
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "token": {"algorithm": {"ratio_level": "token"}},
+    "decision": {"algorithm": {"ratio_level": "decision"}},
+    "episode": {"algorithm": {"ratio_level": "episode"}},
+    "lora": {"lora": {"rank": 4, "alpha": 8}},
+    "checkpointing": {"training": {"gradient_checkpointing": True}},
+    "lora, checkpointing, KL": {
+        "lora": {"rank": 4},
+        "training": {"gradient_checkpointing": True, "kl_coef": 0.1},
+    },
+    "critic": {"algorithm": {"advantage": "gae"}, "training": {"value_trunk_gradient": True}},
+    "KL": {"training": {"kl_coef": 0.1}},
+    "weights kept after forward": {"cluster": {}, "learner": {"fsdp_reshard_after_forward": False}},
+}
+TRAINING = {
+    "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
+    "mismatch_limit": 1e9, "learning_rate_schedule": "cosine", "threads": 1,
+}  # fmt: skip
+NEAR = 0.15  # nats, between the policy and its proximal log-probs
+
+
+def config_of(tables: dict[str, dict[str, Any]]) -> LearnerConfig:
+    document: dict[str, Any] = {
+        "job": {"name": "ranks", "seed": 1},
+        "model": {"preset": "tiny-0.8m", "device": "cpu"},
+        **tables,
+        "training": {**TRAINING, **tables.get("training", {})},
+    }
+    return LearnerConfig.of(parse_job(document, where="the study").config)
+
+
+def learner_of(config: LearnerConfig, ranks: Ranks) -> LocalLearner:
+    tokenizer = train_tokenizer(["tree stone coal iron"] * 20, 300, whole_words=["noop", "do"])
+    return LocalLearner(config, build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer, ranks=ranks)
+
+
+def episodes(seed: int = 0, count: int = 37) -> list[CreditedEpisode]:
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        decisions = rng.randint(1, 4)
+        name = f"r{number}"
+        ups = [rng.gauss(0, 1) for _ in range(decisions)]
+        critic = CriticTargets([0.1] * decisions, [rng.gauss(0, 1) for _ in range(decisions)])
+        segments = [_segment(rng, name, t) for t in range(decisions)]
+        found.append(CreditedEpisode(name, segments, ups, critic))
+    return found
+
+
+def _segment(rng: random.Random, name: str, t: int) -> Segment:
+    prompt, answer = rng.randint(3, 100), rng.randint(1, 9)
+    ids = [rng.randrange(5, 200) for _ in range(prompt + answer)]
+    return Segment.of(name, ids, [-rng.uniform(3, 7) for _ in range(answer)], [(prompt, len(ids), t, 0, 1.0)])
+
+
+def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, float]]:
+    """A step's gradient as one vector in float64, and the step's metrics."""
+    learner, given = learner_of(config, ranks), episodes()
+    if config.update.value_level is None:
+        given = [replace(episode, critic=None) for episode in given]
+    else:
+        learner.values({episode.rollout_id: episode.segments for episode in given})
+    update = learner.policy_update()
+    with torch.no_grad():
+        for weight in learner.trained():
+            weight.mul_(1.01)  # away from what a KL pulls towards
+    drafts, rng = update.weighed(given).scored, random.Random(9)
+    near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
+    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.update.objectives).scored
+    metrics = update.gradient(step, {episode.rollout_id: episode for episode in given})
+    return torch.cat([whole(weight.grad).flatten().double() for weight in learner.trained()]), metrics
+
+
+def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
+    config = config_of(tables)
+    (own, metrics), alone = gradient(config, ranks), None
+    if ranks.is_first:
+        alone, expected = gradient(config, ALONE)
+        return {
+            "gradient": float((own - alone).norm() / alone.norm()),
+            "metrics": max(abs(metrics[name] - value) for name, value in expected.items()),
+        }
+    return {}
+
+
+def weights(learner: LocalLearner) -> Tensor:
+    return torch.cat([whole(weight).flatten().double() for weight in weights_of(learner.model).values()])
+
+
+def judge_update(ranks: Ranks) -> dict[str, float]:
+    """Three passes of clipped AdamW steps under a schedule."""
+    config = config_of({"training": {"max_grad_norm": 0.1}})
+    learner = learner_of(config, ranks)
+    before = weights(learner)
+    learner.update(episodes(), iteration=1)
+    after = weights(learner)
+    if not ranks.is_first:
+        return {}
+    alone = learner_of(config, ALONE)
+    alone.update(episodes(), iteration=1)
+    expected = weights(alone)
+    return {"update": float((after - expected).norm() / (expected - before).norm())}
+
+
+def judge_resume(ranks: Ranks) -> dict[str, float]:
+    """Saved by all ranks, gone on with by one alone, saved, and gone on with by all; beside never saved."""
+    config, folder = config_of({}), ranks.gathered(Path(tempfile.mkdtemp()))[0]
+    learner = learner_of(config, ranks)
+    learner.update(episodes(1), iteration=1)
+    learner.save(folder / "iteration_1", Progress(1, 1, 1))
+    for iteration in (2, 3):
+        learner.update(episodes(iteration), iteration=iteration)
+    if ranks.is_first:
+        alone, _ = LocalLearner.resumed(config, folder / "iteration_1")
+        alone.update(episodes(2), iteration=2)
+        alone.save(folder / "iteration_2", Progress(2, 2, 2))
+    ranks.gathered(0)
+    again, _ = LocalLearner.resumed(config, folder / "iteration_2", ranks)
+    again.update(episodes(3), iteration=3)
+    learner.publish(folder / "never")
+    again.publish(folder / "resumed")
+    found = {}
+    if ranks.is_first:
+        never, resumed = (load_model_folder(folder / name)[0] for name in ("never", "resumed"))
+        ids = torch.tensor([segment.token_ids[:16].tolist() for segment in _long(episodes())])
+        choices = [model(input_ids=ids).logits.argmax(-1) for model in (never, resumed)]
+        pairs = zip(never.parameters(), resumed.parameters(), strict=True)
+        found = {
+            "weights": max(float((a - b).detach().abs().max()) for a, b in pairs),
+            "choices_equal": float((choices[0] == choices[1]).double().mean()),
+        }
+        shutil.rmtree(folder)
+    return found
+
+
+def _long(given: Sequence[CreditedEpisode]) -> list[Segment]:
+    return [segment for episode in given for segment in episode.segments if len(segment) >= 16]
+
+
+class Peak:
+    """The most resident memory that this process has had since the beginning, beyond what it had then."""
+
+    def __enter__(self) -> "Peak":
+        self._process, self._over, self.most = psutil.Process(), threading.Event(), 0
+        self._base = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self._process.memory_info().rss - self._base)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def judge_publish(ranks: Ranks) -> dict[str, float]:
+    """Extra memory of a rank while it writes its share of a model of 108M parameters, in MiB."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
+        num_key_value_heads=4, intermediate_size=2304, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, folder = Qwen3ForCausalLM(config), ranks.gathered(Path(tempfile.mkdtemp()))[0]
+    sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
+    shard(model, ranks, LearnerTable(), torch.device("cpu"))
+    ranks.gathered(0)
+    with Peak() as peak:
+        write_weights(folder, weights_of(model), ranks)
+    most = max(ranks.gathered(peak.most)) / 2**20
+    files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
+    ranks.gathered(0)
+    if ranks.is_first:
+        shutil.rmtree(folder)
+    return {"extra_mib": most, "limit_mib": max(sizes) + max(files), "model_mib": sum(sizes)}
+
+
+OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
+    "update": judge_update,
+    "resume": judge_resume,
+    "publish": judge_publish,
+}
+
+
+def main(out: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    ranks = joined()
+    found = {}
+    for name in names or (*GRADIENTS, *OTHERS):
+        if name in GRADIENTS:
+            found[name] = judge_gradient(GRADIENTS[name], ranks)
+        else:
+            found[name] = OTHERS[name](ranks)
+        ranks.gathered(0)
+        if ranks.is_first:
+            print(name, found[name], flush=True)
+    if ranks.is_first:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    ranks.gathered(0)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
