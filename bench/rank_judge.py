@@ -206,7 +206,8 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     model, folder = Qwen3ForCausalLM(config), ranks.gathered(Path(tempfile.mkdtemp()))[0]
     sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
-    ranks.gathered(0)
+    for weight in model.parameters():
+        whole(weight)  # what the ranks need to talk at all they have had since their first update
     with Peak() as peak:
         write_weights(folder, weights_of(model), ranks)
     most = max(ranks.gathered(peak.most)) / 2**20
