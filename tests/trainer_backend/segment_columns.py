@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from trainer_backend.core.columns import Row
 from trainer_backend.core.segments import CONTEXT, Segment, Span
 
 
@@ -25,3 +26,7 @@ def segment_of(
             spans.append((at, at + 1, t, version, temperature))
     sampled = [value for value, t in zip(logprobs, decision, strict=True) if t != CONTEXT]
     return Segment.of(rollout_id, list(token_ids), sampled, spans)
+
+
+def lists(rows: Sequence[Row]) -> list[list[float]]:
+    return [[*map(float, row)] for row in rows]

@@ -7,13 +7,17 @@ order, the packing or the number of devices.
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
-Aggregation = Callable[[Sequence[Segment]], list[list[float]]]
+Aggregation = Callable[[Sequence[Segment]], list[NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class AggregationPlug:
         return self.over != "plan"
 
 
-def token_mean(segments: Sequence[Segment]) -> list[list[float]]:
+def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     """Every sampled token of the step counts the same.
 
         w = 1 / (sampled tokens of the step)
@@ -60,7 +64,7 @@ def token_mean(segments: Sequence[Segment]) -> list[list[float]]:
     return _weights(segments, lambda segment, t: 0)
 
 
-def decision_mean(segments: Sequence[Segment]) -> list[list[float]]:
+def decision_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     """Every decision of the step counts the same, whatever its length.
 
         w = 1 / (decisions of the step * sampled tokens of the decision)
@@ -73,7 +77,7 @@ def decision_mean(segments: Sequence[Segment]) -> list[list[float]]:
     return _weights(segments, lambda segment, t: (segment.rollout_id, t))
 
 
-def episode_equal(segments: Sequence[Segment]) -> list[list[float]]:
+def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     """Every episode of the iteration counts the same, in however many segments and steps it lies.
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
@@ -89,7 +93,7 @@ def episode_equal(segments: Sequence[Segment]) -> list[list[float]]:
     return _weights(segments, lambda segment, t: segment.rollout_id)
 
 
-def constant(segments: Sequence[Segment]) -> list[list[float]]:
+def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     """Every sampled token counts 1, to be divided by what was planned.
 
         w = 1 / (episodes planned for the iteration * training.constant_tokens)
@@ -102,7 +106,7 @@ def constant(segments: Sequence[Segment]) -> list[list[float]]:
     DESIGN.md 4.6.
     """
     _refuse_none(segments)
-    return [[1.0] * len(segment.logprobs) for segment in segments]
+    return [np.ones(len(segment.logprobs)) for segment in segments]
 
 
 def _refuse_none(segments: Sequence[Segment]) -> None:
@@ -110,35 +114,43 @@ def _refuse_none(segments: Sequence[Segment]) -> None:
         raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
 
 
-def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], object]) -> list[list[float]]:
+def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashable]) -> list[NDArray[Any]]:
     """Each unit weighs the same, and so does each token within it."""
-    units = [[unit(segment, t) for t in segment.decision.tolist()] for segment in segments]
     _refuse_none(segments)
-    tokens = Counter(name for row in units for name in row)
-    return [[1.0 / (len(tokens) * tokens[name]) for name in row] for row in units]
+    spans = [
+        [(unit(segment, span[2]), span[1] - span[0]) for span in segment.spans.tolist()]
+        for segment in segments
+    ]
+    tokens = Counter[Hashable]()
+    for name, count in chain.from_iterable(spans):
+        tokens[name] += count
+    return [
+        np.repeat([1.0 / (len(tokens) * tokens[name]) for name, _ in row], [count for _, count in row])
+        for row in spans
+    ]
 
 
-_OF: dict[RatioLevel, Callable[[Segment, int, int], Hashable]] = {
-    "token": lambda segment, n, t: (id(segment), n),
-    "decision": lambda segment, n, t: (segment.rollout_id, t),
-    "episode": lambda segment, n, t: segment.rollout_id,
-}
-
-
-def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[list[int]]:
+def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
 
     A decision lies in one segment; an episode may lie in several, all of one level.
 
     Args:
-        segments: all of what units may lie in.
+        segments: all of what units may lie in, each once.
         levels: that of each segment.
     """
     numbers: dict[Hashable, int] = {}
-    return [
-        [
-            numbers.setdefault(_OF[level](segment, n, t), len(numbers))
-            for n, t in enumerate(segment.decision.tolist())
-        ]
-        for segment, level in zip(segments, levels, strict=True)
-    ]
+    rows, count = [], 0
+    for segment, level in zip(segments, levels, strict=True):
+        if level == "token":
+            rows.append(np.arange(count, count + len(segment.logprobs)))
+            count += len(segment.logprobs)
+            continue
+        of_spans = []
+        for t in segment.spans["decision"].tolist():
+            name = segment.rollout_id if level == "episode" else (segment.rollout_id, t)
+            if name not in numbers:
+                numbers[name], count = count, count + 1
+            of_spans.append(numbers[name])
+        rows.append(np.repeat(of_spans, segment.spans["end"] - segment.spans["start"]))
+    return rows

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
 from trainer_backend.core.packing import pack
 from trainer_backend.core.segments import Segment, joined_spans, positions
@@ -210,7 +211,7 @@ class _Cells:
         return value_P.new_zeros(self.shape).index_put((self.row_P, self.column_P), value_P)
 
 
-def _flat(rows: Sequence[Sequence[float] | NDArray[Any]], dtype: torch.dtype) -> Tensor:
+def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
     """All numbers of all rows."""
     return torch.from_numpy(np.concatenate([np.asarray(row) for row in rows])).to(dtype)
 
@@ -219,14 +220,14 @@ def collate(
     segments: Sequence[Segment],
     *,
     advantages: Mapping[str, OfEpisode],
-    weights: Sequence[Sequence[float]],
-    proximal: Sequence[Sequence[float]],
-    behaviour: Sequence[Sequence[float]],
-    units: Sequence[Sequence[int]],
+    weights: Sequence[Row],
+    proximal: Sequence[Row],
+    behaviour: Sequence[Row],
+    units: Sequence[Row],
     policies: Sequence[int],
     row_tokens: int,
     critic: Mapping[str, CriticTargets] | None = None,
-    reference: Sequence[Sequence[float]] | None = None,
+    reference: Sequence[Row] | None = None,
 ) -> Batch:
     """All tensors of one optimizer step.
 
@@ -265,7 +266,7 @@ def collate(
     )
 
 
-def by_segment(packed: Packed, values_N: Tensor) -> list[list[float]]:
+def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
     """Values of sampled tokens, back in the order of the segments that were packed.
 
     Args:
@@ -275,10 +276,16 @@ def by_segment(packed: Packed, values_N: Tensor) -> list[list[float]]:
     Returns:
         For each segment, [N_segment] values of its sampled tokens in order.
     """
-    rows: list[list[float]] = [[] for _ in range(int(packed.segment_N.max()) + 1)]
-    for index, value in zip(packed.segment_N.tolist(), values_N.tolist(), strict=True):
-        rows[index].append(value)
-    return rows
+    rows = rows_of(packed, values_N)
+    return [rows[index] for index in range(len(rows))]
+
+
+def rows_of(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
+    """By the number of each segment that is there, in order, [N_segment] values of its sampled tokens."""
+    number_N = packed.segment_N.cpu().numpy()
+    first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
+    rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])
+    return dict(zip(number_N[first_S].tolist(), rows, strict=True))
 
 
 def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
@@ -325,7 +332,7 @@ _FLAT = [f.name for f in fields(Packed) if f.name.endswith("_N")]
 
 
 def _column(
-    values: Sequence[Sequence[float]],
+    values: Sequence[Row],
     segments: Sequence[Segment],
     order: Sequence[int],
     dtype: torch.dtype = torch.float32,

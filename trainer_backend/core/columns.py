@@ -1,5 +1,6 @@
 """Arrays as fields of what one process sends another: bytes beside the JSON, never numbers in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import GetCoreSchemaHandler, SerializationInfo, TypeAdapter, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
+
+# Numbers of the N sampled tokens of a segment, in order; plain sequences are for whoever has a few of them.
+Row = NDArray[Any] | Sequence[float]
 
 # Of the first byte of an array, for processors and for torch, which read whole numbers.
 _ALIGNMENT = 8

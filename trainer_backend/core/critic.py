@@ -1,11 +1,16 @@
 """The values of a critic for an episode, by decision or by sampled token, and over its segments. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_backend.core.columns import Row
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
@@ -72,9 +77,7 @@ def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
     return CriticTargets(values, _sums(values, advantages))
 
 
-def values_of_episode(
-    segments: Sequence[Segment], values: Sequence[Sequence[float]], *, level: ValueLevel
-) -> OfEpisode:
+def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """The values of an episode where its estimator reads them.
 
     Args:
@@ -86,14 +89,9 @@ def values_of_episode(
         AdvantageError: a decision sampled no token, so that its state was never read; a value that is not
             finite, by the name of its token.
     """
-    decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
-    rows: list[list[float]] = [[] for _ in range(decisions)]
+    rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
-        for n, (t, value) in enumerate(zip(segment.decision.tolist(), column, strict=True)):
-            if not math.isfinite(value):
-                where = place(segment.rollout_id, t + 1, int(segment.sampled_positions[n]))
-                raise AdvantageError(f"the critic's value is {value}", where=where)
-            rows[t].append(value)
+        _refuse_non_finite(segment, np.asarray(column))
     for t, row in enumerate(rows):
         if not row:
             where = place(segments[0].rollout_id, t + 1)
@@ -102,52 +100,83 @@ def values_of_episode(
     return by_token if level == "token" else by_token.firsts_T
 
 
-def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> list[float]:
+def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
     """[N] the number of each sampled token of a segment: its own, or its decision's.
 
     Raises:
         BatchError: a token without a number, or with one that is not finite; more numbers than tokens.
     """
     found = of_episodes.get(segment.rollout_id, ())
-    offsets = _offsets(segment)
     if isinstance(found, ByToken):
-        _refuse_other_counts(segment, offsets, found, what)
-        numbers = [found.rows_T[t][j] for t, j in offsets]
+        counts_T, numbers = np.array([len(row) for row in found.rows_T]), np.array(found.flat)
+        _refuse_other_counts(segment, counts_T, what)
+        place_N = (counts_T.cumsum() - counts_T)[segment.decision] + offsets(segment)
     else:
-        numbers = [found[t] if t < len(found) else math.nan for t, _ in offsets]
-    for n, ((t, _), number) in enumerate(zip(offsets, numbers, strict=True)):
-        if not math.isfinite(number):
-            told = number if isinstance(found, ByToken) or t < len(found) else "missing"
-            position = int(segment.sampled_positions[n])
-            raise BatchError(f"its {what} is {told}", where=place(segment.rollout_id, t + 1, position))
-    return numbers
+        # One more stands for what is missing.
+        numbers = np.array([*found, math.nan])
+        place_N = np.minimum(segment.decision, len(found))
+    column: NDArray[np.float64] = numbers[place_N]
+    if not np.isfinite(column).all():
+        n = int(np.isfinite(column).argmin())
+        t, position = int(segment.decision[n]), int(segment.sampled_positions[n])
+        told = column[n] if isinstance(found, ByToken) or t < len(found) else "missing"
+        raise BatchError(f"its {what} is {told}", where=place(segment.rollout_id, t + 1, position))
+    return column
 
 
-def where_read(segment: Segment, values: OfEpisode) -> list[bool]:
+def where_read(segment: Segment, values: OfEpisode) -> NDArray[np.bool_]:
     """[N] whether a value is read where the token is predicted: everywhere, or first in its decision."""
-    return [isinstance(values, ByToken) or j == 0 for _, j in _offsets(segment)]
+    is_first_N: NDArray[np.bool_] = offsets(segment) == 0
+    return np.ones_like(is_first_N) if isinstance(values, ByToken) else is_first_N
+
+
+def offsets(segment: Segment) -> NDArray[np.int64]:
+    """[N] which of its decision's tokens each sampled token is, from 0."""
+    before, seen = [], Counter[int]()
+    for start, end, t, _, _ in segment.spans.tolist():
+        before.append(seen[t] - start)
+        seen[t] += end - start
+    counts = segment.spans["end"] - segment.spans["start"]
+    return segment.sampled_positions + np.repeat(np.array(before, np.int64), counts)
+
+
+def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[list[float]]:
+    """[T] the numbers of each decision's tokens, from those of each segment's.
+
+    Args:
+        segments: all of an episode.
+        columns: for each segment, [N].
+
+    Raises:
+        ValueError: a column of another length than its segment's sampled tokens.
+    """
+    decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
+    rows: list[list[float]] = [[] for _ in range(decisions)]
+    for segment, column in zip(segments, columns, strict=True):
+        if len(column) != len(segment.logprobs):
+            raise ValueError(f"{len(column)} values for {len(segment.logprobs)} sampled tokens")
+        numbers, first = np.asarray(column).tolist(), 0
+        for start, end, t, _, _ in segment.spans.tolist():
+            rows[t] += numbers[first : first + end - start]
+            first += end - start
+    return rows
+
+
+def _refuse_non_finite(segment: Segment, value_N: NDArray[Any]) -> None:
+    if not np.isfinite(value_N).all():
+        n = int(np.isfinite(value_N).argmin())
+        where = place(segment.rollout_id, int(segment.decision[n]) + 1, int(segment.sampled_positions[n]))
+        raise AdvantageError(f"the critic's value is {value_N[n]}", where=where)
 
 
 def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
-def _offsets(segment: Segment) -> list[tuple[int, int]]:
-    """[N] the decision of each sampled token, and which of that decision's tokens it is."""
-    seen: dict[int, int] = {}
-    offsets = []
-    for t in segment.decision.tolist():
-        offsets.append((t, seen.get(t, 0)))
-        seen[t] = seen.get(t, 0) + 1
-    return offsets
-
-
-def _refuse_other_counts(
-    segment: Segment, offsets: Sequence[tuple[int, int]], found: ByToken, what: str
-) -> None:
-    tokens = {t: j + 1 for t, j in offsets}
+def _refuse_other_counts(segment: Segment, counts_T: NDArray[Any], what: str) -> None:
+    tokens = Counter[int](segment.decision.tolist())
     for t, count in tokens.items():
-        numbers = len(found.rows_T[t]) if t < len(found.rows_T) else 0
+        numbers = counts_T[t] if t < len(counts_T) else 0
         if numbers != count:
             raise BatchError(
                 f"{numbers} numbers ({what}) for {count} sampled tokens",

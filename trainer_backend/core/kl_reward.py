@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_backend.core.columns import Row
+from trainer_backend.core.critic import by_decision
 from trainer_backend.core.losses import LOG_RATIO_LIMIT
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import RewardError, place
@@ -34,11 +36,11 @@ class ScoredTokens:
     def of(
         cls,
         segments: Sequence[Segment],
-        policy: Sequence[Sequence[float]],
-        reference: Sequence[Sequence[float]],
+        policy: Sequence[Row],
+        reference: Sequence[Row],
     ) -> "ScoredTokens":
         """From log-probs as the learner scores them: for each segment, of its sampled tokens."""
-        return cls(_by_decision(segments, policy), _by_decision(segments, reference))
+        return cls(by_decision(segments, policy), by_decision(segments, reference))
 
     def over(self, decisions: int) -> "ScoredTokens":
         """With a row for each of so many: the last ones of an episode may have sampled nothing to score."""
@@ -85,15 +87,6 @@ def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]
     held within +-LOG_RATIO_LIMIT, for all three.
     """
     return [-coef * math.fsum(row) for row in estimates]
-
-
-def _by_decision(segments: Sequence[Segment], columns: Sequence[Sequence[float]]) -> list[list[float]]:
-    decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
-    rows: list[list[float]] = [[] for _ in range(decisions)]
-    for segment, column in zip(segments, columns, strict=True):
-        for t, value in zip(segment.decision.tolist(), column, strict=True):
-            rows[t].append(value)
-    return rows
 
 
 def _bounded(difference: float) -> float:

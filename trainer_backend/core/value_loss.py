@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.core.critic import CriticTargets, column_of, where_read
@@ -52,12 +54,12 @@ def critic_columns(
     value_columns = [column_of(segment, values, "value") for segment in segments]
     return_columns = [column_of(segment, returns, "return") for segment in segments]
     read = [where_read(segment, values[segment.rollout_id]) for segment in segments]
-    share = 1.0 / sum(map(sum, read))
+    share = 1.0 / sum(int(row.sum()) for row in read)
 
-    def joined(columns: Sequence[Sequence[float]]) -> Tensor:
-        return torch.tensor(list(chain.from_iterable(columns[i] for i in order)), dtype=torch.float32)
+    def joined(columns: Sequence[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate([columns[i] for i in order])).float()
 
-    weights = [[share if here else 0.0 for here in row] for row in read]
+    weights = [np.where(row, share, 0.0) for row in read]
     return CriticColumns(joined(value_columns), joined(return_columns), joined(weights))
 
 

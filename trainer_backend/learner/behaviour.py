@@ -5,14 +5,14 @@ without any support for fixed policies.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
-from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
@@ -24,7 +24,8 @@ from trainer_backend.core.behaviour import (
     log_weights,
     truncated,
 )
-from trainer_backend.core.collate import Batch
+from trainer_backend.core.collate import Batch, rows_of
+from trainer_backend.core.columns import Row
 from trainer_backend.core.losses import LossConfig
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
@@ -49,7 +50,7 @@ class Weighed:
     """
 
     scored: list[Scored]
-    logs: dict[str, list[float]]
+    logs: dict[str, NDArray[Any]]
     token_means: dict[str, float]
 
 
@@ -106,7 +107,7 @@ def _or(own: Value | None, inherited: Value) -> Value:
 
 
 def weighed(
-    drafts: Sequence[Scored], proximal: Sequence[Sequence[float]], objectives: Mapping[str, Objective]
+    drafts: Sequence[Scored], proximal: Sequence[Row], objectives: Mapping[str, Objective]
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
 
@@ -117,30 +118,25 @@ def weighed(
     """
     for draft, own in zip(drafts, proximal, strict=True):
         _refuse_non_finite(draft.segment, own, "the learner's log-prob")
-        _refuse_non_finite(draft.segment, draft.segment.logprobs.tolist(), "the sampler's log-prob")
-        _refuse_non_finite(draft.segment, draft.reference or (), "the reference's log-prob")
-    rows: dict[int, list[float]] = {}
-    logs: dict[str, list[float]] = {}
+        _refuse_non_finite(draft.segment, draft.segment.logprobs, "the sampler's log-prob")
+        _refuse_non_finite(
+            draft.segment, () if draft.reference is None else draft.reference, "the reference's log-prob"
+        )
+    rows: dict[int, NDArray[Any]] = {}
+    logs: dict[str, NDArray[Any]] = {}
     token_means: dict[str, float] = {}
     for policy in dict.fromkeys(draft.policy for draft in drafts):
         mine = [index for index, draft in enumerate(drafts) if draft.policy == policy]
         of_mine = [drafts[index].segment for index in mine]
         config = objectives[policy].weighting
         units = None if config.level == "token" else units_of(of_mine, [config.level] * len(mine))
-        columns_N = (
-            _column(proximal[index] for index in mine),
-            _column(part.logprobs.tolist() for part in of_mine),
-        )
-        logs_N = log_weights(
-            *columns_N, None if units is None else torch.tensor(list(chain.from_iterable(units)))
-        )
+        unit_N = None if units is None else torch.from_numpy(np.concatenate(units))
+        columns_N = _column([proximal[index] for index in mine]), _column([part.logprobs for part in of_mine])
+        logs_N = log_weights(*columns_N, unit_N)
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
-        weights = iter(truncated(logs_N, config).tolist())
-        rows |= {
-            index: list(islice(weights, len(part.logprobs)))
-            for index, part in zip(mine, of_mine, strict=True)
-        }
-        logs[policy] = _one_each(logs_N, units)
+        ends = np.cumsum([len(part.logprobs) for part in of_mine])
+        rows |= zip(mine, np.split(truncated(logs_N, config).numpy(), ends[:-1]), strict=True)
+        logs[policy] = _one_each(logs_N, unit_N)
     scored = [
         replace(draft, proximal=own, behaviour=rows[index])
         for index, (draft, own) in enumerate(zip(drafts, proximal, strict=True))
@@ -161,7 +157,7 @@ class FirstStep:
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
         self.drafts, self._objectives = drafts, objectives
-        self.proximal: dict[int, list[float]] = {}
+        self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
         """A piece with its proximal log-probs, and its weights towards who sampled it.
@@ -171,15 +167,13 @@ class FirstStep:
             logprobs_N: of its own forward pass.
         """
         own_N = logprobs_N.detach()
-        rows: dict[int, list[float]] = {}
-        for index, value in zip(piece.packed.segment_N.tolist(), own_N.tolist(), strict=True):
-            rows.setdefault(index, []).append(value)
+        rows = rows_of(piece.packed, own_N)
         self.proximal |= rows
         samples = weighed([self.drafts[index] for index in rows], list(rows.values()), self._objectives)
-        weights_N = _column(item.behaviour for item in samples.scored)
+        weights_N = _column([item.behaviour for item in samples.scored])
         return replace(piece, proximal_logprob_N=own_N, behaviour_weight_N=weights_N)
 
-    def take(self, proximal: Sequence[Mapping[int, list[float]]]) -> None:
+    def take(self, proximal: Sequence[Mapping[int, NDArray[Any]]]) -> None:
         """Take the log-probs of the pieces that other ranks have computed."""
         for rows in proximal:
             self.proximal |= rows
@@ -198,7 +192,7 @@ class Scores:
     def __init__(
         self,
         drafts: Sequence[Scored],
-        proximal: Mapping[int, Sequence[float]],
+        proximal: Mapping[int, Row],
         objectives: Mapping[str, Objective],
         *,
         members: Sequence[int] = (),
@@ -223,26 +217,24 @@ class Scores:
         return weighed(self._drafts, rows_of_all, self._objectives)
 
 
-def _column(rows: Iterable[Sequence[float]]) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+def _column(rows: Sequence[Row]) -> Tensor:
+    return torch.from_numpy(np.concatenate(rows)).float()
 
 
-def _one_each(logs_N: Tensor, units: Sequence[Sequence[int]] | None) -> list[float]:
-    logs = logs_N.tolist()
-    if units is None:
-        return logs
-    return list(dict(zip(chain.from_iterable(units), logs, strict=True)).values())
+def _one_each(logs_N: Tensor, unit_N: Tensor | None) -> NDArray[Any]:
+    """The log of each unit's weight, which all tokens of a unit have; units are numbered from 0."""
+    if unit_N is None:
+        return logs_N.numpy()
+    return logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N).numpy()
 
 
-def _refuse_non_finite(segment: Segment, values: Sequence[float], what: str) -> None:
+def _refuse_non_finite(segment: Segment, values: Row, what: str) -> None:
     """Name the token whose log-prob is not finite."""
-    if all(map(math.isfinite, values)):
-        return  # as a rule, and the walk below takes ten times as long
-    columns = segment.sampled_positions.tolist(), segment.decision.tolist()
-    for position, t, value in zip(*columns, values, strict=True):
-        if not math.isfinite(value):
-            where = place(segment.rollout_id, t + 1)
-            raise NonFiniteLoss(f"{where}, token {position}: {what} is {value}")
+    finite_N = np.isfinite(values)
+    if not finite_N.all():
+        n = int(finite_N.argmin())
+        where = place(segment.rollout_id, int(segment.decision[n]) + 1)
+        raise NonFiniteLoss(f"{where}, token {segment.sampled_positions[n]}: {what} is {values[n]}")
 
 
 # The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
@@ -266,27 +258,30 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     sampled = sum(len(item.proximal) for item in of_actor)
     if not sampled:
         return {}
-    tokens = [
-        (abs(own - logprob), own, item.segment, n)
-        for item in of_actor
-        for n, (logprob, version, own) in enumerate(
-            zip(item.segment.logprobs.tolist(), item.segment.versions.tolist(), item.proximal, strict=True)
-        )
-        if policy_version in (None, version)
-    ]
-    share = {} if policy_version is None else {"mismatch/checked_share": len(tokens) / sampled}
-    if not tokens:
+    gaps = [np.abs(np.asarray(item.proximal, np.float64) - item.segment.logprobs) for item in of_actor]
+    if policy_version is not None:  # -1 is below every gap
+        versions = [item.segment.versions for item in of_actor]
+        gaps = [np.where(own == policy_version, gap, -1.0) for own, gap in zip(versions, gaps, strict=True)]
+    gap_N = np.concatenate(gaps)
+    gap_N = gap_N[gap_N >= 0.0]
+    share = {} if policy_version is None else {"mismatch/checked_share": len(gap_N) / sampled}
+    if not len(gap_N):
         return share
-    gap, own, segment, n = max(tokens, key=itemgetter(0))
+    gap = float(gap_N.max())
     if gap <= limit:
-        mean = sum(token[0] for token in tokens) / len(tokens)
-        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean, **share}
-    beyond = sum(token[0] > limit for token in tokens)
-    position = int(segment.sampled_positions[n])
+        return {
+            "mismatch/logprob_max": gap,
+            "mismatch/logprob_mean": sum(gap_N.tolist()) / len(gap_N),
+            **share,
+        }
+    beyond = int((gap_N > limit).sum())
+    item, row = next(pair for pair in zip(of_actor, gaps, strict=True) if gap in pair[1])
+    segment, n = item.segment, int(row.argmax())
+    own, position = item.proximal[n], int(segment.sampled_positions[n])
     raise SamplerMismatch(
         f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[n]:.6g}, "
         f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
-        f"(training.mismatch_limit; beyond it: {beyond} of {len(tokens)} tokens)",
+        f"(training.mismatch_limit; beyond it: {beyond} of {len(gap_N)} tokens)",
         where=place(segment.rollout_id, int(segment.decision[n]) + 1, position),
         hint="Few tokens beyond it: products may round by more than that; raise it. Many: the engine had "
         "other weights, another temperature or other token ids; look at "
@@ -320,14 +315,15 @@ def mixture_metrics(
     """
     if len(objectives) == 1:
         return {}
+    logs = {policy: row.tolist() for policy, row in samples.logs.items()}
     by_policy = {
-        policy: truncated(torch.tensor(logs, dtype=torch.float64), objectives[policy].weighting).tolist()
-        for policy, logs in samples.logs.items()
+        policy: truncated(torch.from_numpy(row).double(), objectives[policy].weighting).tolist()
+        for policy, row in samples.logs.items()
     }
     fixed = [policy for policy in by_policy if policy != ACTOR]
     figures = {"actor/importance_sampling": float(bool(fixed))}
     if fixed:
-        figures |= _raw_weights([math.exp(log) for policy in fixed for log in samples.logs[policy]])
+        figures |= _raw_weights([math.exp(log) for policy in fixed for log in logs[policy]])
         of_fixed = [weight for policy in fixed for weight in by_policy[policy]]
         figures["mixture/ess"] = effective_share(of_fixed)
         figures[f"mixture/{COUNTED}"] = counted_share(of_fixed)
@@ -338,7 +334,7 @@ def mixture_metrics(
             metric_of(policy, "weight_mean"): math.fsum(weights) / len(weights),
         }
         if objectives[policy].kind != "single_ratio":
-            cut = _cut_share(samples.logs[policy], objectives[policy].weighting)
+            cut = _cut_share(logs[policy], objectives[policy].weighting)
             figures[metric_of(policy, "truncated_share")] = cut
         if objectives[policy].samples_truncated:
             figures[metric_of(policy, "lost_mass")] = 1.0 - samples.token_means[policy]

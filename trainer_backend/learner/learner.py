@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -101,8 +103,8 @@ class LocalLearner:
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
         # Log-probs from `values` and `score`, by rollout id, until the next update: under the weights of now,
         # and under the policy that RL started from.
-        self._proximal: dict[str, list[list[float]]] = {}
-        self._of_reference: dict[str, list[list[float]]] = {}
+        self._proximal: dict[str, list[NDArray[Any]]] = {}
+        self._of_reference: dict[str, list[NDArray[Any]]] = {}
 
     @classmethod
     def fresh(
@@ -211,7 +213,7 @@ class LocalLearner:
 
     def _logprobs(
         self, episodes: Mapping[str, Sequence[Segment]], policy: Reference
-    ) -> dict[str, list[list[float]]]:
+    ) -> dict[str, list[NDArray[Any]]]:
         """By rollout id, [N] log-probs of the sampled tokens of each segment."""
         if not episodes:
             return {}
@@ -279,7 +281,8 @@ class LocalLearner:
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
         (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
-        return logprobs[0]
+        found: list[float] = logprobs[0].tolist()
+        return found
 
     def hardware(self) -> Hardware:
         return place(self.config.model.device).hardware()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -97,7 +98,7 @@ class Scorer:
 
     def score(
         self, segments: Sequence[Segment], *, row_tokens: int, micro_batch_tokens: int
-    ) -> list[list[float]]:
+    ) -> list[NDArray[Any]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
         (found,) = self.each(
             segments,
@@ -114,7 +115,7 @@ class Scorer:
         *,
         row_tokens: int,
         micro_batch_tokens: int,
-    ) -> list[list[list[float]]]:
+    ) -> list[list[NDArray[Any]]]:
         """As `in_pieces`, of the states of each piece."""
         refuse_unknown_ids(segments, embedding_rows(self.model))
         return in_pieces(
@@ -136,7 +137,7 @@ def in_pieces(
     ranks: Ranks,
     row_tokens: int,
     micro_batch_tokens: int,
-) -> list[list[list[float]]]:
+) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
     Args:
@@ -160,7 +161,7 @@ def logprobs_in_pieces(
     ranks: Ranks,
     row_tokens: int,
     micro_batch_tokens: int,
-) -> list[list[float]]:
+) -> list[NDArray[Any]]:
     """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
     (found,) = in_pieces(
         segments,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from trainer_backend.core.columns import Row
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
@@ -87,11 +88,11 @@ class Scored:
     """
 
     segment: Segment
-    proximal: Sequence[float] = ()
-    behaviour: Sequence[float] = ()
+    proximal: Row = ()
+    behaviour: Row = ()
     policy: str = ACTOR
-    share: Sequence[float] = ()
-    reference: Sequence[float] | None = None
+    share: Row = ()
+    reference: Row | None = None
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
+from trainer_backend.core.columns import Row
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
@@ -49,8 +53,8 @@ class LogprobCache:
     An update that finds all its episodes here scores none again.
     """
 
-    proximal: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    reference: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
 EMPTY = LogprobCache()
@@ -156,12 +160,12 @@ class PolicyUpdate:
         # Before anything scores them: a lookup of an unknown id says neither whose it is nor where.
         refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         policies = [episode.policy for episode in episodes for _ in episode.segments]
-        reference: Sequence[Sequence[float] | None] = [None] * len(segments)
+        reference: Sequence[Row | None] = [None] * len(segments)
         pull = self._reference
         if pull is not None:
             score = partial(logprobs_in_pieces, pull, ranks=self._ranks)
             reference = self._logprobs(episodes, cache.reference, score)
-        shares: Sequence[Sequence[float]] = [()] * len(segments)
+        shares: Sequence[Row] = [()] * len(segments)
         if self._aggregation.over == "iteration":
             shares = self._aggregation.weights(segments)
         return [
@@ -196,9 +200,9 @@ class PolicyUpdate:
     def _logprobs(
         self,
         episodes: Sequence[CreditedEpisode],
-        cached: Mapping[str, Sequence[Sequence[float]]],
-        score: Callable[..., list[list[float]]],
-    ) -> list[Sequence[float]]:
+        cached: Mapping[str, Sequence[Row]],
+        score: Callable[..., list[NDArray[Any]]],
+    ) -> list[Row]:
         """For each segment, [N] its log-probs: all from the cache, or all scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
@@ -291,20 +295,20 @@ class PolicyUpdate:
             )
         return drift
 
-    def _token_weights(self, step: Sequence[Scored], steps: int) -> list[list[float]]:
+    def _token_weights(self, step: Sequence[Scored], steps: int) -> Sequence[Row]:
         """For each segment of a step, [N] how much each of its sampled tokens counts."""
         if self._aggregation.over == "iteration":
-            return [[steps * share for share in item.share] for item in step]
+            return [steps * np.asarray(item.share) for item in step]
         weights = self._aggregation.weights([item.segment for item in step])
         if self._aggregation.over == "step":
             return weights
-        return [[weight / self._config.update.planned_tokens for weight in row] for row in weights]
+        return [np.asarray(row) / self._config.update.planned_tokens for row in weights]
 
     def _batch(
         self,
         step: Sequence[Scored],
         episodes: Mapping[str, CreditedEpisode],
-        weights: Sequence[Sequence[float]],
+        weights: Sequence[Row],
         width: int,
     ) -> Batch:
         segments = [item.segment for item in step]
@@ -314,8 +318,8 @@ class PolicyUpdate:
             segments,
             advantages={name: episode.advantages for name, episode in episodes.items()},
             weights=weights,
-            proximal=[item.proximal or _not_yet(item.segment) for item in step],
-            behaviour=[item.behaviour or _not_yet(item.segment) for item in step],
+            proximal=[_or_zeros(item.proximal, item.segment) for item in step],
+            behaviour=[_or_zeros(item.behaviour, item.segment) for item in step],
             units=units_of(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
@@ -400,6 +404,6 @@ class PolicyUpdate:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-def _not_yet(segment: Segment) -> list[float]:
-    """Stands for scores that the step's own forward pass gives."""
-    return [0.0] * len(segment.logprobs)
+def _or_zeros(scores: Row, segment: Segment) -> Row:
+    """Zeros stand for scores that the step's own forward pass gives."""
+    return scores if len(scores) else np.zeros(len(segment.logprobs), np.float32)

@@ -111,7 +111,7 @@ def _step(
 ) -> float:
     width = row_width(segments, training.row_tokens)
     packed = pack_segments(segments, row_tokens=width)
-    weight = token_mean(segments)[0][0]
+    weight = float(token_mean(segments)[0][0])
     optimizer.zero_grad(set_to_none=True)
     total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
     rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), training.micro_batch_tokens // width)

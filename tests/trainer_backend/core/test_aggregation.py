@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import lists, segment_of
 from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, token_mean
 from trainer_backend.errors import BatchError
 
@@ -21,18 +21,22 @@ SEGMENTS = [segment("a", [-1, 0, -1, 1, 1, 1]), segment("b", [-1, 0, 0]), segmen
 
 
 def test_token_mean_weighs_every_token_the_same():
-    assert token_mean(SEGMENTS) == [[1 / 8] * 4, [1 / 8] * 2, [1 / 8] * 2]
+    assert lists(token_mean(SEGMENTS)) == [[1 / 8] * 4, [1 / 8] * 2, [1 / 8] * 2]
 
 
 def test_decision_mean_weighs_every_decision_the_same():
     # five decisions
-    assert decision_mean(SEGMENTS) == [[1 / 5, 1 / 15, 1 / 15, 1 / 15], [1 / 10, 1 / 10], [1 / 5, 1 / 5]]
+    assert lists(decision_mean(SEGMENTS)) == [
+        [1 / 5, 1 / 15, 1 / 15, 1 / 15],
+        [1 / 10, 1 / 10],
+        [1 / 5, 1 / 5],
+    ]
 
 
 def test_episode_equal_weighs_every_episode_the_same_however_many_segments_it_lies_in():
-    assert episode_equal(SEGMENTS) == [[1 / 8] * 4, [1 / 8] * 2, [1 / 8] * 2]
+    assert lists(episode_equal(SEGMENTS)) == [[1 / 8] * 4, [1 / 8] * 2, [1 / 8] * 2]
     alone = [segment("a", [-1, 0]), segment("b", [-1, 0, 0]), segment("b", [-1, 1])]
-    assert episode_equal(alone) == [[1 / 2], [1 / 6, 1 / 6], [1 / 6]]
+    assert lists(episode_equal(alone)) == [[1 / 2], [1 / 6, 1 / 6], [1 / 6]]
 
 
 @pytest.mark.parametrize("aggregation", MEANS)

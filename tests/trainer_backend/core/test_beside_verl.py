@@ -6,7 +6,7 @@ Its numbers are those that verl 0.9.1 printed on a CPU; nothing of it runs here.
 import pytest
 import torch
 
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import lists, segment_of
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
@@ -110,7 +110,7 @@ def test_tokens_or_sequences_count_the_same():
 
 def test_a_sequence_without_a_trained_token_does_not_dilute_the_others():
     # there it does, once the trainer gives global sizes: 1.5 for 2
-    assert decision_mean([segment("a", 3), segment("b", 0)]) == [[pytest.approx(1 / 3)] * 3, []]
+    assert lists(decision_mean([segment("a", 3), segment("b", 0)])) == [[pytest.approx(1 / 3)] * 3, []]
 
 
 def segment(name, sampled):

@@ -100,7 +100,7 @@ def credited(observation):
     config = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
     found = gae_token([rewards], config).per_token[0]
     assert len(segments) == 1, "the second decision continues the first"
-    return column_of(segments[0], {"r": found}, "advantage")
+    return column_of(segments[0], {"r": found}, "advantage").tolist()
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30))

@@ -1,6 +1,6 @@
 """Which tokens share a ratio, and which segments a step may not part."""
 
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import lists, segment_of
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT
@@ -17,16 +17,14 @@ PARTS = [segment("a", CONTEXT, 0, 0), segment("a", CONTEXT, 1, 1, CONTEXT, 2), s
 
 
 def test_a_token_shares_its_ratio_with_nobody_its_decision_or_its_episode():
-    assert units_of(PARTS, ["token"] * 3) == [[0, 1], [2, 3, 4], [5]]
-    assert units_of(PARTS, ["decision"] * 3) == [[0, 0], [1, 1, 2], [3]]
-    assert units_of(PARTS, ["episode"] * 3) == [[0, 0], [0, 0, 0], [1]]
+    assert lists(units_of(PARTS, ["token"] * 3)) == [[0, 1], [2, 3, 4], [5]]
+    assert lists(units_of(PARTS, ["decision"] * 3)) == [[0, 0], [1, 1, 2], [3]]
+    assert lists(units_of(PARTS, ["episode"] * 3)) == [[0, 0], [0, 0, 0], [1]]
 
 
 def test_samples_of_another_policy_may_share_at_another_level():
-    assert units_of(PARTS, ["episode", "episode", "token"]) == [[0, 0], [0, 0, 0], [1]]
-    assert units_of([*PARTS, PARTS[0]], ["token", "decision", "episode", "token"]) == [
-        [0, 1], [2, 2, 3], [4], [0, 1],
-    ]  # fmt: skip
+    assert lists(units_of(PARTS, ["episode", "episode", "token"])) == [[0, 0], [0, 0, 0], [1]]
+    assert lists(units_of(PARTS, ["token", "decision", "episode"])) == [[0, 1], [2, 2, 3], [4]]
 
 
 def scored(policies):

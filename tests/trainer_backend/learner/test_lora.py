@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.segment_columns import lists
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
@@ -63,7 +64,7 @@ def logits(model, ids=(5, 6, 7, 20)) -> torch.Tensor:
 
 def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
     plain, adapted = learner_of(tokenizer), learner_of(tokenizer, **LORA)
-    assert adapted.scorer.score(PROBE, **SIZE) == plain.scorer.score(PROBE, **SIZE)
+    assert lists(adapted.scorer.score(PROBE, **SIZE)) == lists(plain.scorer.score(PROBE, **SIZE))
     before = tensors_of(adapted)
     adapted.update(episodes_of(adapted, [1.0, -1.0]), iteration=1)
     changed = {name for name, tensor in tensors_of(adapted).items() if not torch.equal(tensor, before[name])}
@@ -183,9 +184,9 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     episodes = episodes_of(lora, [1.0, -1.0])
     found = lora.update(episodes, iteration=2)["loss/kl"]
     with lora._adapter.replaced(learner_of(tokenizer, **LORA).weights()):
-        base = [values for part in episodes for values in lora.scorer.score(part.segments, **SIZE)]
-    own = [values for part in episodes for values in lora.scorer.score(part.segments, **SIZE)]
-    assert base == [values for part in episodes for values in full.scorer.score(part.segments, **SIZE)]
+        base = [lists(lora.scorer.score(part.segments, **SIZE)) for part in episodes]
+    own = [lists(lora.scorer.score(part.segments, **SIZE)) for part in episodes]
+    assert base == [lists(full.scorer.score(part.segments, **SIZE)) for part in episodes]
     assert found > 0
     assert own != base
 
