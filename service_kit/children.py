@@ -89,6 +89,11 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
+    def kill_rest(self) -> None:
+        """Kill what it has left behind; only right after its end, since its number is used again."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     async def end(self, grace_s: float) -> bool:
         """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
         self.signal(signal.SIGTERM)

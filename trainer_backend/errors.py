@@ -15,6 +15,7 @@
     │   └── OutOfMemory            it did not fit the device
     ├── LearnerLost                the learner's process died or is silent; a run goes on from its checkpoint
     ├── LearnerFailed              an error inside the learner's process that is none of these
+    ├── NotPlaced                  nobody has had room for a process of the run in time
     ├── LearnerBusy                the learner's process works for another call, or another orchestrator
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
@@ -133,6 +134,11 @@ class LearnerLost(TrainerError):
 class LearnerFailed(TrainerError):
     code = "learner_failed"
     title = "The learner's process failed"
+
+
+class NotPlaced(TrainerError):
+    code = "not_placed"
+    title = "A process could not be placed"
 
 
 class LearnerBusy(TrainerError):

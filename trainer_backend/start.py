@@ -67,7 +67,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
 
         most = job.learner.max_restarts
         try:
-            async with launcher_of(job) as launcher:
+            async with launcher_of(job, directory.run_id, recording.say) as launcher:
 
                 async def start(resume: bool) -> Ended:
                     async with learner_factory(job, directory, recording, launcher) as learners:

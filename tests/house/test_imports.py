@@ -58,6 +58,7 @@ DOORS = {
     "tensorboard": ["trainer_backend/sinks.py"],
     "wandb": ["trainer_backend/sinks.py"],
     "peft": ["trainer_backend/learner"],
+    "ray": ["trainer_backend/launchers/ray.py"],
     "psutil": ["trainer_backend/jobs", "trainer_backend/learner"],
     "torch": [
         "trainer_backend/core",

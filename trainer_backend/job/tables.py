@@ -156,17 +156,24 @@ class ServicesTable(Table):
 class ClusterTable(Table):
     """[cluster]: the job's roles run as processes of their own; absent: all in one."""
 
-    launcher: Literal["local", "external"] = Field(
+    launcher: Literal["local", "external", "ray"] = Field(
         default="local",
         description="who starts them. local: this process, on this machine; external: somebody else starts "
-        "the learner, which has `learner.url`, and the vLLM servers of `inference.urls` (docs/cluster.md)",
+        "the learner, which has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on "
+        "the nodes where it has room (docs/cluster.md)",
+    )
+    ray_address: str = Field(
+        default="auto",
+        min_length=1,
+        description="with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this "
+        "machine",
     )
     wait_s: float = Field(
         default=600.0,
         gt=0,
         le=604_800,
-        description="with launcher = 'external': how long to wait for the learner of `learner.url`, at the "
-        "start and each time that it is lost",
+        description="how long to wait, at the start and each time that a process is lost: with launcher = "
+        "'external' for the learner of `learner.url`, with launcher = 'ray' for a place",
     )
 
 
@@ -366,6 +373,13 @@ class LearnerTable(Table):
         ge=0,
         le=1000,
         description="how often a run goes on from its newest checkpoint after the learner's process was lost",
+    )
+    nnodes: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="nodes that the learner's processes are on, as torchrun's; more than one needs "
+        "cluster.launcher = 'ray'. With 'external', torchrun's own command line says it",
     )
     url: str = Field(
         default="",

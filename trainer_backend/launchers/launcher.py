@@ -21,6 +21,7 @@ from trainer_backend.job.schema import JobConfig
 
 # The name of the learner's role.
 LEARNER = "learner"
+PACKAGE = "turnwise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +33,30 @@ class Place:
             an inherited socket.
         rank: its number among the nodes of its role.
         rendezvous: `host:port` where the processes of several nodes meet; empty with one node.
+        port: one that is free at the host; 0: whoever starts it knows one.
     """
 
     host: str | None = None
     rank: int = 0
     rendezvous: str = ""
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What each node of a role, or each of its replicas, must have; counted where machines are chosen.
+    """What the nodes of a role, or its replicas, must have; read where machines are chosen.
 
     Attributes:
         group: roles that are placed together: `learner`, or all replicas.
         count: how many nodes or replicas the group has.
-        gpus, cpus: of each.
+        processes: that compute in each; a CPU for each of them, and an accelerator where it has one.
+        device: that of [model]; `auto` is an accelerator where the cluster has some.
     """
 
     group: str
     count: int = 1
-    gpus: int = 0
-    cpus: int = 1
+    processes: int = 1
+    device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,9 @@ class Process(Protocol):
 
     async def end(self, grace_s: float) -> bool:
         """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+    def kill_rest(self) -> None:
+        """Kill the processes that it has left behind, right after its end."""
 
 
 class Launcher(Protocol):
@@ -167,6 +174,9 @@ class Elsewhere:
     async def end(self, grace_s: float) -> bool:
         return False
 
+    def kill_rest(self) -> None:
+        """Do nothing, either."""
+
 
 class ExternalLauncher:
     """Addresses of processes that somebody else starts; the other roles are children of this process.
@@ -230,10 +240,34 @@ async def address_of(process: Process, log_file: Path, within_s: float) -> str:
 
 
 @asynccontextmanager
-async def launcher_of(job: JobConfig) -> AsyncIterator[Launcher]:
-    """The launcher that the job names, until the context is left."""
+async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
+    """The launcher that the job names, until the context is left.
+
+    Args:
+        run_id: the name of the run's places.
+        say: is given a line where a place is waited for.
+
+    Raises:
+        JobError: there is no Ray, or it could never place the job.
+    """
     cluster = job.cluster
-    if cluster is not None and cluster.launcher == "external":
+    if cluster is None or cluster.launcher == "local":
+        yield LOCAL
+    elif cluster.launcher == "external":
         yield ExternalLauncher({LEARNER: job.learner.url})
-        return
-    yield LOCAL
+    else:
+        try:
+            from trainer_backend.launchers.ray import RayLauncher
+        except ModuleNotFoundError as error:
+            raise JobError("cluster.launcher = 'ray' needs `pip install 'turnwise[ray]'`") from error
+        launcher = RayLauncher(run_id, cluster.wait_s, say)
+        await launcher.open(cluster.ray_address)
+        try:
+            yield launcher
+        finally:
+            await launcher.close()
+
+
+def learner_resources(job: JobConfig) -> Resources:
+    """What the learner needs."""
+    return Resources(LEARNER, job.learner.nnodes, device=job.model.device)

@@ -32,7 +32,6 @@ from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Weigh
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
-PACKAGE = "turnwise"
 LineKind = Literal["progress", "result", "error"]
 
 

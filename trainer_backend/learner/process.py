@@ -48,11 +48,11 @@ from service_kit.server import Listener, Server
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
+from trainer_backend.launchers.launcher import PACKAGE
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
     NUMBER_HEADER,
-    PACKAGE,
     SESSION_HEADER,
     About,
     ErrorBody,

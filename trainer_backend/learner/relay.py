@@ -94,10 +94,12 @@ class Relay:
                 result = self._carry_out(name, body, caller)
             except Exception as error:
                 own = error
-        error = None if own is None else known(own, name)
-        # Where the ranks have lost each other, there is nothing to wait for.
-        limit = _LIMIT if error is None else timedelta() if isinstance(error, LearnerLost) else _GRACE
-        ends = [error, *self._ends(limit)]
+        first, limit = None, _LIMIT
+        if own is not None:
+            first = known(own, name)
+            # Where the ranks have lost each other, there is nothing to wait for.
+            limit = timedelta() if isinstance(first, LearnerLost) else _GRACE
+        ends = [first, *self._ends(limit)]
         errors = [error for error in ends if error is not None]
         if errors and (len(errors) < len(ends) or any(isinstance(error, LearnerLost) for error in errors)):
             caller.broken(_cause(errors))

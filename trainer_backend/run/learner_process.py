@@ -32,6 +32,7 @@ from trainer_backend.job.tables import LearnerTable
 from trainer_backend.launchers.launcher import (
     LEARNER,
     LOCAL,
+    PACKAGE,
     Elsewhere,
     Launcher,
     NotReady,
@@ -39,12 +40,12 @@ from trainer_backend.launchers.launcher import (
     Process,
     Role,
     address_of,
+    learner_resources,
 )
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
     NUMBER_HEADER,
-    PACKAGE,
     SESSION_HEADER,
     About,
     ErrorBody,
@@ -301,8 +302,9 @@ class LearnerProcess:
 
     async def _start(self) -> None:
         key = self._launcher.key(LEARNER_KEY)
+        resources = learner_resources(self._job)
         self._process = await self._launcher.start(
-            Role(LEARNER, partial(_command, self._job.learner), {LEARNER_KEY: key}, self._log_file)
+            Role(LEARNER, self._command, {LEARNER_KEY: key}, self._log_file, resources=resources)
         )
         self._connection = LearnerConnection(
             await self._address(self._process), key, silence_s=self._job.learner.timeout_s,
@@ -314,6 +316,13 @@ class LearnerProcess:
         await asyncio.to_thread(self._ask, "open", dump_job(self._job))
         if self._launcher is not LOCAL:
             await self._refuse_other_disk()
+
+    def _command(self, place: Place) -> tuple[str, ...]:
+        own, ranks = () if place.host is None else ("--host", place.host), self._job.learner.nproc_per_node
+        if ranks == 1:
+            return (sys.executable, "-m", "trainer_backend.learner.process", *own)
+        group = (sys.executable, "-m", "trainer_backend.learner.group", "--standalone")
+        return (*group, f"--nproc-per-node={ranks}", "--", *own)
 
     async def _meet(self, connection: "LearnerConnection") -> None:
         """Wait until a learner of somebody else's answers; refuse one of another release."""
@@ -413,14 +422,6 @@ class LearnerProcess:
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
-
-
-def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
-    own = () if place.host is None else ("--host", place.host)
-    if table.nproc_per_node == 1:
-        return (sys.executable, "-m", "trainer_backend.learner.process", *own)
-    ranks = f"--nproc-per-node={table.nproc_per_node}"
-    return (sys.executable, "-m", "trainer_backend.learner.group", "--standalone", ranks, "--", *own)
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:

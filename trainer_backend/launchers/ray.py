@@ -1,0 +1,417 @@
+"""`[cluster] launcher = "ray"`: Ray says where a role runs, and that it is lost. Only this file imports it.
+
+    orchestrator -- start, lines, end --> Host (an actor a node of a role) -- child process, as under "local"
+          \\-- beat --> Supervisor (detached) -- owns the placement groups and the hosts
+
+Rollouts and weights never travel through Ray: roles listen on their node's address, and weights are files.
+The supervisor outlives an orchestrator that was killed by `LEASE_S`, so that the next start of the run has
+the same places; then it ends what runs, gives the places back, and ends itself.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any, TypeVar
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from service_kit.children import PIPE, READY, Child
+from trainer_backend.errors import JobError, NotPlaced
+from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Process, Resources, Role
+
+Result = TypeVar("Result")
+
+NAMESPACE = "turnwise"
+# How long places are kept for an orchestrator that is gone, and how often one says that it is there.
+LEASE_S, _BEAT_S = 30.0, 2.0
+_LOOK_S, _STOP_S, _ANSWER_S = 1.0, 10.0, 60.0
+# The exit code of a process whose node, or whose actor, is lost.
+_LOST = -SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What an actor says of its node.
+
+    Attributes:
+        host: the address by which other nodes reach it.
+        port: one that is free there.
+        python: the interpreter of the package there.
+        release: of the package.
+    """
+
+    host: str
+    port: int
+    python: str
+    release: str
+
+
+class Host:
+    """Runs the process of one role on its node, one after another; an actor."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    async def node(self) -> Node:
+        host: str = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as holder:
+            return Node(host, holder.getsockname()[1], sys.executable, version(PACKAGE))
+
+    async def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log_file: Path, has_ready_line: bool
+    ) -> int:
+        """Start a process in place of one that may still run; return its number.
+
+        Raises:
+            FileNotFoundError: the folder of its log is not here.
+        """
+        await self.end(_STOP_S)
+        with log_file.open("ab") as log:
+            self._child = await Child.start(
+                command,
+                stdout=PIPE if has_ready_line else log,
+                stderr=log,
+                env={**os.environ, **environment},
+            )
+        return self._child.pid
+
+    async def line(self) -> str | None:
+        """Return the next line of its stdout; None at the end of it."""
+        if self._child is None:
+            return None
+        async for line in self._child.lines():
+            return line
+        return None
+
+    async def ended(self) -> int:
+        return _LOST if self._child is None else await self._child.ended()
+
+    async def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.signal(number)
+
+    async def end(self, grace_s: float) -> bool:
+        if self._child is None:
+            return False
+        was_killed = await self._child.end(grace_s)
+        self._child.kill_rest()
+        return was_killed
+
+
+class Supervisor:
+    """Owns the placement groups of a run and the hosts in them; a detached actor."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._hosts: dict[str, list[Any]] = {}
+        self._groups: dict[str, PlacementGroup] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._heard = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """An orchestrator begins; what an earlier one has left running ends."""
+        self._heard = time.monotonic()
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._end_without_orchestrator())
+        await self._end_processes()
+
+    async def beat(self) -> None:
+        """The orchestrator is there."""
+        self._heard = time.monotonic()
+
+    async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
+        """Return an actor for each node or replica of a group, once all have a place."""
+        name = resources.group
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if name in self._hosts:
+                return self._hosts[name]
+            group = self._groups[name] = self._group(resources, bundle, strategy)
+            await group.ready()
+            self._hosts[name] = [
+                ray.remote(Host)
+                .options(
+                    num_cpus=bundle["CPU"],
+                    num_gpus=bundle.get("GPU", 0),
+                    max_restarts=-1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        group, placement_group_bundle_index=number
+                    ),
+                )
+                .remote()
+                for number in range(resources.count)
+            ]
+        return self._hosts[name]
+
+    async def close(self) -> None:
+        """End what runs, and give the places back."""
+        await self._end_processes()
+        for hosts in self._hosts.values():
+            for host in hosts:
+                ray.kill(host)
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._hosts, self._groups = {}, {}
+
+    def _group(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> PlacementGroup:
+        name = f"{self._run}/{resources.group}"
+        group: PlacementGroup
+        try:
+            group = get_placement_group(name)  # of this supervisor before it was restarted
+        except ValueError:
+            bundles = [dict(bundle)] * resources.count
+            group = placement_group(bundles, strategy=strategy, name=name)
+        return group
+
+    async def _end_processes(self) -> None:
+        ends = [host.end.remote(_STOP_S) for hosts in self._hosts.values() for host in hosts]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3 * _STOP_S):
+                await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _end_without_orchestrator(self) -> None:
+        while time.monotonic() - self._heard < LEASE_S:
+            await asyncio.sleep(_BEAT_S)
+        await self.close()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+class RayProcess:
+    """The process of a role on one node or several; it ends as the first of them ends."""
+
+    def __init__(self, hosts: Sequence[Any], pid: int) -> None:
+        self._hosts, self.pid = hosts, pid
+
+    async def address(self) -> str | None:
+        async for line in self.lines():
+            if line.startswith(READY):
+                return line.removeprefix(READY)
+        return None
+
+    async def lines(self) -> AsyncIterator[str]:
+        with suppress(RayError):
+            while (line := await answer(self._hosts[0].line.remote())) is not None:
+                yield line
+
+    async def ended(self) -> int:
+        ends = [asyncio.ensure_future(self._end_of(host)) for host in self._hosts]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if len(ends) > 1:
+            await self.end(_STOP_S)
+            await asyncio.gather(*ends)
+        return done.pop().result()
+
+    def signal(self, number: int) -> None:
+        for host in self._hosts:
+            host.signal.remote(number)
+
+    async def end(self, grace_s: float) -> bool:
+        ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in self._hosts]
+        return True in await asyncio.gather(*ends, return_exceptions=True)
+
+    def kill_rest(self) -> None:
+        """Do nothing: its host has done so."""
+
+    async def _end_of(self, host: Any) -> int:
+        try:
+            code: int = await answer(host.ended.remote())
+        except RayError:
+            return _LOST
+        return code
+
+
+class RayLauncher:
+    """Starts roles with resources where Ray has room for them, and the others beside this process.
+
+    Args:
+        run: names the places of the run.
+        wait_s: how long a place is waited for.
+        say: is given a line when one is.
+    """
+
+    def __init__(self, run: str, wait_s: float, say: Callable[[str], None]) -> None:
+        self._run, self._wait_s, self._say = run, wait_s, say
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="ray-beat", daemon=True)
+        self._supervisor: Any = None
+        self._bundles: dict[str, dict[str, float]] = {}
+
+    async def open(self, address: str) -> None:
+        """Connect to Ray, and take over what is left of an earlier start.
+
+        Raises:
+            JobError: there is no Ray, or it is of another version.
+        """
+        await asyncio.to_thread(_connect, address)
+        self._supervisor = (
+            ray.remote(Supervisor)
+            .options(
+                name=self._run,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                num_cpus=0,
+            )
+            .remote(self._run)
+        )
+        try:
+            await answer(self._supervisor.begin.remote(), _ANSWER_S)
+        except (RayError, TimeoutError) as error:
+            ray.shutdown()
+            raise NotPlaced(
+                f"Ray at {address!r} did not start an actor within {_ANSWER_S:g} s: {_first_line(error)}",
+                hint="`ray status` shows whether its nodes live.",
+            ) from error
+        self._heart.start()
+
+    async def close(self) -> None:
+        """End all roles, and give their places back."""
+        self._closing.set()
+        with suppress(RayError, TimeoutError):
+            await answer(self._supervisor.close.remote(), _ANSWER_S)
+            ray.kill(self._supervisor)
+        ray.shutdown()
+
+    def key(self, variable: str) -> str:
+        return LOCAL.key(variable)
+
+    async def start(self, role: Role) -> Process:
+        if role.resources is None:
+            return await LOCAL.start(role)
+        group = role.resources.group
+        # Of the first start alone: a node that was lost may come back.
+        bundle = self._bundles[group] = self._bundles.get(group) or bundle_of(role.resources)
+        deadline, awaited = time.monotonic() + self._wait_s, ""
+        while True:
+            try:
+                return await self._start(role, role.resources, bundle)
+            except (RayError, TimeoutError) as error:
+                fault = _first_line(error) or f"no answer within {self._wait_s:g} s"
+                if time.monotonic() > deadline:
+                    raise NotPlaced(
+                        f"Ray had no place for {role.name} within {self._wait_s:g} s (cluster.wait_s): "
+                        f"{fault}",
+                        hint=f"It needs {in_words(bundle)}; `ray status` shows what there is.",
+                    ) from error
+                if not awaited:
+                    self._say(f"waiting for Ray to place {role.name}, at most {self._wait_s:g} s: {fault}")
+                    awaited = fault
+                await asyncio.sleep(_LOOK_S)
+
+    async def _start(self, role: Role, resources: Resources, bundle: Mapping[str, float]) -> RayProcess:
+        strategy = "PACK" if role.replica is None else "SPREAD"
+        hosts = await answer(self._supervisor.hosts.remote(resources, bundle, strategy), self._wait_s)
+        if role.replica is not None:
+            hosts = [hosts[role.replica]]
+        nodes: list[Node] = await asyncio.gather(*(answer(host.node.remote(), _ANSWER_S) for host in hosts))
+        refuse_other_release(nodes)
+        log_file, meeting = role.log_file, ""
+        assert log_file is not None, "nobody would see what a process elsewhere says"
+        if len(nodes) > 1:
+            meeting = f"{nodes[0].host}:{nodes[0].port}"
+        pids = []
+        for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
+            command = role.command(Place(node.host, rank, meeting, node.port))
+            words = [node.python if word == sys.executable else word for word in command]
+            log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
+            started = host.start.remote(words, dict(role.environment), log.absolute(), role.has_ready_line)
+            try:
+                pids.append(await answer(started, _ANSWER_S))
+            except FileNotFoundError as error:
+                raise JobError(
+                    f"{role.name} cannot be started at {node.host}, which does not see "
+                    f"{log.parent.absolute()}",
+                    hint="Weights and checkpoints are files: put job.runs_dir on a disk that all nodes have "
+                    "mounted under the same path.",
+                ) from error
+        return RayProcess(hosts, pids[0])
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_BEAT_S):
+            with suppress(RayError):
+                ray.get(self._supervisor.beat.remote(), timeout=LEASE_S)
+
+
+def _connect(address: str) -> None:
+    where = f"cluster.ray_address = {address!r}"
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise JobError(
+            f"{where}: there is no Ray: {_first_line(error)}",
+            hint="Start one with `ray start --head`, or start the run on a node of it (docs/cluster.md).",
+        ) from error
+    except (RuntimeError, ValueError) as error:  # another version of Ray or Python; no such address
+        raise JobError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def bundle_of(resources: Resources) -> dict[str, float]:
+    """What Ray is asked for, for one node or replica of a group.
+
+    Raises:
+        JobError: the nodes that there are could never have it.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    has_gpus = any(node.get("GPU") for node in nodes)
+    uses_gpus = resources.device == "cuda" or (resources.device == "auto" and has_gpus)
+    bundle = {"CPU": float(resources.processes)}
+    if uses_gpus:
+        bundle["GPU"] = float(resources.processes)
+    if fault := never_fits(nodes, bundle, resources.count):
+        raise JobError(f"{resources.group} can never be placed by Ray: {fault}")
+    return bundle
+
+
+def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str | None:
+    """Why so many bundles do not fit these nodes even if they were empty; None: they do. Pure."""
+    rooms = [min(int(node.get(name, 0) // need) for name, need in bundle.items()) for node in nodes]
+    if sum(rooms) >= count:
+        return None
+    there = "; ".join(in_words({name: node.get(name, 0) for name in bundle}) for node in nodes)
+    needed = f"it needs {count} times {in_words(bundle)}, each on one node"
+    return f"{needed}, and the nodes have {there or 'nothing'}"
+
+
+def in_words(bundle: Mapping[str, float]) -> str:
+    """`{"CPU": 2.0}` is "2 CPU"."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
+def refuse_other_release(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        if node.release != (own := version(PACKAGE)):
+            raise JobError(
+                f"the node {node.host} has {PACKAGE} {node.release}, and this machine has {own}",
+                hint="Install the same release on all machines of a run.",
+            )
+
+
+async def answer(reference: Any, within_s: float | None = None) -> Any:
+    """Wait for a result of an actor."""
+    async with asyncio.timeout(within_s):
+        return await asyncio.wrap_future(reference.future())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
