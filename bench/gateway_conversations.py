@@ -1,6 +1,6 @@
 """Many conversations at a gateway: errors, CPU time of a decision, and two gateways against one.
 
-    python -m bench.gateway_conversations [--conversations 2000] [--turns 3] [--wait-s 5]
+    python -m bench.gateway_conversations [--conversations 2000] [--turns 3] [--wait-s 5] [--times 1]
 
 Gateways are processes as those of a run with [cluster], with the same limits of connections, and an engine
 that samples nothing: it waits between half of --wait-s and one and a half of it. The conversations begin
@@ -54,16 +54,16 @@ class Waiting:
 
     version, max_model_len = 0, 8192
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, times: int) -> None:
         self._wait_s, self._random = wait_s, random.Random(0)
-        self._tokens = tuple(self._random.randrange(20, 300) for _ in range(ANSWER_TOKENS))
+        self._tokens = tuple(self._random.randrange(20, 300) for _ in range(ANSWER_TOKENS * times))
         self.breakdown: Future[str] = Future()
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
         await asyncio.sleep(self._wait_s * self._random.uniform(0.5, 1.5))
-        return Generation(self._tokens, (-1.0,) * ANSWER_TOKENS, "length", ((0, 0),))
+        return Generation(self._tokens, (-1.0,) * len(self._tokens), "length", ((0, 0),))
 
     def start(self) -> None: ...
 
@@ -72,15 +72,29 @@ class Waiting:
     async def close(self) -> None: ...
 
 
-def serve(port: int, wait_s: float) -> None:
+def serve(port: int, wait_s: float, times: int) -> None:
     """Be a gateway until killed."""
     tokenizer = train_tokenizer([observation(turn) for turn in range(20)], 320)
-    app = create_gateway({MODEL: ServedPolicy(Waiting(wait_s), tokenizer)}, key=KEY)
+    app = create_gateway({MODEL: ServedPolicy(Waiting(wait_s, times), tokenizer)}, key=KEY)
     HttpServer(app, BOUNDS, respond=error_response).run_on(Listener(HOST, port))
 
 
 def observation(turn: int) -> str:
     return f"You see: tree water {turn} iron table. Health {turn} food 7 " * 6
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What each conversation asks for.
+
+    turns: decisions.
+    wait_s: what the engine waits for each, on average.
+    times: as much text and as many tokens in each turn.
+    """
+
+    turns: int
+    wait_s: float
+    times: int
 
 
 @dataclass
@@ -98,13 +112,14 @@ class Played:
 
 
 async def conversation(
-    session: aiohttp.ClientSession, server: Inference, number: int, turns: int, played: Played
+    session: aiohttp.ClientSession, server: Inference, number: int, load: Load, played: Played
 ) -> None:
     rollout = f"run.1/train/1/{number}/0"
     url, messages = f"{server.for_rollout(rollout).url}/v1/chat/completions", [SYSTEM]
-    for turn in range(turns):
-        messages.append({"role": "user", "content": observation(turn)})
-        body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 1.0}
+    for turn in range(load.turns):
+        messages.append({"role": "user", "content": observation(turn) * load.times})
+        tokens = ANSWER_TOKENS * load.times
+        body = {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 1.0}
         try:
             async with session.post(url, json=body, headers={ROLLOUT_HEADER: rollout}) as response:
                 reply = await response.json()
@@ -118,11 +133,12 @@ async def conversation(
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"] or "x"})
 
 
-async def play(gateways: int, conversations: int, turns: int, wait_s: float) -> Played:
+async def play(gateways: int, conversations: int, load: Load) -> Played:
     """All conversations, at so many gateways."""
     played = Played()
     async with AsyncExitStack() as stack:
-        command = (sys.executable, "-m", "bench.gateway_conversations", "--wait-s", str(wait_s), "--serve")
+        flags = ("--wait-s", str(load.wait_s), "--times", str(load.times), "--serve")
+        command = (sys.executable, "-m", "bench.gateway_conversations", *flags)
         servers: list[Server] = [await stack.enter_async_context(running(*command)) for _ in range(gateways)]
         first, *others = (f"http://{HOST}:{server.port}" for server in servers)
         inference = Inference(first, MODEL, SecretStr(KEY), other_urls=tuple(others))
@@ -135,8 +151,8 @@ async def play(gateways: int, conversations: int, turns: int, wait_s: float) -> 
         )
 
         async def one(number: int) -> None:
-            await asyncio.sleep(wait_s * number / conversations)
-            await conversation(session, inference, number, turns, played)
+            await asyncio.sleep(load.wait_s * number / conversations)
+            await conversation(session, inference, number, load, played)
 
         before, began = [server.cpu_s() for server in servers], time.perf_counter()
         await asyncio.gather(*map(one, range(conversations)))
@@ -151,14 +167,15 @@ def main() -> int:
         ("--conversations", 2000, "how many"),
         ("--turns", 3, "decisions of each"),
         ("--wait-s", 5.0, "what the engine waits on average"),
+        ("--times", 1, "as much text and as many tokens in each turn"),
         ("--serve", int, "be a gateway on this port"),
     )
     if chosen.serve is not None:
-        serve(chosen.serve, chosen.wait_s)
+        serve(chosen.serve, chosen.wait_s, chosen.times)
         return 0
-    results = []
+    load, results = Load(chosen.turns, chosen.wait_s, chosen.times), []
     for gateways in (1, 2):
-        played = asyncio.run(play(gateways, chosen.conversations, chosen.turns, chosen.wait_s))
+        played = asyncio.run(play(gateways, chosen.conversations, load))
         results.append(played)
         spent = ", ".join(f"{cpu_s:.2f}" for cpu_s in played.cpu_s)
         print(

@@ -92,6 +92,11 @@ def work_left(run: Run, progress: Progress) -> bool:
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
+def iterations_open(finished: int, max_staleness: int, last_iteration: int) -> range:
+    """The iterations whose rollouts may be asked for once `finished` iterations are learned from."""
+    return range(finished + 1, min(finished + 1 + max_staleness, last_iteration) + 1)
+
+
 class Ahead:
     """The iterations whose rollouts are asked for: the next one, and up to `max_staleness` beyond it.
 
@@ -114,8 +119,7 @@ class Ahead:
         """Begin what may be collected while the learner works; with `max_staleness` 0 there is nothing."""
         staleness = self.run.planner.table.max_staleness
         if staleness and not self.stop.is_set():
-            last = min(progress.iteration + 1 + staleness, self.run.saving.last_iteration)
-            for number in range(progress.iteration + 1, last + 1):
+            for number in iterations_open(progress.iteration, staleness, self.run.saving.last_iteration):
                 self._begin(number, progress)
 
     def take(self, progress: Progress) -> "Iteration":

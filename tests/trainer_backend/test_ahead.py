@@ -4,10 +4,8 @@ import asyncio
 import dataclasses
 import json
 import random
-import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.test_train import Learner, Server, finished
@@ -28,38 +27,6 @@ from trainer_backend.run.timeline import Timeline
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import Spool, plan_id, read_ledger
 from trainer_backend.train import Run, train
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing else is left to do."""
-
-    def __init__(self) -> None:
-        super().__init__(_Jumping(self))
-        self.now = 0.0
-        self.set_default_executor(_AtOnce())
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Jumping(selectors.DefaultSelector):
-    def __init__(self, loop: VirtualTime) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self._loop.now += timeout or 0.0
-        return super().select(0)
-
-
-class _AtOnce(ThreadPoolExecutor):
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **keys: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*arguments, **keys))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 class Services(Server):
@@ -174,12 +141,6 @@ def run_of(folder: Path, services: Services, learner: Learner, **settings: Any) 
         Planner.of(job, "r", Server.inference), CreditAssignment.of(job), services, services,  # type: ignore[arg-type]
         saving=Saving(job.training, job.evaluation, directory, learner), reporter=ListReporter(),  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def in_virtual_time(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
-    """The result of `work`, and how many virtual seconds it took."""
-    with asyncio.Runner(loop_factory=VirtualTime) as runner:
-        return runner.run(work), runner.get_loop().time()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
