@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +27,6 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import LearnerTable
 from trainer_backend.launchers.launcher import (
     LEARNER,
     LOCAL,
