@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer_backend.core.critic import CriticTargets
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
@@ -59,19 +60,27 @@ TRAINING = {
 NEAR = 0.15  # nats, between the policy and its proximal log-probs
 
 
-def config_of(tables: dict[str, dict[str, Any]]) -> LearnerConfig:
+def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | None = None) -> JobConfig:
     document: dict[str, Any] = {
         "job": {"name": "ranks", "seed": 1},
-        "model": {"preset": "tiny-0.8m", "device": "cpu"},
         **tables,
+        "model": {**(model or {"preset": "tiny-0.8m"}), "device": "cpu"},
         "training": {**TRAINING, **tables.get("training", {})},
     }
-    return LearnerConfig.of(parse_job(document, where="the study").config)
+    return parse_job(document, where="the study").config
+
+
+def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
+    return LearnerConfig.of(job_of(tables))
+
+
+def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    tokenizer = train_tokenizer(["tree stone coal iron"] * 20, 300, whole_words=["noop", "do"])
+    return build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer
 
 
 def learner_of(config: LearnerConfig, ranks: Ranks) -> LocalLearner:
-    tokenizer = train_tokenizer(["tree stone coal iron"] * 20, 300, whole_words=["noop", "do"])
-    return LocalLearner(config, build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer, ranks=ranks)
+    return LocalLearner(config, *tiny_model(), ranks=ranks)
 
 
 def episodes(seed: int = 0, count: int = 37) -> list[CreditedEpisode]:

@@ -71,7 +71,7 @@ log = structlog.get_logger("learner")
 _MOST_BODY_BYTES = 16 << 30
 _BODY_S = 600.0
 # For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
-_LAST_WORDS_S, _BROKEN = 1.0, 3
+_LAST_WORDS_S, _BROKEN = 0.25, 3
 
 
 class Host:

@@ -1,29 +1,132 @@
-"""A learner of several ranks: the numbers of one process, and what happens to one that fails."""
+"""A learner of two ranks: the numbers of one process, and what happens when one rank fails."""
 
-import asyncio
+import errno
+import math
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tests.conftest import ListReporter, tiny_job
+import pytest
+
+from bench.study_ranks import Group
+from tests.conftest import tiny_job
 from tests.trainer_backend.run.test_learner_process import calls_in_order, played
+from trainer_backend.errors import CheckpointError, JobError, LearnerLost, NonFiniteLoss
+from trainer_backend.job.load import dump_job
 from trainer_backend.learner.factory import LocalFactory
-from trainer_backend.run.learner_process import LearnerProcess
+from trainer_backend.models.folder import load_model_folder
+from trainer_backend.protocols import CreditedEpisode, Progress
 
 __all__ = ["played"]
-JOB = tiny_job(
-    cluster__launcher="local",
-    learner__nproc_per_node=2,
-    learner__timeout_s=60,
-    algorithm__advantage="gae",
-    training__kl_reward_coef=0.1,
-    training__mismatch_limit=1e9,
-    warmup__epochs=1,
-)
+# A critic, a KL in the rewards, and several passes; every rank has unequal pieces.
+TABLES = {
+    "cluster__launcher": "local",
+    "algorithm__advantage": "gae",
+    "training__kl_reward_coef": 0.1,
+    "training__mismatch_limit": 1e9,
+    "training__micro_batch_tokens": 512,
+    "warmup__epochs": 1,
+}
+JOB = tiny_job(**TABLES, learner__nproc_per_node=2)
+ALONE = tiny_job(**TABLES)
 
 
-async def test_two_ranks_are_one_learner(played, tmp_path: Path):
-    alone = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"nproc_per_node": 1})})
-    expected = calls_in_order(LocalFactory(alone), played, tmp_path / "one")
-    async with LearnerProcess(JOB, tmp_path / "learner.log", ListReporter()) as process:
-        results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "two")
-    for one, two in zip(expected, results, strict=True):
-        print(one, two)
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    group = Group(JOB, tmp_path_factory.mktemp("ranks"))
+    yield group
+    group.end()
+
+
+@pytest.fixture(scope="module")
+def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run's checkpoints by one process and by two ranks, which gave the same results on the way."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    expected = calls_in_order(LocalFactory(ALONE), played, one)
+    results = calls_in_order(group, played, two)
+    for was, found in zip(expected, results, strict=True):
+        assert_close(found, was)
+    return one, two
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Equal but for what sums in another order come to, over ten optimizer steps."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_close(found[key], value)
+    elif isinstance(expected, list | tuple):
+        for here, there in zip(found, expected, strict=True):
+            assert_close(here, there)
+    elif isinstance(expected, float):
+        assert math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-4)
+    elif hasattr(expected, "policy_T"):
+        assert_close((found.policy_T, found.reference_T), (expected.policy_T, expected.reference_T))
+    else:
+        assert found == expected
+
+
+def apart(one: Path, other: Path) -> float:
+    models = [load_model_folder(folder)[0] for folder in (one, other)]
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def test_two_ranks_write_the_model_that_one_process_writes(runs):
+    one, two = runs
+    assert apart(one / "iteration_2", two / "iteration_2") < 2e-5
+    assert apart(two / "version_1", two / "iteration_1") == 0.0
+    assert len(list((two / "version_1").glob("model-*-of-00002.safetensors"))) == 2
+
+
+def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(runs, group, played, tmp_path):
+    one, two = runs
+    _, episodes = played
+    alone, progress = LocalFactory(ALONE).resumed(two / "iteration_1")
+    alone.update(episodes, iteration=2)
+    alone.save(tmp_path / "alone", progress)
+    learner, progress = group.resumed(one / "iteration_1")
+    learner.update(episodes, iteration=2)
+    learner.save(tmp_path / "both", progress)
+    assert progress == Progress(1, 1, 4)
+    assert apart(tmp_path / "alone", two / "iteration_2") < 1e-6
+    assert apart(tmp_path / "both", one / "iteration_2") < 1e-6
+
+
+def test_an_error_that_every_rank_meets_ends_the_call_alone(runs, group, played):
+    _, episodes = played
+    huge = [
+        CreditedEpisode(item.rollout_id, item.segments, [1e38] * len(item.advantages), item.critic)
+        for item in episodes
+    ]
+    with pytest.raises(NonFiniteLoss) as caught:
+        group.learner.update(huge, iteration=3)
+    assert caught.value.steps_taken == 0
+    assert len(group.learner.logprobs_of(range(3, 12))) == 8
+
+
+def test_a_rank_whose_disk_is_full_ends_the_save_and_nothing_is_left_of_it(runs, group, tmp_path):
+    limits = group.second_rank().rlimit(resource.RLIMIT_FSIZE)
+    group.second_rank().rlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    with pytest.raises(CheckpointError, match="rank 1") as caught:
+        group.learner.save(tmp_path / "iteration_9", Progress(9, 9, 9))
+    group.second_rank().rlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    assert caught.value.__cause__ is None or caught.value.__cause__.errno == errno.EFBIG
+    group.learner.save(tmp_path / "iteration_9", Progress(9, 9, 9))
+
+
+def test_a_job_of_another_number_of_ranks_is_refused(runs, group):
+    with pytest.raises(JobError, match="2 ranks, and the job wants 3"):
+        group.connection.ask("open", dump_job(tiny_job(**TABLES, learner__nproc_per_node=3)))
+    group.connection.ask("open", dump_job(JOB))
+
+
+def test_a_rank_that_is_killed_ends_the_learner(runs, group):
+    """The last one: nothing comes after it."""
+    group.second_rank().kill()
+    with pytest.raises(LearnerLost):
+        while True:
+            group.learner.hardware()
+    assert group.process.wait(timeout=60) != 0
