@@ -107,11 +107,11 @@ def test_an_error_that_every_rank_meets_ends_the_call_alone(runs, group, played)
 
 
 def test_a_rank_whose_disk_is_full_ends_the_save_and_nothing_is_left_of_it(runs, group, tmp_path):
-    limits = group.second_rank().rlimit(resource.RLIMIT_FSIZE)
-    group.second_rank().rlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    limits = group.rank(1).rlimit(resource.RLIMIT_FSIZE)
+    group.rank(1).rlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     with pytest.raises(CheckpointError, match="rank 1") as caught:
         group.learner.save(tmp_path / "iteration_9", Progress(9, 9, 9))
-    group.second_rank().rlimit(resource.RLIMIT_FSIZE, limits)
+    group.rank(1).rlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
     assert caught.value.__cause__ is None or caught.value.__cause__.errno == errno.EFBIG
     group.learner.save(tmp_path / "iteration_9", Progress(9, 9, 9))
@@ -125,7 +125,7 @@ def test_a_job_of_another_number_of_ranks_is_refused(runs, group):
 
 def test_a_rank_that_is_killed_ends_the_learner(runs, group):
     """The last one: nothing comes after it."""
-    group.second_rank().kill()
+    group.rank(1).kill()
     with pytest.raises(LearnerLost):
         while True:
             group.learner.hardware()
