@@ -23,7 +23,8 @@ from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.launchers.launcher import Launcher, launcher_of
+from trainer_backend.launchers.choice import launcher_of
+from trainer_backend.launchers.launcher import Launcher
 from trainer_backend.protocols import LearnerFactory, Progress, Reporter
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
@@ -71,7 +72,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
 
                 async def start(resume: bool) -> Ended:
                     async with learner_factory(job, directory, recording, launcher) as learners:
-                        return await _run(job, directory, recording, learners, stop, resume=resume)
+                        return await _run(job, directory, recording, learners, launcher, stop, resume=resume)
 
                 ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
@@ -126,6 +127,7 @@ async def _run(
     directory: RunDirectory,
     reporter: RecordingReporter,
     learners: LearnerFactory,
+    launcher: Launcher,
     stop: asyncio.Event,
     *,
     resume: bool,
@@ -142,7 +144,7 @@ async def _run(
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with actor_gateways(job, fixed_setup, directory, reporter.say) as gateways:
+    with actor_gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
         planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))

@@ -88,7 +88,16 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     told = refusal({"learner": {"timeout_s": 30}})
     assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
     assert refusal({"cluster": {"launcher": "locl"}}).endswith(
-        "cluster.launcher is 'locl'; known: local. Did you mean 'local'?"
+        "cluster.launcher is 'locl'; known: external, local, ray. Did you mean 'local'?"
+    )
+    external: dict[str, object] = {"cluster": {"launcher": "external"}}
+    assert "cluster.launcher = 'external' needs learner.url, the address of" in refusal(external)
+    vllm = {"inference": {"engine": "vllm", "vllm_python": "python"}, "learner": {"url": "http://h:9000"}}
+    assert "'external' starts no vLLM server: give inference.urls" in refusal(external | vllm)
+    assert "Did you mean launcher = 'external'?" in refusal(cluster | {"learner": {"url": "http://h:9000"}})
+    assert "starts nothing on another machine" in refusal(cluster | {"learner": {"nnodes": 2}})
+    assert "learner.url: url may not hold a user name" in refusal(
+        external | {"learner": {"url": "http://k@h"}}
     )
 
 

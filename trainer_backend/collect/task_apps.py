@@ -4,7 +4,6 @@ The child lives exactly as long as this process: it is stopped at the end, and i
 from this process, so it also ends when this process is killed.
 """
 
-import asyncio
 import os
 import secrets
 import sys
@@ -16,7 +15,7 @@ from typing import Self
 
 from pydantic import SecretStr
 
-from service_kit.children import PIPE, Child
+from service_kit.children import Child, last_line
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
@@ -26,6 +25,7 @@ from trainer_backend.collect.sources import Rows, bytes_of
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.launchers.launcher import LOCAL, NotReady, Place, Role, address_of
 
 _START_S = 60.0
 _STOP_S = 10.0
@@ -63,31 +63,24 @@ class EmbeddedTaskApp:
         self._arguments += [word for file in plugins for word in ("--plugins", str(file))]
         if interactions is not None:
             self._arguments += ["--interactions", str(interactions)]
-        self._environment = {_BODY_BYTES: str(min(body_bytes, _MOST_BODY_BYTES)), **os.environ}
+        self._environment = {_BODY_BYTES: os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))}
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._child: Child | None = None
 
     async def __aenter__(self) -> Self:
-        with self._log_file.open("ab") as log:
-            self._child = await Child.start(
-                (
-                    sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0",
-                    "--exit-with-parent", *self._arguments,
-                ),
-                stdout=PIPE,
-                stderr=log,
-                env={**self._environment, TASK_APP_KEY: self.api_key.get_secret_value()},
-            )  # fmt: skip
+        environment = {**self._environment, TASK_APP_KEY: self.api_key.get_secret_value()}
+        self._child = await LOCAL.start(Role("task app", self._command, environment, self._log_file))
         try:
-            async with asyncio.timeout(_START_S):
-                self.url = await self._address(self._child)
-        except BaseException as error:
+            self.url = await self._address(self._child)
+        except BaseException:
             await self._child.end(_STOP_S)
-            if isinstance(error, TimeoutError):
-                raise TaskAppError(f"the embedded task app did not start within {_START_S:g} s") from error
             raise
         return self
+
+    def _command(self, place: Place) -> tuple[str, ...]:
+        where = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
+        return (sys.executable, "-m", "task_app", *where, *self._arguments)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,15 +89,16 @@ class EmbeddedTaskApp:
             await self._child.end(_STOP_S)
 
     async def _address(self, child: Child) -> str:
-        address = await child.address()
-        if address is not None:
-            return address
-        code = await child.ended()
-        if code == _REFUSAL:
-            # Its last line names the fault; the log's folder may be deleted with the run.
-            lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-            raise JobError(f"the job's own task app did not start: {lines[-1].removeprefix('task_app: ')}")
-        raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
+        try:
+            return await address_of(child, self._log_file, _START_S)
+        except NotReady as error:
+            if error.code == _REFUSAL:
+                # Its last line names the fault; the log's folder may be deleted with the run.
+                word = last_line(self._log_file).removeprefix("task_app: ")
+                raise JobError(f"the job's own task app did not start: {word}") from error
+            raise TaskAppError(
+                f"the embedded task app {error}", hint=f"Its log is {self._log_file}."
+            ) from error
 
 
 # Size of a request without its row: ids, limits, the configs of policy and environment.

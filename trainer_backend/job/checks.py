@@ -62,11 +62,11 @@ def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
             "cluster.launcher = 'external' starts no vLLM server: give inference.urls in place of "
             "vllm_python",
         )
-    if launcher != "ray" and config.learner.nnodes > 1:
+    if launcher == "local" and config.learner.nnodes > 1:
         yield (
             "learner.nnodes",
-            f"learner.nnodes is {config.learner.nnodes}, and cluster.launcher = {launcher!r} starts "
-            "nothing on another machine. Did you mean launcher = 'ray'?",
+            f"learner.nnodes is {config.learner.nnodes}, and cluster.launcher = 'local' starts nothing on "
+            "another machine. Did you mean launcher = 'ray'?",
         )
     if launcher != "external" and config.learner.url:
         yield (

@@ -337,6 +337,13 @@ class InferenceTable(Table):
 class LearnerTable(Table):
     """[learner]: the learner's processes; read with [cluster]."""
 
+    nnodes: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="nodes that the learner's ranks are on; more than one needs cluster.launcher = 'ray' or "
+        "'external'",
+    )
     nproc_per_node: int = Field(
         default=1,
         ge=1,
@@ -374,19 +381,17 @@ class LearnerTable(Table):
         le=1000,
         description="how often a run goes on from its newest checkpoint after the learner's process was lost",
     )
-    nnodes: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="nodes that the learner's processes are on, as torchrun's; more than one needs "
-        "cluster.launcher = 'ray'. With 'external', torchrun's own command line says it",
-    )
     url: str = Field(
         default="",
         repr=False,
         description="with cluster.launcher = 'external': the address of the learner, whose key both sides "
         "have in the environment variable TURNWISE_LEARNER_KEY",
     )
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the learner is."""
+        return self.nnodes * self.nproc_per_node
 
     @field_validator("url")
     @classmethod

@@ -1,4 +1,4 @@
-"""The protocol of launchers, and the two that start nothing elsewhere: `local` and `external`.
+"""The protocol of launchers, and `local`, whose processes are children of this one.
 
 A launcher starts the process of a role, and gives it back as a handle. What a role does when its process ends
 is up to the role: most start another one.
@@ -8,16 +8,12 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from service_kit.children import PIPE, Child, last_line
-from service_kit.errors import SettingsError
-from service_kit.keys import key_from_environ
-from trainer_backend.errors import JobError
-from trainer_backend.job.schema import JobConfig
 
 # The name of the learner's role.
 LEARNER = "learner"
@@ -32,13 +28,13 @@ class Place:
         host: the address that it listens on; None: it is beside this process, and listens on the loopback or
             an inherited socket.
         rank: its number among the nodes of its role.
-        rendezvous: `host:port` where the processes of several nodes meet; empty with one node.
+        meeting: host and port where the processes of several nodes meet.
         port: one that is free at the host; 0: whoever starts it knows one.
     """
 
     host: str | None = None
     rank: int = 0
-    rendezvous: str = ""
+    meeting: tuple[str, int] = ("", 0)
     port: int = 0
 
 
@@ -148,68 +144,6 @@ class LocalLauncher:
 LOCAL = LocalLauncher()
 
 
-class Elsewhere:
-    """A process that somebody else starts, ends, and starts again; only its address is known."""
-
-    pid = 0
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def address(self) -> str:
-        return self._url
-
-    async def lines(self) -> AsyncIterator[str]:
-        no_lines: tuple[str, ...] = ()
-        for line in no_lines:
-            yield line
-
-    async def ended(self) -> int:
-        await asyncio.Event().wait()  # whoever calls it hears of its end first
-        raise AssertionError("nobody sets it")
-
-    def signal(self, number: int) -> None:
-        """Do nothing: it is not this run's to end."""
-
-    async def end(self, grace_s: float) -> bool:
-        return False
-
-    def kill_rest(self) -> None:
-        """Do nothing, either."""
-
-
-class ExternalLauncher:
-    """Addresses of processes that somebody else starts; the other roles are children of this process.
-
-    Args:
-        urls: by the name of the role.
-    """
-
-    def __init__(self, urls: Mapping[str, str]) -> None:
-        self._urls = urls
-
-    async def start(self, role: Role) -> Process:
-        url = self._urls.get(role.name)
-        return await LOCAL.start(role) if url is None else Elsewhere(url)
-
-    def key(self, variable: str) -> str:
-        """Return the key that both sides were given.
-
-        Raises:
-            JobError: there is none.
-        """
-        try:
-            key = key_from_environ(os.environ, variable)
-        except SettingsError as error:
-            raise JobError(error.detail) from error
-        if key is None:
-            raise JobError(
-                f"cluster.launcher is 'external', and the environment has no key: set {variable}, or "
-                f"{variable}_FILE, here and where the process is started"
-            )
-        return key.get_secret_value()
-
-
 class NotReady(Exception):
     """A process that has no address.
 
@@ -237,37 +171,3 @@ async def address_of(process: Process, log_file: Path, within_s: float) -> str:
         code = await process.ended()
         raise NotReady(f"ended with exit code {code} before it was ready: {last_line(log_file)!r}", code)
     return address
-
-
-@asynccontextmanager
-async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """The launcher that the job names, until the context is left.
-
-    Args:
-        run_id: the name of the run's places.
-        say: is given a line where a place is waited for.
-
-    Raises:
-        JobError: there is no Ray, or it could never place the job.
-    """
-    cluster = job.cluster
-    if cluster is None or cluster.launcher == "local":
-        yield LOCAL
-    elif cluster.launcher == "external":
-        yield ExternalLauncher({LEARNER: job.learner.url})
-    else:
-        try:
-            from trainer_backend.launchers.ray import RayLauncher
-        except ModuleNotFoundError as error:
-            raise JobError("cluster.launcher = 'ray' needs `pip install 'turnwise[ray]'`") from error
-        launcher = RayLauncher(run_id, cluster.wait_s, say)
-        await launcher.open(cluster.ray_address)
-        try:
-            yield launcher
-        finally:
-            await launcher.close()
-
-
-def learner_resources(job: JobConfig) -> Resources:
-    """What the learner needs."""
-    return Resources(LEARNER, job.learner.nnodes, device=job.model.device)

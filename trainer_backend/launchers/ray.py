@@ -326,10 +326,9 @@ class RayLauncher:
             hosts = [hosts[role.replica]]
         nodes: list[Node] = await asyncio.gather(*(answer(host.node.remote(), _ANSWER_S) for host in hosts))
         refuse_other_release(nodes)
-        log_file, meeting = role.log_file, ""
+        log_file = role.log_file
         assert log_file is not None, "nobody would see what a process elsewhere says"
-        if len(nodes) > 1:
-            meeting = f"{nodes[0].host}:{nodes[0].port}"
+        meeting = (nodes[0].host, nodes[0].port)
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
             command = role.command(Place(node.host, rank, meeting, node.port))

@@ -194,11 +194,11 @@ def _refuse_other_versions(ranks: Ranks) -> None:
 
 def refuse_other_count(ranks: Ranks, table: LearnerTable) -> None:
     """Refuse a job of another number of ranks than these, or of more than there are GPUs."""
-    if ranks.count != table.nproc_per_node:
+    if ranks.count != table.ranks:
         raise JobError(
-            f"the learner has {ranks.count} ranks, and the job wants {table.nproc_per_node}",
-            where="learner.nproc_per_node",
-            hint="Start as many with torchrun's --nproc-per-node, or change the job.",
+            f"the learner has {ranks.count} ranks, and the job wants {table.ranks}",
+            where="learner.nnodes, learner.nproc_per_node",
+            hint="Start as many with torchrun's --nnodes and --nproc-per-node, or change the job.",
         )
     local, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ranks.are_several and devices and local > devices:

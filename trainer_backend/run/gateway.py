@@ -6,23 +6,25 @@ socket, and one that no longer answers is killed first.
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.children import PIPE, READY, Child, last_line
+from service_kit.children import READY, last_line
 from service_kit.server import Listener
 from shared_schemas.base import Body
 from trainer_backend.errors import EngineTimeout, InferenceError, JobError, WeightsRefused
 from trainer_backend.inference.versions import LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
+from trainer_backend.launchers.relay import Relay
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 
@@ -95,15 +97,36 @@ def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayRole:
+    """What the processes of a gateway have in common for who starts them.
+
+    Attributes:
+        number: among the gateways of the run.
+        keys: of the gateway and of its control, by environment variable.
+        log_file: receives their logs.
+        resources: of all gateways, where machines are chosen for their engines; None: they are beside the
+            orchestrator.
+    """
+
+    number: int
+    keys: Mapping[str, str]
+    log_file: Path
+    resources: Resources | None = None
+
+    @property
+    def name(self) -> str:
+        return f"gateway_{self.number}"
+
+
 class Gateway:
     """One gateway: its socket, and the process that serves on it, one after another where they die.
 
     Args:
-        name: for people and for its log.
-        setup: what its processes have in common.
-        keys: of the gateway and of its control, by environment variable.
-        log_file: receives the logs of its processes.
+        role: what its processes have in common for who starts them.
+        setup: what its processes have in common beside that.
         tell: is given a line for each process that dies, and what they have to tell.
+        launcher: starts its processes; one that is elsewhere is led to from the socket.
 
     Attributes:
         restarts: how many of its processes died and were followed by another.
@@ -118,16 +141,17 @@ class Gateway:
 
     def __init__(
         self,
-        name: str,
+        role: GatewayRole,
         listener: Listener,
         setup: Mapping[str, Any],
-        keys: Mapping[str, str],
-        log_file: Path,
         tell: Tell,
+        launcher: Launcher = LOCAL,
     ) -> None:
-        self.name, self._listener, self._setup, self._keys = name, listener, setup, keys
-        self._log_file, self._tell = log_file, tell
+        self.name, self._role, self._listener, self._setup = role.name, role, listener, setup
+        self._log_file, self._tell, self._launcher = role.log_file, tell, launcher
+        self._relay: Relay | None = None
         self._load_s = load_s(setup["inference"])
+        self._is_elsewhere = False
         self.restarts = 0
         self.pid: int | None = None
         self.reporter: Reporter | None = None
@@ -137,7 +161,7 @@ class Gateway:
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
+            headers={"Authorization": f"Bearer {role.keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
         )
 
@@ -233,6 +257,8 @@ class Gateway:
 
     async def close(self) -> None:
         await self._session.close()
+        if self._relay is not None:
+            await self._relay.close()
 
     async def _read(self) -> None:
         restarts = self.restarts
@@ -260,6 +286,7 @@ class Gateway:
                         await child.end(_STOP_S)
                     elif line.startswith(READY):
                         until_ready.reschedule(None)
+                        await self._lead_to(line.removeprefix(READY))
                         self._be_ready(version)
                         watch = asyncio.ensure_future(self._kill_if_silent(child))
                     elif line == SERVED:
@@ -272,6 +299,8 @@ class Gateway:
         finally:
             if watch is not None:
                 watch.cancel()
+            if self._relay is not None:
+                self._relay.lead_to(None)
             await child.end(_STOP_S)
         return served, await child.ended()
 
@@ -285,7 +314,7 @@ class Gateway:
         elif line:
             self._tell(f"{self.name}: {line}")
 
-    async def _kill_if_silent(self, child: Child) -> None:
+    async def _kill_if_silent(self, child: Process) -> None:
         """Kill the process once it lives and gives no sign of life; then it is started again."""
         while True:
             await asyncio.sleep(min(_PROBE_EVERY_S, self.silence_s))
@@ -313,16 +342,27 @@ class Gateway:
                 self.name, role="gateway", state=state, version=version, word=word, host=address
             )
 
-    async def _start(self, version: PolicyVersion) -> Child:
+    async def _start(self, version: PolicyVersion) -> Process:
         setup = GatewaySetup(**self._setup, version=version, probes=not self.restarts)
-        with self._log_file.open("ab") as log:
-            return await Child.start(
-                (sys.executable, "-m", _MODULE, self.name, "--socket", str(self._listener.socket.fileno())),
-                stdout=PIPE,
-                stderr=log,
-                env={**os.environ, **self._keys, SETUP: setup.model_dump_json()},
-                descriptors=(self._listener.socket.fileno(),),
+        environment = {**self._role.keys, SETUP: setup.model_dump_json()}
+        return await self._launcher.start(
+            Role(
+                self.name, self._command, environment, self._log_file, replica=self._role.number,
+                resources=self._role.resources, descriptors=(self._listener.socket.fileno(),),
             )
+        )  # fmt: skip
+
+    def _command(self, place: Place) -> tuple[str, ...]:
+        self._is_elsewhere = place.host is not None
+        socket = ("--socket", str(self._listener.socket.fileno()))
+        where = socket if place.host is None else ("--host", place.host)
+        return (sys.executable, "-m", _MODULE, self.name, *where)
+
+    async def _lead_to(self, url: str) -> None:
+        """Have the socket lead to a process that does not listen on it."""
+        if self._is_elsewhere:
+            self._relay = self._relay or await Relay.opened(self._listener.socket)
+            self._relay.lead_to(url)
 
     async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -1,7 +1,8 @@
 """`python -m trainer_backend.run.gateway_process NAME --socket N`: a gateway of a run with [cluster].
 
-`run.gateways` starts it: it listens on a socket that its parent holds, serves one version of the policy after
-another, each from a folder, and ends with its parent. Lines for the run's user go to stdout, logs to stderr.
+`run.gateways` starts it: it listens on a socket that its parent holds, or elsewhere on a port of its own,
+serves one version of the policy after another, each from a folder, and ends with its parent. Lines for the
+run's user go to stdout, logs to stderr.
 
 Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be served, however often
 it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
@@ -248,10 +249,13 @@ def _tell_to_renew(url: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_backend.run.gateway_process")
     parser.add_argument("name", help="the gateway's name, for lists of processes")
-    parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--socket", type=int, metavar="N", help="the inherited descriptor")
+    where.add_argument("--host", help="an address of this machine, of which it takes a free port")
     options = parser.parse_args(arguments)
     configure_logs_from()
-    listener = Listener.inherited(options.socket)
+    socket, host = options.socket, options.host
+    listener = Listener.inherited(socket) if host is None else Listener(host, 0)
     setup = GatewaySetup.model_validate_json(os.environ.pop(SETUP))
     try:
         return run(serve(actor_of(setup), setup, listener))

@@ -22,9 +22,11 @@ from trainer_backend.errors import InferenceError, JobError
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ServicesTable
+from trainer_backend.launchers.choice import gateway_resources
+from trainer_backend.launchers.launcher import LOCAL, Launcher
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, Tell, added
+from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.vllm_servers import VllmServers, own_servers
 from trainer_backend.run.weight_folders import WeightFolders
@@ -155,6 +157,7 @@ class GatewayProcesses:
         fixed: the fixed policies, of which each gateway loads its own copies.
         listeners: the sockets, one for each.
         tell: is given a line for each gateway that dies.
+        launcher: starts them, and vLLM servers of the run's own.
     """
 
     def __init__(
@@ -164,8 +167,9 @@ class GatewayProcesses:
         listeners: Sequence[Listener],
         directory: RunDirectory,
         tell: Tell,
+        launcher: Launcher,
     ) -> None:
-        self._job, self._fixed = job, fixed
+        self._job, self._fixed, self._launcher = job, fixed, launcher
         self._listeners, self._directory, self._tell = listeners, directory, tell
         self._key = SecretStr(secrets.token_urlsafe(32))
         url, *others = (listener.url for listener in listeners)
@@ -175,18 +179,21 @@ class GatewayProcesses:
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
         """Serve all policies from the learner's first publish on, until the context is left."""
-        table, servers = self._job.inference, None
+        job, table, servers = self._job, self._job.inference, None
         if table.engine == "vllm":
             hardware = await asyncio.to_thread(learner.hardware)
-            servers = own_servers(table, hardware, self._directory, self._tell)
+            servers = own_servers(
+                table, hardware, self._directory, self._tell, launcher=self._launcher, device=job.model.device
+            )
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
         folders = self._folders(learner)
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
+        resources = gateway_resources(job)
         gateways = [
             Gateway(
-                f"gateway_{number}", listener, self._setup(table, number), keys,
-                log_file=self._directory.gateway_log(number), tell=self._tell,
+                GatewayRole(number, keys, self._directory.gateway_log(number), resources),
+                listener, self._setup(table, number), self._tell, self._launcher,
             )
             for number, listener in enumerate(self._listeners)
         ]  # fmt: skip
@@ -222,13 +229,14 @@ def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
 
 @contextmanager
 def actor_gateways(
-    job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell
+    job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
 ) -> Iterator[ActorGateways]:
     """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
 
     Args:
         fixed: the fixed policies, which children load themselves.
         tell: is given a line where a server of the actor is lost, and when it is back.
+        launcher: starts the children.
     """
     with ExitStack() as stack:
         listeners = [
@@ -236,7 +244,7 @@ def actor_gateways(
             for number in range(job.services.gateways)
         ]
         if job.cluster is not None:
-            yield GatewayProcesses(job, fixed, listeners, directory, tell)
+            yield GatewayProcesses(job, fixed, listeners, directory, tell, launcher)
             return
         # torch is imported here alone.
         from trainer_backend.run.policy_server import PolicyServer

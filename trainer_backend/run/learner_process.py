@@ -27,18 +27,18 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.launchers.choice import learner_resources
+from trainer_backend.launchers.external import Elsewhere
 from trainer_backend.launchers.launcher import (
     LEARNER,
     LOCAL,
     PACKAGE,
-    Elsewhere,
     Launcher,
     NotReady,
     Place,
     Process,
     Role,
     address_of,
-    learner_resources,
 )
 from trainer_backend.learner.calls import (
     CALLS,
@@ -316,11 +316,17 @@ class LearnerProcess:
             await self._refuse_other_disk()
 
     def _command(self, place: Place) -> tuple[str, ...]:
-        own, ranks = () if place.host is None else ("--host", place.host), self._job.learner.nproc_per_node
-        if ranks == 1:
+        own, table = () if place.host is None else ("--host", place.host), self._job.learner
+        if table.ranks == 1:
             return (sys.executable, "-m", "trainer_backend.learner.process", *own)
-        group = (sys.executable, "-m", "trainer_backend.learner.group", "--standalone")
-        return (*group, f"--nproc-per-node={ranks}", "--", *own)
+        meeting: tuple[str, ...] = ("--standalone",)
+        if table.nnodes > 1:
+            meeting = (
+                f"--nnodes={table.nnodes}", f"--node-rank={place.rank}",
+                f"--master-addr={place.meeting[0]}", f"--master-port={place.meeting[1]}",
+            )  # fmt: skip
+        ranks = f"--nproc-per-node={table.nproc_per_node}"
+        return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
 
     async def _meet(self, connection: "LearnerConnection") -> None:
         """Wait until a learner of somebody else's answers; refuse one of another release."""

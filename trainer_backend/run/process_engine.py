@@ -5,7 +5,6 @@ global lock while the gateway parses and renders.
 """
 
 import asyncio
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from service_kit.children import PIPE, Child
+from service_kit.children import Child
 from shared_schemas.base import Body
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
@@ -25,6 +24,7 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, Sa
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.launchers.launcher import LOCAL, Role
 from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
 
 log = structlog.get_logger(__name__)
@@ -106,12 +106,10 @@ class ProcessEngine:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._child = await Child.start(
-                (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno())),
-                stdout=PIPE,
-                env={**os.environ, SETUP: self._setup.model_dump_json()},
-                descriptors=(theirs.fileno(),),
-            )
+            command = (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno()))
+            environment = {SETUP: self._setup.model_dump_json()}
+            role = Role("engine", lambda place: command, environment, descriptors=(theirs.fileno(),))
+            self._child = await LOCAL.start(role)
         connection = await asyncio.open_connection(sock=ours)
         self._line = Line(*connection, says=TO_ENGINE, hears=TO_GATEWAY)
         try:

@@ -13,17 +13,21 @@ import socket
 import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from service_kit.children import Child, last_line
+from service_kit.children import last_line
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
+from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
+from trainer_backend.launchers.relay import Relay
 from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -52,6 +56,8 @@ CONTRACT = {
 }
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
+_QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
+_LOOPBACK = "127.0.0.1"
 _KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 
 
@@ -131,14 +137,17 @@ async def check_environment(table: InferenceTable) -> str:
 class _Server:
     """One server of the run, whether its process runs or not."""
 
+    number: int
     port: int
     log_file: Path
     devices: str | None
-    child: Child | None = None
+    child: Process | None = None
+    place: Place = field(default_factory=Place)
+    relay: Relay | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{_LOOPBACK}:{self.port}"
 
 
 class VllmServers:
@@ -162,10 +171,14 @@ class VllmServers:
         *,
         hardware: Hardware,
         tell: Callable[[str], None],
+        launcher: Launcher = LOCAL,
+        device: str = "auto",
     ) -> None:
         self._table, self._folder, self._dtype, self._tell = table, folder, hardware.dtype, tell
-        each = visible_devices(hardware.devices, len(log_files), _devices_of_one(table.vllm))
-        self._servers = list(map(_Server, _free_ports(len(log_files)), log_files, each))
+        self._launcher, of_one = launcher, _devices_of_one(table.vllm)
+        each = visible_devices(hardware.devices, len(log_files), of_one)
+        self._resources = Resources("vllm", len(log_files), of_one, device)
+        self._servers = list(map(_Server, count(), _free_ports(len(log_files)), log_files, each))
         self.urls = tuple(server.url for server in self._servers)
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -202,6 +215,7 @@ class VllmServers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(self._end(server) for server in self._servers))
+        await asyncio.gather(*(server.relay.close() for server in self._servers if server.relay is not None))
 
     async def _begin(self, server: _Server) -> str:
         child = await self._spawn(server)
@@ -238,21 +252,31 @@ class VllmServers:
             except OSError as error:  # out of processes or memory for a moment, or no such program any more
                 self._tell(f"vLLM server {server.url} cannot be started, and is tried again: {error}")
 
-    async def _spawn(self, server: _Server) -> Child:
-        environment = _environment() | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
+    async def _spawn(self, server: _Server) -> Process:
+        environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
         if server.devices is not None:
             environment[VISIBLE_DEVICES] = server.devices
-        with server.log_file.open("ab") as log:
-            server.child = await Child.start(
-                self._command(server.port), stdout=log, stderr=log, env=environment
+        server.child = await self._launcher.start(
+            Role(
+                f"vllm_{server.number}", partial(self._command, server), environment, server.log_file,
+                withheld=frozenset(_KEPT_BACK), replica=server.number, resources=self._resources,
+                has_ready_line=False,
             )
+        )  # fmt: skip
+        if server.place.host is not None:
+            # Gateways keep the address that they have, wherever it is placed the next time.
+            if server.relay is None:
+                with socket.create_server((_LOOPBACK, server.port)) as held:
+                    server.relay = await Relay.opened(held)
+            server.relay.lead_to(f"http://{server.place.host}:{server.place.port}")
         return server.child
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self, server: _Server, place: Place) -> list[str]:
+        server.place = place
         own = {
-            "model": self._folder,
-            "host": "127.0.0.1",
-            "port": port,
+            "model": self._folder.absolute(),
+            "host": place.host or _LOOPBACK,
+            "port": place.port or server.port,
             "max_model_len": self._table.max_model_len,
             "dtype": self._dtype,
             **CONTRACT,
@@ -265,24 +289,40 @@ class VllmServers:
         child = server.child
         if child is None:
             return
+        if server.relay is not None:
+            server.relay.lead_to(None)
         await child.end(_STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        child.kill_rest()
         server.child = None  # its number may be another process's by the next time
 
 
 def own_servers(
-    table: InferenceTable, hardware: Hardware, directory: RunDirectory, tell: Callable[[str], None]
+    table: InferenceTable,
+    hardware: Hardware,
+    directory: RunDirectory,
+    tell: Callable[[str], None],
+    *,
+    launcher: Launcher = LOCAL,
+    device: str = "auto",
 ) -> VllmServers | None:
-    """The servers that the run starts itself; None where it was given addresses."""
+    """The servers that the run starts itself; None where it was given addresses.
+
+    Args:
+        launcher: starts them; where it chooses machines, it chooses their accelerators too.
+        device: that of [model].
+    """
     if table.urls:
         return None
+    if launcher is not LOCAL:
+        hardware = replace(hardware, devices=())
     return VllmServers(
         table,
         directory.weights / "start",
         [directory.vllm_log(number) for number in range(table.replicas)],
         hardware=hardware,
         tell=tell,
+        launcher=launcher,
+        device=device,
     )
 
 
@@ -317,20 +357,20 @@ def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str
 
 def _devices_of_one(table: Mapping[str, Any]) -> int:
     """The accelerators of one server, by vLLM's parallel sizes."""
-    count = 1
+    devices = 1
     for key, value in table.items():
         if key.replace("-", "_") in _PARALLEL and isinstance(value, int):
-            count *= value
-    return count
+            devices *= value
+    return devices
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without its packages and keys; nothing is reported to vLLM's makers."""
+    """This process's, without its packages and keys."""
     own = {name: value for name, value in os.environ.items() if name not in _KEPT_BACK}
-    return {"VLLM_NO_USAGE_STATS": "1", **own}
+    return {**own, **_QUIET}
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(servers: int) -> list[int]:
     with ExitStack() as stack:  # all are held until the last is known, so that they differ
-        holders = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        holders = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(servers)]
         return [holder.getsockname()[1] for holder in holders]
