@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-vllm study-ranks study-scale bench
+.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-ranks study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -82,6 +82,9 @@ study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task ap
 study-faults: $(VENV)/.ready ## every process of 20 short jobs, and of 11 jobs in processes, killed at random points: each must end as if not (an hour; resumable)
 	$(BIN)/python -m bench.study_faults
 	$(BIN)/python -m bench.study_faults --processes
+
+study-ray: $(VENV)/.ready ## two Ray nodes on this machine, one of which is killed (5 minutes; pip install 'turnwise[ray]')
+	$(BIN)/python -m bench.study_ray
 
 study-vllm: $(VENV)/.ready ## real vLLM servers: exactness, swaps in flight, a killed server (10 minutes; VLLM_PYTHON=VENV/bin/python, docs/vllm.md)
 	$(BIN)/python -m bench.study_vllm --vllm-python "$(VLLM_PYTHON)"

@@ -164,7 +164,7 @@ class ClusterTable(Table):
     )
     ray_address: str = Field(
         default="auto",
-        min_length=1,
+        pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$",
         description="with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this "
         "machine",
     )

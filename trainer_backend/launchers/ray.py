@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 NAMESPACE = "turnwise"
 # How long places are kept for an orchestrator that is gone, and how often one says that it is there.
 LEASE_S, _BEAT_S = 30.0, 2.0
-_LOOK_S, _STOP_S, _ANSWER_S = 1.0, 10.0, 60.0
+_LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
 # The exit code of a process whose node, or whose actor, is lost.
 _LOST = -SIGKILL
 
@@ -200,7 +200,8 @@ class RayProcess:
     """The process of a role on one node or several; it ends as the first of them ends."""
 
     def __init__(self, hosts: Sequence[Any], pid: int) -> None:
-        self._hosts, self.pid = hosts, pid
+        self._hosts, self.pid = list(hosts), pid
+        self._over: set[int] = set()
 
     async def address(self) -> str | None:
         async for line in self.lines():
@@ -214,7 +215,7 @@ class RayProcess:
                 yield line
 
     async def ended(self) -> int:
-        ends = [asyncio.ensure_future(self._end_of(host)) for host in self._hosts]
+        ends = [asyncio.ensure_future(self._end_of(number)) for number in range(len(self._hosts))]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if len(ends) > 1:
             await self.end(_STOP_S)
@@ -226,17 +227,19 @@ class RayProcess:
             host.signal.remote(number)
 
     async def end(self, grace_s: float) -> bool:
-        ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in self._hosts]
+        # One that has ended with its node would answer only once its actor has another.
+        alive = [host for number, host in enumerate(self._hosts) if number not in self._over]
+        ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in alive]
         return True in await asyncio.gather(*ends, return_exceptions=True)
 
     def kill_rest(self) -> None:
         """Do nothing: its host has done so."""
 
-    async def _end_of(self, host: Any) -> int:
-        try:
-            code: int = await answer(host.ended.remote())
-        except RayError:
-            return _LOST
+    async def _end_of(self, number: int) -> int:
+        code = _LOST
+        with suppress(RayError):
+            code = await answer(self._hosts[number].ended.remote())
+        self._over.add(number)
         return code
 
 
@@ -262,6 +265,7 @@ class RayLauncher:
         Raises:
             JobError: there is no Ray, or it is of another version.
         """
+        await _refuse_nobody(address)
         await asyncio.to_thread(_connect, address)
         self._supervisor = (
             ray.remote(Supervisor)
@@ -352,17 +356,34 @@ class RayLauncher:
                 ray.get(self._supervisor.beat.remote(), timeout=LEASE_S)
 
 
+async def _refuse_nobody(address: str) -> None:
+    """Refuse an address at which nobody listens, which Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # "auto"
+        return
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError) as error:
+        raise _no_ray(address, error) from error
+    writer.close()
+
+
 def _connect(address: str) -> None:
     where = f"cluster.ray_address = {address!r}"
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise JobError(
-            f"{where}: there is no Ray: {_first_line(error)}",
-            hint="Start one with `ray start --head`, or start the run on a node of it (docs/cluster.md).",
-        ) from error
+        raise _no_ray(address, error) from error
     except (RuntimeError, ValueError) as error:  # another version of Ray or Python; no such address
         raise JobError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def _no_ray(address: str, error: Exception) -> JobError:
+    return JobError(
+        f"cluster.ray_address = {address!r}: there is no Ray: {_first_line(error) or type(error).__name__}",
+        hint="Start one with `ray start --head`, or start the run on a node of it (docs/cluster.md).",
+    )
 
 
 def bundle_of(resources: Resources) -> dict[str, float]:

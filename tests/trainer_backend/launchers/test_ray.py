@@ -1,0 +1,85 @@
+"""Roles that Ray places, on one node of this machine."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from trainer_backend.errors import JobError
+from trainer_backend.launchers.launcher import Place, Resources, Role
+from trainer_backend.launchers.ray import Node, RayLauncher, never_fits, refuse_other_release
+
+
+def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}]
+    assert never_fits(nodes, {"CPU": 2.0, "GPU": 2.0}, 2) is None
+    assert never_fits(nodes, {"CPU": 5.0}, 2) is None
+    assert never_fits(nodes, {"CPU": 5.0}, 3) is not None
+    assert never_fits(nodes, {"CPU": 2.0, "GPU": 8.0}, 1) == (
+        "it needs 1 times 2 CPU and 8 GPU, each on one node, and the nodes have 8 CPU and 4 GPU; "
+        "8 CPU and 0 GPU"
+    )
+    assert never_fits([], {"CPU": 1.0}, 1).endswith("the nodes have nothing")
+
+
+def test_a_node_with_another_release_is_refused_by_its_name():
+    with pytest.raises(JobError, match=r"the node 10\.0\.0\.7 has turnwise 0\.0\.1, and this machine has"):
+        refuse_other_release([Node("10.0.0.7", 1, "python", "0.0.1")])
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    node = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    yield cluster.address
+    cluster.shutdown()
+
+
+# It says where it is placed, and with what, and then waits.
+SCRIPT = "import os, sys; print('listening on', *sys.argv[1:], os.environ['KEY'], flush=True); input()"
+
+
+def role(name: str, folder: Path, **keys: Any) -> Role:
+    def command(place: Place) -> list[str]:
+        return [sys.executable, "-c", SCRIPT, f"{place.host}", f"{place.rank}", f"{place.meeting}"]
+
+    resources = Resources(name, device="cpu", **keys)
+    return Role(name, command, {"KEY": "the key"}, folder / f"{name}.log", resources=resources)
+
+
+async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is_told(
+    address: str, tmp_path: Path
+):
+    lines: list[str] = []
+    launcher = RayLauncher("run", 60.0, lines.append)
+    await launcher.open(address)
+    try:
+        process = await launcher.start(role("learner", tmp_path))
+        first = await process.address()
+        assert first is not None and first.endswith("the key")
+        os.kill(process.pid, signal.SIGKILL)
+        assert await process.ended() == -signal.SIGKILL
+        process = await launcher.start(role("learner", tmp_path))
+        assert await process.address() == first, "it has the place of the one before"
+        assert await process.end(10.0) is False
+        assert await process.ended() == -signal.SIGTERM
+        with pytest.raises(JobError, match=r"many can never be placed by Ray: it needs 3 times 1 CPU"):
+            await launcher.start(role("many", tmp_path, count=3))
+        with pytest.raises(JobError, match=r"other cannot be started at .*, which does not see .*nowhere"):
+            await launcher.start(role("other", tmp_path / "nowhere"))
+    finally:
+        await launcher.close()
+    assert lines == []
+
+
+async def test_a_ray_that_is_not_there_is_told_at_once():
+    launcher = RayLauncher("run", 60.0, print)
+    with pytest.raises(
+        JobError, match=r"cluster\.ray_address = '127\.0\.0\.1:9': there is no Ray: .* refused"
+    ):
+        await launcher.open("127.0.0.1:9")
