@@ -115,6 +115,22 @@ class Learner(Protocol):
                 folder of these alone.
         """
 
+    def offer(self, peer: str) -> tuple[str, int]:
+        """Hand the policy out to servers until it changes; return host and port where they ask for it.
+
+        Args:
+            peer: the host of one of them, which says by which of its addresses this machine is reached.
+        """
+
+    def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
+        """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
+
+        Args:
+            expected: so many are served, and it returns.
+            wait_s: it returns where nobody asks for so long, and at once where nothing is on offer.
+            tell: receives how many have loaded it and are expected, while it waits; its error ends that.
+        """
+
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""
 

@@ -21,7 +21,6 @@ from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import InferenceTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.launchers.choice import launcher_of
 from trainer_backend.launchers.launcher import Launcher
@@ -154,7 +153,7 @@ async def _run(
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
             lines = [describe(apps), echo_of_switches(job.training, job.algorithm)]
-            lines += await until(stop, _checked_servers(job.inference)) or []
+            lines += await until(stop, _checked_servers(job)) or []
             for line in (*lines, *(data.notes if data is not None else ())):
                 reporter.say(line)
             preset = job.model.preset is not None
@@ -206,11 +205,11 @@ def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> M
     return ModelSetup(job.model, job.inference, learners, here)
 
 
-async def _checked_servers(table: InferenceTable) -> list[str]:
+async def _checked_servers(job: JobConfig) -> list[str]:
     """A line about each vLLM server of the job, which can be trained with."""
-    if table.engine == "local":
+    if job.inference.engine == "local":
         return []
-    return await check_servers(table)
+    return await check_servers(job.inference, broadcasts=job.weights_by_broadcast)
 
 
 def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:

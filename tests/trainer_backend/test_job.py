@@ -85,6 +85,10 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     )
     vllm = {"inference": {"engine": "vllm", "urls": ["http://h:1"]}}
     assert "and inference.engine = 'vllm' samples in others" in refusal(vllm | memory)
+    nccl: dict[str, object] = {"weight_transfer": {"backend": "nccl"}}
+    assert "known there: memory, folder. Did you mean inference.engine = 'vllm'?" in refusal(nccl)
+    assert "known there: folder. Did you mean inference.engine = 'vllm'?" in refusal(nccl | cluster)
+    assert "with [lora] the adapters alone change" in refusal(nccl | vllm | {"lora": {}})
     told = refusal({"learner": {"timeout_s": 30}})
     assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
     assert refusal({"cluster": {"launcher": "locl"}}).endswith(

@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
+from trainer_backend.inference.versions import WeightAddress
 
 State = Literal["starting", "stale", "serving", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
@@ -32,12 +33,15 @@ _LOOK_S = 1.0
 
 
 class ReplicaEngine(FrozenEngine, Protocol):
-    """A server that loads weights from folders and can be tested; `VllmEngine` is one."""
+    """A server that loads weights and can be tested; `VllmEngine` is one."""
 
     url: str
 
-    async def load_weights(self, version: int, source: Path, base: Path | None = None) -> None:
-        """Replace the weights by those of a folder, of adapters over `base` where there is one.
+    async def load_weights(
+        self, version: int, source: Path | WeightAddress, base: Path | None = None
+    ) -> None:
+        """Replace the weights by those of a folder, of adapters over `base` where there is one, or by those
+        that the learner hands out.
 
         Samples with them are refused until `accept`.
         """
@@ -80,12 +84,14 @@ class Publication:
     Attributes:
         folder: a model folder, or one of adapters.
         base: the model folder that adapters are over.
+        address: where the learner hands the weights out, and `folder` is not read; None: it is.
     """
 
     version: int
     folder: Path
     canary: Canary
     base: Path | None = None
+    address: WeightAddress | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +311,8 @@ class ReplicaPool:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
                 replica.fit = True
-            await replica.engine.load_weights(publication.version, publication.folder, publication.base)
+            source = publication.address or publication.folder
+            await replica.engine.load_weights(publication.version, source, publication.base)
             await self._test(replica, publication.canary)
             replica.engine.accept()
         # A reply of another form, or a folder that cannot be read now, is a reason to lose the replica, and

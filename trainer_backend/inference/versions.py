@@ -23,6 +23,13 @@ class ScoredPrompt(Body):
     logprobs: tuple[float, ...]
 
 
+class WeightAddress(Body):
+    """Where the learner's process hands a version out to servers, as long as it has it."""
+
+    host: str
+    port: int
+
+
 class PolicyVersion(Body):
     """A version of the policy.
 
@@ -31,12 +38,14 @@ class PolicyVersion(Body):
         folder: a whole model folder, or one of adapters.
         base: the model folder that adapters are over, which is the same for all versions; None: `folder` is
             whole.
+        address: where a server gets the weights instead, those of `folder` being old by now; None: from disk.
         prompt: tests a server that has loaded the folder; None where an engine of ours loads it.
     """
 
     number: int
     folder: Path
     base: Path | None = None
+    address: WeightAddress | None = None
     prompt: ScoredPrompt | None = None
 
     @property

@@ -3,6 +3,7 @@
     POST /inference/v1/generate             a sample, by token ids; streamed where a stop string may end it
     POST /inference/v1/abort_requests       ends it there; its last chunk tells the weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
+    POST /start_weight_update /update_weights /finish_weight_update      likewise, sent by the learner
     GET  /version /v1/models                what is served
     GET  /metrics                           how many tokens it has computed, where nothing ends for long
 
@@ -18,7 +19,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ from trainer_backend.inference.remote_engine import (
     RemoteEngine,
     connection_errors,
 )
+from trainer_backend.inference.versions import WeightAddress
 
 # Releases whose routes are the ones above. 0.32.0 is the one that was run.
 OLDEST, BEYOND = (0, 32), (0, 34)
@@ -60,7 +62,8 @@ _CONNECT_TIMEOUT_S = 30.0
 _FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
-_READY = "turnwise_ready"  # a method of vllm_worker/turnwise_vllm.py
+# Methods of vllm_worker/turnwise_vllm.py.
+_READY, _RECEIVES = "turnwise_ready", "turnwise_receives"
 # Statuses of a server that is there, and cannot take this request now.
 _BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -119,7 +122,7 @@ class _Answer:
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server: a `FrozenEngine` with `load_weights`, which takes folders.
+    """One vLLM server: a `FrozenEngine` with `load_weights`, which takes folders and addresses.
 
     Unlike the local engine it has no seeds: equal seeds do not give equal tokens (and a seed crashed the CPU
     build of 0.32.0 at a preemption), so none is sent.
@@ -129,6 +132,7 @@ class VllmEngine(RemoteEngine):
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
             and they go on with the new weights.
         wait_s: how long a load may take.
+        ask: is called before the server asks the learner for weights that are sent.
 
     Attributes:
         silence_s: a sample may take any time, but a server that has answered nothing for so long is asked
@@ -149,11 +153,12 @@ class VllmEngine(RemoteEngine):
         max_model_len: int,
         wait_s: float,
         weight_update: Literal["wait", "keep"] = "wait",
+        ask: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.url = url.rstrip("/")
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
-        self._weight_update, self._wait_s = weight_update, wait_s
+        self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
         self._name, self._version = "", 0  # of the last load
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
@@ -331,8 +336,11 @@ class VllmEngine(RemoteEngine):
                     count = _tell(answer, count, extras)
         return answer
 
-    async def load_weights(self, version: int, source: WeightSource, base: Path | None = None) -> None:
-        """Replace the weights by those of a folder that the server's workers can read.
+    async def load_weights(
+        self, version: int, source: "WeightSource | WeightAddress", base: Path | None = None
+    ) -> None:
+        """Replace the weights by those of a folder that the server's workers can read, or by those that the
+        learner hands out at an address.
 
         Samples with them are refused until `accept`.
 
@@ -344,16 +352,8 @@ class VllmEngine(RemoteEngine):
             WeightsRefused: the server cannot load them, or not within `wait_s`; what it samples with then is
                 unknown until a later load succeeds.
         """
-        if not isinstance(source, str | Path):
-            raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
-        from trainer_backend.models.layout import weight_files  # torch, which a check of servers needs not
-
-        folder, adapters = (
-            Path(base or source).resolve(),
-            [] if base is None else [str(Path(source).resolve())],
-        )
-        files = [file.name for file in weight_files(folder)]
         name = f"{version}-{secrets.token_hex(6)}"
+        update = self._update_of(source, base, name)
         self._loads = True
         try:
             try:
@@ -361,8 +361,10 @@ class VllmEngine(RemoteEngine):
                     await self._control("POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
                     await self._control("POST", "/update_weight_version", body={"new_version": "unknown"})
-                    load = {"method": "turnwise_load", "args": [str(folder), files, *adapters]}
-                    await self._control("POST", "/collective_rpc", body=load)
+                    if isinstance(source, WeightAddress):
+                        self._ask()
+                    for route, body in update:
+                        await self._control("POST", route, body=body)
                     await self._control("POST", "/reset_prefix_cache")
                     await self._control("POST", "/update_weight_version", body={"new_version": name})
                 self._name, self._version = name, version
@@ -376,6 +378,26 @@ class VllmEngine(RemoteEngine):
             ) from error
         except (RemoteRefused, RemoteUnavailable) as error:
             raise WeightsRefused(error.detail, where=self.url, hint=error.hint) from error
+
+    def _update_of(
+        self, source: "WeightSource | WeightAddress", base: Path | None, name: str
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """The requests that replace the weights, in their order."""
+        if isinstance(source, WeightAddress):
+            learner = {**source.model_dump(), "server": name, "wait_s": self._wait_s}
+            return [
+                ("/start_weight_update", {}),
+                ("/update_weights", {"update_info": learner}),
+                ("/finish_weight_update", {}),
+            ]
+        if not isinstance(source, str | Path):
+            raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
+        from trainer_backend.models.layout import weight_files  # torch, which a check of servers needs not
+
+        folder = Path(base or source).resolve()
+        adapters = [] if base is None else [str(Path(source).resolve())]
+        files = [file.name for file in weight_files(folder)]
+        return [("/collective_rpc", {"method": "turnwise_load", "args": [str(folder), files, *adapters]})]
 
     def accept(self) -> None:
         """Take samples with the weights of the last load, which were found to be the right ones."""
@@ -444,6 +466,21 @@ class VllmEngine(RemoteEngine):
             ) from error
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
+
+    async def refuse_deaf(self) -> None:
+        """Refuse a server that cannot receive weights from the learner's process."""
+        try:
+            await self._control(
+                "POST", "/collective_rpc", body={"method": _RECEIVES}, timeout_s=_ENGINE_TIMEOUT_S
+            )
+        except RemoteUnavailable as error:
+            if _RECEIVES not in error.detail:
+                raise
+            raise RemoteRefused(
+                f"{self.url} cannot receive weights from the learner: {error.detail}",
+                hint='Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or '
+                'use weight_transfer.backend = "folder".',
+            ) from error
 
     async def _refuse_raw_logprobs(self) -> None:
         """Refuse log-probs that ignore the temperature: processed ones at 1/2 and raw ones differ."""

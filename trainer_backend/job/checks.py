@@ -27,13 +27,26 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
         yield (
             "weight_transfer.backend",
             "weight_transfer.backend = 'memory' copies weights within one process, and with [cluster] the "
-            "learner and the engine have one each; known there: folder",
+            "learner and the engine have one each; known there: folder, and nccl to vLLM servers",
         )
     elif memory and config.inference.engine == "vllm":
         yield (
             "weight_transfer.backend",
             "weight_transfer.backend = 'memory' copies weights within one process, and inference.engine = "
-            "'vllm' samples in others; known there: folder",
+            "'vllm' samples in others; known there: folder, nccl",
+        )
+    if config.weights_by_broadcast and config.inference.engine == "local":
+        known = "folder" if config.cluster is not None else "memory, folder"
+        yield (
+            "weight_transfer.backend",
+            "weight_transfer.backend = 'nccl' sends weights to vLLM servers, and inference.engine is "
+            f"'local'; known there: {known}. Did you mean inference.engine = 'vllm'?",
+        )
+    if config.weights_by_broadcast and config.lora is not None:
+        yield (
+            "weight_transfer.backend",
+            "weight_transfer.backend = 'nccl' sends all weights, and with [lora] the adapters alone change, "
+            "which go by folder in a fraction of the bytes; known there: folder",
         )
     yield from _launcher_findings(config)
     for key in type(config.learner).model_fields if config.cluster is None else ():

@@ -117,6 +117,11 @@ class JobConfig(Table):
         return apart if backend is None else backend == "folder"
 
     @property
+    def weights_by_broadcast(self) -> bool:
+        """Whether the learner's process sends new weights to vLLM servers, tensor by tensor."""
+        return self.weight_transfer.backend == "nccl"
+
+    @property
     def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
         """The tables of [rollout_only] that name a model, in their order; most jobs have none."""
         return tuple(table for table in self.rollout_only if table.is_active)

@@ -192,6 +192,7 @@ VLLM_OWN = {
     "generation_config": _OF_THE_CONTRACT,
     "enable_prompt_tokens_details": "metrics of reused prompt tokens are made of it",
     "worker_extension_cls": "it loads the weights",
+    "weight_transfer_config": "it is weight_transfer.backend",
 }
 
 # For a sample, and to find a wedged server beside it; the most that a task app waits for an answer.
@@ -405,10 +406,12 @@ class LearnerTable(Table):
 class WeightTransferTable(Table):
     """[weight_transfer]"""
 
-    backend: Literal["memory", "folder"] | None = Field(
+    backend: Literal["memory", "folder", "nccl"] | None = Field(
         default=None,
         description="how new weights reach the engine. memory: copied within the process; folder: written to "
-        "`RUN/weights/version_n` and loaded; absent: folder with [cluster] or vLLM, otherwise memory",
+        "`RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by "
+        "tensor (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise "
+        "memory",
     )
 
 

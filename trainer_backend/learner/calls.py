@@ -94,6 +94,8 @@ CALLS = {
     "update": _types(tuple[list[CreditedEpisode], int, int | None], _Metrics),
     "save": _types(tuple[Path, Progress], None),
     "publish": _types(tuple[Path, WeightPart], None),
+    "offer": _types(tuple[str], tuple[str, int]),
+    "broadcast": _types(tuple[int, float], int, reports=True),
     "logprobs_of": _types(tuple[list[int]], list[float]),
     "hardware": _types(tuple[()], Hardware),
 }

@@ -1,7 +1,10 @@
 """The learner in this process: the model, its optimizer, and all that the training loop asks of them."""
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
+from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
@@ -49,6 +53,9 @@ from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM
 from trainer_backend.rundir.digests import digest_of
+
+# A server that hangs costs one pass over the weights; the others load them in the next, in their time.
+_PASSES = 3
 
 
 class LocalLearner:
@@ -105,6 +112,9 @@ class LocalLearner:
         # and under the policy that RL started from.
         self._proximal: dict[str, list[NDArray[Any]]] = {}
         self._of_reference: dict[str, list[NDArray[Any]]] = {}
+        self._sender: WeightSender | None = None
+        self._is_on_offer = False
+        self._weights_rest = threading.Lock()  # held by an update, and by whoever sends the weights
 
     @classmethod
     def fresh(
@@ -237,9 +247,15 @@ class LocalLearner:
         torch.set_num_threads(self.config.training.threads)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        return self.policy_update().run(
-            episodes, iteration=iteration, policy_version=policy_version, cache=cache
-        )
+        with self._weights_rest:
+            was_on_offer, self._is_on_offer = self._is_on_offer, False
+            sender, self._sender = self._sender, None
+            metrics = self.policy_update().run(
+                episodes, iteration=iteration, policy_version=policy_version, cache=cache
+            )
+            if not metrics["optim/steps"]:  # they are those that it offers
+                self._is_on_offer, self._sender = was_on_offer, sender
+        return metrics
 
     def trained(self) -> list[Tensor]:
         """The weights of the policy that are trained, and of the value head; a rank has a share of each."""
@@ -275,6 +291,40 @@ class LocalLearner:
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
+
+    def offer(self, peer: str) -> tuple[str, int]:
+        """As `protocols.Learner` has it."""
+        with self._weights_rest:
+            self._ranks.first_alone(partial(self._open_sender, own_address(peer)))
+            self._is_on_offer = True
+            return ("", 0) if self._sender is None else self._sender.address
+
+    def _open_sender(self, host: str) -> None:
+        backend = "nccl" if self.scorer.placement.device.type == "cuda" else "gloo"
+        timeout_s = self.config.inference.replica_wait_s / _PASSES
+        self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
+
+    def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
+        """As `protocols.Learner` has it; from another thread it waits for the end of an update.
+
+        The first rank decides when there is somebody to send to, and sends; all ranks gather each tensor.
+        """
+        with self._weights_rest:
+            served, since = 0, time.monotonic()
+            while self._is_on_offer and served < expected:
+                sender = self._sender
+                ready = 0 if sender is None else sender.ready(expected - served, since)
+                is_over = time.monotonic() - since > wait_s
+                ready, is_over = self._ranks.gathered((ready, is_over))[0]
+                if ready:
+                    weights = checkpoint_tensors(self.model, self.scorer.placement.held)
+                    count = sum(0 for _ in weights) if sender is None else sender.send(weights)
+                    served, since = served + self._ranks.gathered(count)[0], time.monotonic()
+                elif is_over:
+                    break
+                else:
+                    tell(served, expected)
+            return served
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""

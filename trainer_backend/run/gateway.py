@@ -37,6 +37,8 @@ LOST, REFUSAL, BREAKDOWN = 1, 2, 3
 SERVED = "has answered a request"
 # It says this with the address of a vLLM server of the run's own that does not come back,
 RENEW = "start anew "
+# this where one is about to ask the learner for the weights,
+SERVE_AGAIN = "a server is about to ask for the weights"
 # and this with arguments of `Reporter.process`, about a vLLM server that is its own to watch.
 PROCESS = "process "
 
@@ -133,6 +135,7 @@ class Gateway:
         pid: of its process; None before the first one.
         reporter: is given its process, and each change of it.
         renew: starts the vLLM server of an address anew.
+        serve_again: has the learner hand the weights out to a server that is about to ask for them.
         silence_s: a process that serves is wedged if a sign of life takes so long. An engine answers between
             two of its steps, and a policy that waits for a sample has given up by then.
     """
@@ -156,7 +159,9 @@ class Gateway:
         self.pid: int | None = None
         self.reporter: Reporter | None = None
         self.renew: Tell | None = None
+        self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
+        self._child: Child | None = None
         self._last_words = ""
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
@@ -202,6 +207,13 @@ class Gateway:
             EngineTimeout: it did not answer in time.
         """
         restarts = self.restarts
+        if version.address is not None and not self._ready.is_set():
+            # The process that starts cannot get the version before: the learner has it no more.
+            self._version = version
+            if self._child is not None:
+                self._child.signal(signal.SIGKILL)
+            await self._ready.wait()
+            return
         while True:
             await self._ready.wait()
             deaths = self.restarts - restarts
@@ -276,6 +288,7 @@ class Gateway:
     async def _run_one(self, version: PolicyVersion) -> tuple[bool, int]:
         """Run one process to its end; return whether it answered a request, and its exit code."""
         child, served = await self._start(version), False
+        self._child = child
         watch: asyncio.Task[None] | None = None
         self.pid = child.pid
         try:
@@ -308,6 +321,9 @@ class Gateway:
         """Do what a line of its process asks for, or pass it on to the run's user."""
         if line.startswith(RENEW) and self.renew is not None:
             self.renew(line.removeprefix(RENEW))
+        elif line == SERVE_AGAIN:
+            if self.serve_again is not None:
+                self.serve_again()
         elif line.startswith(PROCESS):
             if self.reporter is not None:
                 self.reporter.process(**json.loads(line.removeprefix(PROCESS)))

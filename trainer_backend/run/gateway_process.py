@@ -47,6 +47,7 @@ from trainer_backend.run.gateway import (
     PROCESS,
     REFUSAL,
     RENEW,
+    SERVE_AGAIN,
     SERVED,
     SETUP,
     GatewaySetup,
@@ -148,7 +149,10 @@ class PoolActor:
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
         renew = None if setup.inference.vllm_python is None else _tell_to_renew
-        self._model, self._pool = setup.model, pool_of(setup.inference, facts, _tell, renew)
+        self._model, self._pool = (
+            setup.model,
+            pool_of(setup.inference, facts, _tell, renew, _tell_to_serve_again),
+        )
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
         self._pool.watch(shown_by(_tell_of_process))
 
@@ -244,6 +248,11 @@ def _tell_of_process(name: str, **facts: Any) -> None:
 def _tell_to_renew(url: str) -> None:
     """Have the run, whose child the server is, start it anew."""
     _tell(f"{RENEW}{url}")
+
+
+def _tell_to_serve_again() -> None:
+    """Have the run, which has the learner, hand the weights out again."""
+    _tell(SERVE_AGAIN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.vllm_servers import VllmServers, own_servers
+from trainer_backend.run.weight_broadcast import weights_of
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -42,7 +43,7 @@ class Gateways:
 
     Args:
         inference: how the actor is asked there.
-        folders: where the learner's versions are written.
+        weights: write the learner's versions, or have them sent.
         servers: vLLM servers that the run starts itself, which the gateways have among them.
     """
 
@@ -50,21 +51,22 @@ class Gateways:
         self,
         inference: Inference,
         gateways: Sequence[Gateway],
-        folders: WeightFolders,
+        weights: WeightFolders,
         servers: VllmServers | None = None,
     ) -> None:
-        self.inference, self.gateways, self._folders, self._servers = inference, gateways, folders, servers
+        self.inference, self.gateways, self._weights, self._servers = inference, gateways, weights, servers
         for gateway in gateways:
             gateway.renew = None if servers is None else servers.renew
+            gateway.serve_again = weights.serve_again
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
-        """Write the policy as a model folder, and have every gateway serve it; the first one starts them."""
-        version = await self._folders.write(policy_version)
+        """Write or send the policy, and have every gateway serve it; the first one starts them."""
+        version = await self._weights.write(policy_version)
         if self._servers is not None:
             await self._servers.start(version.model)
-        await self.while_serving(self._load(version))
+        await self._weights.deliver(self.while_serving(self._load(version)))
 
     async def release(self) -> None:
         """Engines of other processes keep their memory, which the plan counts."""
@@ -100,6 +102,7 @@ class Gateways:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._weights.close()
         for gateway in self.gateways:
             await gateway.close()
         if self._servers is not None:
@@ -183,11 +186,12 @@ class GatewayProcesses:
         if table.engine == "vllm":
             hardware = await asyncio.to_thread(learner.hardware)
             servers = own_servers(
-                table, hardware, self._directory, self._tell, launcher=self._launcher, device=job.model.device
-            )
+                table, hardware, self._directory, self._tell, launcher=self._launcher,
+                device=job.model.device, broadcasts=job.weights_by_broadcast,
+            )  # fmt: skip
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
-        folders = self._folders(learner)
+        weights = self._weights(learner, table)
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         resources = gateway_resources(job)
         gateways = [
@@ -197,19 +201,20 @@ class GatewayProcesses:
             )
             for number, listener in enumerate(self._listeners)
         ]  # fmt: skip
-        server = Gateways(self.inference, gateways, folders, servers)
+        server = Gateways(self.inference, gateways, weights, servers)
         try:
             yield server
         finally:
             await server.close()
 
-    def _folders(self, learner: Learner) -> WeightFolders:
-        """Where versions are written. An engine of ours needs no test, and reads adapters beside a model."""
+    def _weights(self, learner: Learner, table: InferenceTable) -> WeightFolders:
+        """How versions get there. An engine of ours needs no test, and reads adapters beside a model."""
         job, path = self._job, self._directory.weights
-        if job.inference.engine == "local":
+        if table.engine == "local":
             return WeightFolders(learner, path)
-        tokens = job.inference.max_model_len - 1
-        return WeightFolders(learner, path, prompt_tokens=tokens, has_adapters=job.lora is not None)
+        return weights_of(
+            learner, path, table, broadcasts=job.weights_by_broadcast, has_adapters=job.lora is not None
+        )
 
     def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
         return {
@@ -247,12 +252,13 @@ def actor_gateways(
             yield GatewayProcesses(job, fixed, listeners, directory, tell, launcher)
             return
         # torch is imported here alone.
-        from trainer_backend.run.policy_server import PolicyServer
+        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
 
-        schedule = job.rollout_allocation_schedule
+        schedule, broadcasts = job.rollout_allocation_schedule, job.weights_by_broadcast
+        apart = job.weights_by_folder or broadcasts
         yield PolicyServer(
             job.job.name, listeners[0], job.inference,
-            schedule=schedule, directory=directory if job.weights_by_folder else None, tell=tell,
+            schedule=schedule, weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
         )  # fmt: skip
 
 

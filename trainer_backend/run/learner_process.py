@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -69,7 +70,7 @@ _LOADING, _LOAD_S = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed
 
 
 class LearnerConnection:
-    """Calls to a learner's process, one at a time; they block.
+    """Calls to a learner's process; they block, and one waits for the end of another.
 
     Args:
         silence_s: a process that says nothing for so long in a call is lost.
@@ -83,6 +84,7 @@ class LearnerConnection:
 
     def __init__(self, url: str, key: str, *, silence_s: float, log_file: Path | None, session: str) -> None:
         self.url, self._log_file, self._silence_s, self._number = url, log_file, silence_s, 0
+        self._turn = threading.Lock()
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
@@ -98,11 +100,15 @@ class LearnerConnection:
         Args:
             tell: receives the progress; its error ends the call.
         """
-        self._number += 1
         # The process may have another working directory.
         absolute = [item.absolute() if isinstance(item, Path) else item for item in arguments]
         progress, body = _Progress(tell), CALLS[name].body(tuple(absolute))
         silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
+        with self._turn:
+            self._number += 1
+            return self._answer(name, body, progress, silence_s)
+
+    def _answer(self, name: str, body: bytes, progress: "_Progress", silence_s: float) -> Any:
         for _ in range(_ATTEMPTS):
             try:
                 return self._attempt(name, body, progress, silence_s)
@@ -246,6 +252,14 @@ class RemoteLearner:
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
         self._ask("publish", folder, part)
+
+    def offer(self, peer: str) -> tuple[str, int]:
+        address: tuple[str, int] = self._ask("offer", peer)
+        return address
+
+    def broadcast(self, expected: int, wait_s: float, tell: Tell) -> int:
+        served: int = self._ask("broadcast", expected, wait_s, tell=tell)
+        return served
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         logprobs: list[float] = self._ask("logprobs_of", list(ids))

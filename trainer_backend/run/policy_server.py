@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import SecretStr
 
@@ -44,6 +44,18 @@ from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
+
+
+class WeightRoute(NamedTuple):
+    """How new weights reach an engine that is not this process's.
+
+    Attributes:
+        directory: of the run.
+        broadcasts: the learner sends them, instead of writing them there.
+    """
+
+    directory: RunDirectory
+    broadcasts: bool
 
 
 class Source(Protocol):
@@ -154,8 +166,8 @@ class PolicyServer:
         table: [inference], the limits of an engine.
         schedule: says whether several policies may sample at the same time; None: the actor is alone.
         key: what callers must know; None: a fresh one.
-        directory: of the run, where versions are written for an engine that loads them; None: an engine of
-            this process copies them.
+        weights: where versions are written for an engine that loads them, or who sends them; None: an engine
+            of this process copies them.
         tell: is given a line for each vLLM server that is lost or serves again.
 
     Attributes:
@@ -170,10 +182,10 @@ class PolicyServer:
         *,
         schedule: AllocationTable | None = None,
         key: SecretStr | None = None,
-        directory: RunDirectory | None = None,
+        weights: WeightRoute | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._directory, self._tell = directory, tell
+        self._weights, self._tell = weights, tell
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
         self._key = key or SecretStr(secrets.token_urlsafe(32))
         model, length = model_of(job_name, ACTOR), table.max_model_len
@@ -219,11 +231,12 @@ class PolicyServer:
     def _source(self, learner: LocalLearner, *, engines: int) -> Source:
         """The servers that sample for the actor, or an engine of this process."""
         limits = self.limits(engines=engines)
-        if self._directory is None:
+        if self._weights is None:
             return LocalActor(learner, limits)
+        directory, broadcasts = self._weights
         if self.table.engine == "local":
-            return LocalFolderActor(learner, limits, self._directory.weights)
-        return ReplicaPublisher(self.table, learner, self._directory, self._tell)
+            return LocalFolderActor(learner, limits, directory.weights)
+        return ReplicaPublisher(self.table, learner, directory, self._tell, broadcasts=broadcasts)
 
 
 class FolderPolicy:

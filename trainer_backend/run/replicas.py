@@ -1,4 +1,4 @@
-"""The actor at vLLM servers, which load each version from a folder."""
+"""The actor at vLLM servers, which load each version from a folder, or from the learner."""
 
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -12,7 +12,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.vllm_servers import own_servers
-from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.run.weight_broadcast import weights_of
 from trainer_backend.rundir.layout import RunDirectory
 
 # Differences of log-probs that arithmetic explains, by the precision that serves.
@@ -25,6 +25,7 @@ class ReplicaPublisher:
     Args:
         directory: of the run, for versions and logs.
         tell: is given a line for each replica that is lost or serves again.
+        broadcasts: the learner sends its weights, and writes no versions.
     """
 
     def __init__(
@@ -33,24 +34,27 @@ class ReplicaPublisher:
         learner: LocalLearner,
         directory: RunDirectory,
         tell: Callable[[str], None],
+        *,
+        broadcasts: bool = False,
     ) -> None:
         facts = learner.facts()
-        self._servers = own_servers(table, learner.hardware(), directory, tell)
+        self._servers = own_servers(table, learner.hardware(), directory, tell, broadcasts=broadcasts)
         if self._servers is not None:
             table = table.model_copy(update={"urls": self._servers.urls})
         renew = None if self._servers is None else self._servers.renew
-        self.engine, self._model = pool_of(table, facts, tell, renew), facts.table
-        has_adapters = learner.config.lora is not None
-        self._folders = WeightFolders(
-            learner, directory.weights, prompt_tokens=table.max_model_len - 1, has_adapters=has_adapters
-        )
+        self._weights = weights_of(
+            learner, directory.weights, table,
+            broadcasts=broadcasts, has_adapters=learner.config.lora is not None,
+        )  # fmt: skip
+        ask = self._weights.serve_again
+        self.engine, self._model = pool_of(table, facts, tell, renew, ask), facts.table
 
     async def publish(self, policy_version: int) -> None:
-        """Write the policy, and have every replica serve it; at first, start servers."""
-        version = await self._folders.write(policy_version)
+        """Write or send the policy, and have every replica serve it; at first, start servers."""
+        version = await self._weights.write(policy_version)
         if self._servers is not None:
             await self._servers.start(version.model)
-        await self.engine.publish(publication_of(version, self._model))
+        await self._weights.deliver(self.engine.publish(publication_of(version, self._model)))
 
     def totals(self) -> dict[str, float]:
         return self.engine.totals()
@@ -67,6 +71,7 @@ class ReplicaPublisher:
         try:
             await self.engine.look_after()
         finally:
+            await self._weights.close()
             if self._servers is not None:
                 await self._servers.stop()
 
@@ -91,11 +96,13 @@ def pool_of(
     facts: PolicyFacts,
     tell: Callable[[str], None],
     renew: Callable[[str], None] | None,
+    ask: Callable[[], None],
 ) -> ReplicaPool:
     """The replicas of inference.urls, none of which serves yet.
 
     Args:
         renew: starts the server of an address anew; None: they are not the run's own.
+        ask: has the learner send its weights to a server that is about to ask for them.
     """
     engines = [
         VllmEngine(
@@ -105,6 +112,7 @@ def pool_of(
             max_model_len=table.max_model_len,
             wait_s=table.replica_wait_s,
             weight_update=table.weight_update,
+            ask=ask,
         )
         for url in table.urls
     ]
@@ -121,4 +129,4 @@ def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
     assert prompt is not None, "the learner scores one for every server that is not ours"
     limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16
     canary = Canary(prompt.ids, prompt.logprobs, limit)
-    return Publication(version.number, version.folder, canary, version.base)
+    return Publication(version.number, version.folder, canary, version.base, version.address)

@@ -54,6 +54,8 @@ CONTRACT = {
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
 }
+# Further ones where the learner sends the weights.
+TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
@@ -61,8 +63,11 @@ _LOOPBACK = "127.0.0.1"
 _KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 
 
-async def check_servers(table: InferenceTable) -> list[str]:
+async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
     """Check each server of inference.urls, or the environment of those that the run starts.
+
+    Args:
+        broadcasts: the learner sends them its weights.
 
     Returns:
         A line about each.
@@ -72,10 +77,11 @@ async def check_servers(table: InferenceTable) -> list[str]:
     """
     if not table.urls:
         return [await check_environment(table)]
-    return list(await asyncio.gather(*(ready_server(url, table, "inference.urls") for url in table.urls)))
+    checks = (ready_server(url, table, "inference.urls", broadcasts=broadcasts) for url in table.urls)
+    return list(await asyncio.gather(*checks))
 
 
-async def ready_server(url: str, table: InferenceTable, where: str) -> str:
+async def ready_server(url: str, table: InferenceTable, where: str, *, broadcasts: bool = False) -> str:
     """Wait up to `replica_wait_s` for a server that is still starting; return a line about it."""
     engine = VllmEngine(
         url, stop_ids=(), vocabulary=0, max_model_len=table.max_model_len, wait_s=table.replica_wait_s
@@ -84,7 +90,10 @@ async def ready_server(url: str, table: InferenceTable, where: str) -> str:
     try:
         while True:
             try:
-                return await engine.refuse_unfit()
+                line = await engine.refuse_unfit()
+                if broadcasts:
+                    await engine.refuse_deaf()
+                return line
             except (EngineBusy, RemoteUnavailable) as error:
                 if time.monotonic() > deadline:
                     raise JobError(
@@ -304,17 +313,21 @@ def own_servers(
     *,
     launcher: Launcher = LOCAL,
     device: str = "auto",
+    broadcasts: bool = False,
 ) -> VllmServers | None:
     """The servers that the run starts itself; None where it was given addresses.
 
     Args:
         launcher: starts them; where it chooses machines, it chooses their accelerators too.
         device: that of [model].
+        broadcasts: the learner sends them its weights.
     """
     if table.urls:
         return None
     if launcher is not LOCAL:
         hardware = replace(hardware, devices=())
+    if broadcasts:
+        table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
     return VllmServers(
         table,
         directory.weights / "start",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Coroutine
 from pathlib import Path
 
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
@@ -43,6 +44,16 @@ class WeightFolders:
             return await asyncio.shield(writing)
         finally:
             await asyncio.gather(writing, return_exceptions=True)
+
+    async def deliver(self, loading: Coroutine[None, None, None]) -> None:
+        """Await what has engines load the version that was written last."""
+        await loading
+
+    def serve_again(self) -> None:
+        """Do nothing: folders stay where they are, for an engine that comes back."""
+
+    async def close(self) -> None:
+        """Likewise: nothing is held."""
 
     def _write(self, number: int) -> PolicyVersion:
         folder = self._path / f"version_{number}"

@@ -20,6 +20,7 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker, receive
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.models import load_model_folder
 
@@ -41,9 +42,11 @@ class FakeVllm:
         goes_on: its metrics count further tokens whenever they are read.
         holds: samples of rollouts wait for it, those of `slow_prompt` where there is one.
         may_load: a load waits for it.
+        may_pause: a pause waits for it, as for requests that run.
         forgets_head: it answers 200 to a load and keeps the output head of before.
         loads_at_most: later loads fail.
         has_worker: it was started with our worker class.
+        receives: it was started to receive weights from a learner.
         raw: its log-probs are those before the temperature.
         streams_wait: it sends the last token of a stream after the request was aborted.
         rpc_status: of calls to its workers.
@@ -57,12 +60,15 @@ class FakeVllm:
         self.model = model.eval()
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
         self.version, self.release, self.max_model_len = "default", release, max_model_len
-        self.has_worker = True
+        self.has_worker = self.receives = True
+        self._updates = False
         self.loads_at_most = 1 << 60
         self.down = self.forgets_head = self.raw = False
         self.down_after = 1 << 60
         self.may_load = threading.Event()
         self.may_load.set()
+        self.may_pause = threading.Event()
+        self.may_pause.set()
         self.streams_wait = self.wedged = self.fails_once = self.full = self.goes_on = False
         self.counted = 0
         self.slow_prompt: list[int] | None = None
@@ -92,6 +98,9 @@ class FakeVllm:
             "/collective_rpc": ("POST", self._collective_rpc),
             "/reset_prefix_cache": ("POST", self._ok),
             "/update_weight_version": ("POST", self._update_weight_version),
+            "/start_weight_update": ("POST", self._start_or_finish),
+            "/update_weights": ("POST", self._update_weights),
+            "/finish_weight_update": ("POST", self._start_or_finish),
         }
         return Starlette(routes=[Route(path, call, methods=[verb]) for path, (verb, call) in routes.items()])
 
@@ -113,6 +122,7 @@ class FakeVllm:
         return JSONResponse({"data": [{"id": SERVED_NAME, "max_model_len": self.max_model_len}]})
 
     async def _pause(self, request: Request) -> Response:
+        await asyncio.to_thread(self.may_pause.wait)
         self.paused.append(request.query_params["mode"])
         self._running.clear()
         if request.query_params["mode"] == "keep":
@@ -131,6 +141,9 @@ class FakeVllm:
         if body["method"] == "turnwise_ready":
             error = "'CPUWorker' object has no attribute 'turnwise_ready'"
             return Response(status_code=200) if self.has_worker else Response(error, status_code=500)
+        if body["method"] == "turnwise_receives":
+            error = "turnwise_receives: --weight-transfer-config names no backend of Turnwise"
+            return Response(status_code=200) if self.receives else Response(error, status_code=500)
         folder, files, *adapters = body["args"]
         await asyncio.to_thread(self.may_load.wait)
         if len(self.loads) >= self.loads_at_most:
@@ -144,6 +157,35 @@ class FakeVllm:
             self.model.lm_head.weight = torch.nn.Parameter(head)
         self.loads.append(adapters[0] if adapters else folder)
         return JSONResponse({"results": [{"seconds": 0.0}]})
+
+    async def _start_or_finish(self, request: Request) -> Response:
+        """An update is started once, and not finished where it has failed."""
+        starts = request.url.path == "/start_weight_update"
+        if starts == self._updates:
+            return Response("no update is to be started or finished now", status_code=500)
+        self._updates = starts
+        return JSONResponse({})
+
+    async def _update_weights(self, request: Request) -> Response:
+        learner = (await request.json())["update_info"]
+        weights: dict[str, torch.Tensor] = {}
+
+        def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            weights.clear()
+            weights.update(tensors)
+
+        await asyncio.to_thread(self.may_load.wait)
+        address, worker = (learner["host"], learner["port"]), Worker(learner["server"], 0, 1)
+        try:
+            await asyncio.to_thread(
+                receive, address, worker, load, device=torch.device("cpu"), wait_s=learner["wait_s"]
+            )
+        except (RuntimeError, OSError) as error:
+            self._updates = False
+            return Response(str(error), status_code=500)
+        await self.engine.load_weights(len(self.loads) + 1, weights)
+        self.loads.append(learner["server"])
+        return JSONResponse({})
 
     async def _update_weight_version(self, request: Request) -> Response:
         self.version = (await request.json())["new_version"]
@@ -260,5 +302,6 @@ def fake_vllm(folder: Path, *, port: int = 0, **settings: Any) -> Iterator[tuple
         finally:
             fake.wedged = fake.full = False
             fake.may_load.set()
+            fake.may_pause.set()
             fake.holds.set()
     fake.engine.stop()

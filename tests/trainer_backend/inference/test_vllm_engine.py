@@ -154,6 +154,16 @@ async def test_a_truncated_sample_is_refused(folders):
             await engine.generate(PROMPT, Sampling(max_tokens=2, top_p=0.5), request_id="a")
 
 
+async def test_a_server_that_cannot_receive_weights_is_refused_with_its_reason(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as engine:
+            await engine.refuse_deaf()
+            fake.receives = False
+            with pytest.raises(RemoteRefused, match="cannot receive weights from the learner") as error:
+                await engine.refuse_deaf()
+    assert "--weight-transfer-config" in (error.value.hint or "")
+
+
 async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_used_before_the_next(
     folders, tmp_path
 ):

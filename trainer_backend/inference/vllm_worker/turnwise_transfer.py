@@ -1,0 +1,206 @@
+"""New weights from the learner to the workers of vLLM servers, tensor by tensor, through a process group.
+
+Both sides meet at a store of the learner's (torch's TCPStore), which lives as long as one version of the
+policy:
+
+    asked                 how many workers have asked so far; the last one is number n
+    worker/{n}            {"server", "rank", "size"}: its server, its place there, how many workers that has
+    call/{n}, here/{n}    the learner calls it before it makes a group; it answers
+    place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} where it has to ask again
+    {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last one;
+                          {"error"} where the group has failed
+    {group}/done, {group}/failed      how many workers have loaded all of it, or have given up
+
+A group is for one pass over the weights. Where one member fails, the pass fails for all: those that are left
+ask again, and get the weights in another group. Every wait has a bound.
+
+This file runs in the learner's process and in vLLM's own environment, and imports nothing of either.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    Backend,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+_CONNECT_S = 30.0
+# A member waits longer for the next tensor than the learner does for a member that hangs.
+_PATIENCE = 3.0
+_BLOCKS = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class Interrupted(RuntimeError):
+    """The group has lost a member: what was received is not the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One of the workers that a server's model is spread over.
+
+    Attributes:
+        server: a name that no other load of weights has.
+        rank, size: its place among the server's workers, and their number.
+    """
+
+    server: str
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process's place in a group.
+
+    Attributes:
+        backend: "gloo" or "nccl".
+        timeout_s: of one tensor.
+    """
+
+    group: str
+    backend: str
+    rank: int
+    size: int
+    timeout_s: float
+
+    def join(self, store: Store) -> Backend:
+        """The group, apart from every other one of this process."""
+        timeout, own = timedelta(seconds=self.timeout_s), PrefixStore(f"{self.group}/group", store)
+        if self.backend == "gloo":
+            return ProcessGroupGloo(own, self.rank, self.size, timeout)
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # of builds with CUDA
+
+        # Otherwise a thread of torch's ends the whole process where a member is lost, and no error is raised.
+        with _environment(_BLOCKS, "1"):
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return ProcessGroupNCCL(own, self.rank, self.size, options)
+
+    def device(self, own: torch.device) -> torch.device:
+        """Where a tensor is that the group moves; `own` is that of the model."""
+        return torch.device("cpu") if self.backend == "gloo" else own
+
+
+def broadcast(group: Backend, tensor: Tensor) -> None:
+    """Send a tensor from rank 0, or receive it, and wait for it."""
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()  # type: ignore[attr-defined]  # left out of torch's stubs
+
+
+def leave(group: Backend) -> None:
+    """Close a group's connections: members that wait for this process hear of it."""
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def receive(
+    address: tuple[str, int],
+    worker: Worker,
+    load: Callable[[Iterator[tuple[str, Tensor]]], object],
+    *,
+    device: torch.device,
+    wait_s: float,
+) -> None:
+    """Have `load` take the weights that the learner sends; where a pass fails, it takes the next one anew.
+
+    Args:
+        address: host and port of the learner's store.
+        load: takes name and value of each weight, one at a time.
+        wait_s: how long the learner may take to call this worker.
+
+    Raises:
+        RuntimeError: the learner does not call, or has other weights by now.
+        OSError: likewise.
+    """
+    deadline = time.monotonic() + wait_s
+    socket.create_connection(address, _CONNECT_S).close()  # a store would try a closed port again and again
+    store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=min(wait_s, _CONNECT_S)))
+    while True:
+        place = _place(store, worker, deadline)
+        tensors = _tensors(store, place, device)
+        try:
+            load(tensors)
+        except BaseException as error:
+            # The error's traceback would keep it, and with it the connections that others wait at.
+            tensors.close()
+            with suppress(RuntimeError):
+                store.add(f"{place.group}/failed", 1)
+            if isinstance(error, Interrupted) and time.monotonic() < deadline:
+                continue
+            raise
+        store.add(f"{place.group}/done", 1)
+        return
+
+
+def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
+    while True:
+        number = store.add("asked", 1)
+        store.set(f"worker/{number}", json.dumps(asdict(worker)))
+        store.wait([f"call/{number}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        store.set(f"here/{number}", "")
+        # The learner gives those that answered their places as soon as all have, or a few seconds later.
+        store.wait([f"place/{number}"], timedelta(seconds=_CONNECT_S))
+        place = json.loads(store.get(f"place/{number}"))
+        if place:
+            return Place(**place)
+
+
+def _tensors(
+    store: TCPStore, place: Place, device: torch.device
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Name and value of each weight as they come; Interrupted where not all of them do."""
+    group: Backend | None = None
+    try:
+        group = place.join(store)
+        for head in _heads(store, place):
+            tensor = torch.empty(
+                head["shape"], dtype=getattr(torch, head["dtype"]), device=place.device(device)
+            )
+            broadcast(group, tensor)
+            yield head["name"], tensor
+    except RuntimeError as error:  # of torch.distributed: it has no other class for a broken connection
+        raise Interrupted(str(error)) from error
+    finally:
+        if group is not None:
+            leave(group)
+
+
+def _heads(store: TCPStore, place: Place) -> Iterator[dict[str, Any]]:
+    store.set_timeout(timedelta(seconds=_PATIENCE * place.timeout_s))
+    number = 0
+    while True:
+        head = json.loads(store.get(f"{place.group}/{number}"))
+        if "error" in head:
+            raise Interrupted(head["error"])
+        if "count" in head:
+            return
+        yield head
+        number += 1
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

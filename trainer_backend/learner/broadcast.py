@@ -1,0 +1,220 @@
+"""The learner's side of a broadcast: its weights to the workers of vLLM servers, tensor by tensor.
+
+`inference.vllm_worker.turnwise_transfer` is the other side, and says how the two meet.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, TCPStore
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
+from trainer_backend.learner.sharding import whole
+from trainer_backend.learner.shares import weights_of
+
+_LOOK_S, _TURN_S = 0.02, 0.1
+# Of workers that ask a moment after the first one.
+_GRACE_S = 1.0
+
+
+class WeightSender:
+    """Sends one version of the policy to the servers that ask for it, any number of times.
+
+    Args:
+        host: the address of this machine at which the servers reach it.
+        backend: "nccl", or "gloo" for tensors in main memory.
+        timeout_s: a member of a group that takes longer for one tensor is lost.
+
+    Attributes:
+        address: host and port where servers ask.
+        answer_s: a worker that waits, and takes longer to answer a call, is dead or stands still.
+    """
+
+    answer_s = 5.0
+
+    def __init__(self, host: str, *, backend: str, timeout_s: float) -> None:
+        self._backend, self._timeout_s = backend, timeout_s
+        listener = socket.create_server((host, 0), family=_family(host))
+        self.address = (host, int(listener.getsockname()[1]))
+        # The store takes the descriptor, and closes it at its end.
+        self._store = TCPStore(
+            *self.address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        self._asked = 0
+        self._waiting: dict[str, dict[int, tuple[int, Worker]]] = {}  # number and worker by server and rank
+        self._called: list[tuple[int, Worker]] = []
+        self._first: float | None = None  # when the first of those that wait was seen
+        self._names = map("group_{}".format, count())
+
+    def ready(self, expected: int, since: float) -> int:
+        """How many servers `send` will send the weights to; 0 as long as others are waited for.
+
+        The first one is waited for, then the others as long again. A server that died or stands still since
+        it has asked is left out. It takes a tenth of a second where there is nobody.
+
+        Args:
+            expected: nobody is waited for beyond this many.
+            since: the time, by the monotonic clock, since when servers are waited for.
+        """
+        end = time.monotonic() + _TURN_S
+        while (now := time.monotonic()) < end:
+            servers = self._whole_servers()
+            if servers and self._first is None:
+                self._first = now
+            is_late = self._first is not None and now - self._first > max(_GRACE_S, self._first - since)
+            if len(servers) >= expected or is_late:
+                self._first = None
+                if self._call(servers):
+                    return len({worker.server for _, worker in self._called})
+            time.sleep(_LOOK_S)
+        return 0
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Send weights to the servers that `ready` has counted, each tensor as it comes.
+
+        All of `tensors` are taken whatever happens: another rank may take part in making each of them. One
+        is alive at a time, beside its copy in the precision and memory that is sent.
+
+        Args:
+            tensors: by their names in a Hugging Face checkpoint, each on the device of the group's backend.
+
+        Returns:
+            How many servers have loaded all of it: every one, or 0 where one failed, and then those that are
+            left ask again.
+        """
+        members, self._called = self._called, []
+        name, size = next(self._names), len(members) + 1
+        places = [Place(name, self._backend, rank, size, self._timeout_s) for rank in range(size)]
+        for (number, _), place in zip(members, places[1:], strict=True):
+            self._store.set(f"place/{number}", json.dumps(asdict(place)))
+        stream = _Stream(self._store, places[0])
+        for tensor_name, tensor in tensors:
+            stream.send(tensor_name, tensor)
+            del tensor  # before the next one is made
+        return len({worker.server for _, worker in members}) if stream.end() else 0
+
+    def close(self) -> None:
+        """Refuse whoever asks from now on; those that wait hear of it."""
+        del self._store
+
+    def _whole_servers(self) -> list[str]:
+        """Servers all of whose workers have asked and have no place yet."""
+        asked = self._store.add("asked", 0)
+        for number in range(self._asked + 1, asked + 1):
+            worker = Worker(**json.loads(self._store.get(f"worker/{number}")))
+            self._waiting.setdefault(worker.server, {})[worker.rank] = (number, worker)
+        self._asked = asked
+        return [
+            server
+            for server, workers in self._waiting.items()
+            if len(workers) == workers[min(workers)][1].size
+        ]
+
+    def _call(self, servers: Iterable[str]) -> bool:
+        """Call the workers of servers; remember those of servers that answer as a whole."""
+        workers = {server: self._waiting.pop(server) for server in servers}
+        numbers = [number for own in workers.values() for number, _ in own.values()]
+        for number in numbers:
+            self._store.set(f"call/{number}", "")
+        deadline, missing = time.monotonic() + self.answer_s, set(numbers)
+        while missing and time.monotonic() < deadline:
+            missing = {number for number in missing if not self._store.check([f"here/{number}"])}
+            time.sleep(_LOOK_S if missing else 0.0)
+        for own in workers.values():
+            if missing.isdisjoint(number for number, _ in own.values()):
+                self._called += own.values()
+                continue
+            for number, _ in own.values():
+                self._store.set(f"place/{number}", "{}")
+        return bool(self._called)
+
+
+class _Stream:
+    """One pass over the weights, to one group."""
+
+    def __init__(self, store: TCPStore, place: Place) -> None:
+        self._store, self._place = store, place
+        self._count, self._failed = 0, False
+        self._group: Backend | None = None
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """Send a tensor; nothing where the group has failed."""
+        if self._failed:
+            return
+        try:
+            if self._group is None:
+                self._group = self._place.join(self._store)
+            sent = tensor.detach().to(self._place.device(tensor.device)).contiguous()
+            dtype = str(sent.dtype).removeprefix("torch.")
+            self._tell(name=name, dtype=dtype, shape=list(sent.shape))
+            broadcast(self._group, sent)
+        except RuntimeError as error:  # of torch.distributed: a member is lost, or took too long
+            self._fail(f"the group has failed at {name}: {error}")
+
+    def end(self) -> bool:
+        """Wait until all members have loaded all; return whether they have."""
+        if not self._failed:
+            self._tell(count=self._count)
+            self._await_members()
+        if self._group is not None:
+            leave(self._group)
+        return not self._failed
+
+    def _await_members(self) -> None:
+        deadline, key = time.monotonic() + self._place.timeout_s, self._place.group
+        while self._store.add(f"{key}/done", 0) < self._place.size - 1:
+            if self._store.add(f"{key}/failed", 0) or time.monotonic() > deadline:
+                self._failed = True
+                return
+            time.sleep(_LOOK_S)
+
+    def _fail(self, error: str) -> None:
+        self._failed = True
+        if self._group is not None:
+            leave(self._group)
+        self._tell(error=error)
+
+    def _tell(self, **head: object) -> None:
+        self._store.set(f"{self._place.group}/{self._count}", json.dumps(head))
+        self._count += 1
+
+
+def checkpoint_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each weight as a checkpoint in the layout of Hugging Face has them, one at a time.
+
+    A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
+
+    Args:
+        dtype: of floating-point weights: what they are served in.
+    """
+    held = weights_of(model)
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
+    is_plain = revert_weight_conversion(model, empty).keys() == held.keys()
+    for name, tensor in held.items():
+        full = whole(tensor)
+        full = full.to(dtype) if full.is_floating_point() else full
+        # Models whose experts are held in one tensor have them apart in a checkpoint.
+        yield from ((name, full),) if is_plain else revert_weight_conversion(model, {name: full}).items()
+        del full  # before the next one is gathered
+
+
+def own_address(peer: str) -> str:
+    """The address of this machine on the way to another one; no packet is sent."""
+    ((family, _, _, _, address), *_) = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

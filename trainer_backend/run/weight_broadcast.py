@@ -1,0 +1,131 @@
+"""The policy's versions as the learner's process sends them to vLLM servers, tensor by tensor; no folders."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trainer_backend.errors import TrainerError
+from trainer_backend.inference.versions import PolicyVersion, WeightAddress
+from trainer_backend.job.tables import InferenceTable
+from trainer_backend.protocols import Learner
+from trainer_backend.run.weight_folders import WeightFolders
+
+# A server that has said that it is about to ask does so within this time, or says so again.
+_ABOUT_TO_ASK_S = 5.0
+
+
+class WeightBroadcast(WeightFolders):
+    """Has the learner send its policy to the servers that ask for it, at a publish and whenever one is back.
+
+    A folder is written at the first version alone, RUN/weights/model: for its config and tokenizer, and for
+    the run's own servers to start from. A server that comes back while the learner changes its weights gets
+    those of the next publish.
+
+    Args:
+        path: where that folder is written.
+        table: the servers.
+    """
+
+    def __init__(self, learner: Learner, path: Path, table: InferenceTable) -> None:
+        super().__init__(learner, path, prompt_tokens=table.max_model_len - 1)
+        self._peer = urlsplit(table.urls[0]).hostname or ""
+        self._servers, self._wait_s = len(table.urls), table.replica_wait_s
+        self._model: Path | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._enough = threading.Event()
+        # Servers that have loaded the newest version, and those that ask for it now.
+        self._served, self._asking = self._servers, 0
+
+    async def deliver(self, loading: Coroutine[None, None, None]) -> None:
+        """Await what has servers load the version that was written last, and send it to them meanwhile."""
+        # A server that is lost is not waited for: it asks once it is back.
+        expected, self._served, self._asking = max(1, self._served), 0, 0
+        sending = self._begin(expected, self._wait_s)
+        task = asyncio.ensure_future(loading)
+        try:
+            await asyncio.wait((task, sending), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()  # the learner may be lost
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.close()
+        if self._asking > 0:
+            self._begin(self._asking, _ABOUT_TO_ASK_S)
+
+    def serve_again(self) -> None:
+        """Send the weights to a server that is about to ask for them."""
+        self._asking += 1
+        if self._sending is None or self._sending.done():
+            self._begin(self._asking, _ABOUT_TO_ASK_S)
+
+    async def close(self) -> None:
+        """Wait until nothing is sent."""
+        self._enough.set()
+        if self._sending is not None:
+            with suppress(TrainerError):  # whoever asks the learner next hears of it
+                await asyncio.gather(self._sending)
+
+    def _begin(self, expected: int, wait_s: float) -> asyncio.Task[None]:
+        self._enough = threading.Event()
+        self._sending = asyncio.ensure_future(self._send_all(expected, wait_s))
+        return self._sending
+
+    async def _send_all(self, expected: int, wait_s: float) -> None:
+        """Send to servers, and then to those that have asked meanwhile."""
+        while True:
+            count = await asyncio.to_thread(self._send, expected, wait_s, self._enough)
+            self._served = min(self._served + count, self._servers)
+            self._asking -= count
+            if not count or self._asking <= 0:
+                self._asking = max(self._asking, 0)
+                return
+            expected, wait_s = self._asking, _ABOUT_TO_ASK_S
+
+    def _send(self, expected: int, wait_s: float, enough: threading.Event) -> int:
+        """How many servers have loaded it."""
+        served = 0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal served
+            served = done
+            if enough.is_set():
+                raise _Enough
+
+        with suppress(_Enough):
+            served = self._learner.broadcast(expected, wait_s, tell)
+        return served
+
+    def _write(self, number: int) -> PolicyVersion:
+        if self._model is None:
+            model = (self._path / "model").resolve()
+            self._learner.publish(model)
+            self._model = model
+        host, port = self._learner.offer(self._peer)
+        return PolicyVersion(
+            number=number, folder=self._model, address=WeightAddress(host=host, port=port),
+            prompt=self._scored_prompt(self._model),
+        )  # fmt: skip
+
+
+class _Enough(Exception):
+    """Raised in a learner's wait for servers that need not come any more."""
+
+
+def weights_of(
+    learner: Learner, path: Path, table: InferenceTable, *, broadcasts: bool, has_adapters: bool
+) -> WeightFolders:
+    """How versions reach vLLM servers.
+
+    Args:
+        path: the folder of the versions.
+        table: the servers, those that the run starts among them.
+    """
+    if broadcasts:
+        return WeightBroadcast(learner, path, table)
+    tokens = table.max_model_len - 1
+    return WeightFolders(learner, path, prompt_tokens=tokens, has_adapters=has_adapters)
