@@ -3,8 +3,8 @@
     python -m bench.study_ray [--out FILE] [--runs N]
 
 A deterministic job of two iterations runs in one process, and then with `[cluster] launcher = "ray"`: a
-learner and two gateways on two Ray nodes, beside a head without CPUs. In the update of iteration 2 the node of
-the learner is killed with all that is on it, a gateway too. Figures:
+learner and two gateways on two Ray nodes, beside a head without CPUs. In the update of iteration 2 the node
+of the learner is killed with all that is on it, a gateway too. Figures:
 
     plans, sampled actions, both updates, final weights    equal to those of one process
     rollouts lost                                          0: each is learned from once

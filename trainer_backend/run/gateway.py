@@ -161,7 +161,7 @@ class Gateway:
         self.renew: Tell | None = None
         self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
-        self._child: Child | None = None
+        self._child: Process | None = None
         self._last_words = ""
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
