@@ -40,13 +40,15 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-# It says where it is placed, and with what, and then waits.
-SCRIPT = "import os, sys; print('listening on', *sys.argv[1:], os.environ['KEY'], flush=True); input()"
+# It says where it is placed, who has started it, and its key, and then waits.
+SCRIPT = (
+    "import os, sys; print('listening on', sys.argv[1], os.getppid(), os.environ['KEY'], flush=True); input()"
+)
 
 
 def role(name: str, folder: Path, **keys: Any) -> Role:
     def command(place: Place) -> list[str]:
-        return [sys.executable, "-c", SCRIPT, f"{place.host}", f"{place.rank}", f"{place.meeting}"]
+        return [sys.executable, "-c", SCRIPT, f"http://{place.host}"]
 
     resources = Resources(name, device="cpu", **keys)
     return Role(name, command, {"KEY": "the key"}, folder / f"{name}.log", resources=resources)
@@ -61,11 +63,11 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
     try:
         process = await launcher.start(role("learner", tmp_path))
         first = await process.address()
-        assert first is not None and first.endswith("the key")
+        assert first is not None and first.startswith("http://") and first.endswith(" the key")
         os.kill(process.pid, signal.SIGKILL)
         assert await process.ended() == -signal.SIGKILL
         process = await launcher.start(role("learner", tmp_path))
-        assert await process.address() == first, "it has the place of the one before"
+        assert await process.address() == first, "in the place of the one before"
         assert await process.end(10.0) is False
         assert await process.ended() == -signal.SIGTERM
         with pytest.raises(JobError, match=r"many can never be placed by Ray: it needs 3 times 1 CPU"):
@@ -79,7 +81,5 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
 
 async def test_a_ray_that_is_not_there_is_told_at_once():
     launcher = RayLauncher("run", 60.0, print)
-    with pytest.raises(
-        JobError, match=r"cluster\.ray_address = '127\.0\.0\.1:9': there is no Ray: .* refused"
-    ):
+    with pytest.raises(JobError, match=r"ray_address = '127\.0\.0\.1:9': there is no Ray: "):
         await launcher.open("127.0.0.1:9")
