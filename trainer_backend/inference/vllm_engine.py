@@ -58,6 +58,16 @@ from trainer_backend.inference.versions import WeightAddress
 OLDEST, BEYOND = (0, 32), (0, 34)
 _GENERATE, _ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 _STOP: FinishReason = "stop"
+# What a server was not started with that does not know a route.
+_UNSEEN = (
+    "The server's machine does not see the folder: put job.runs_dir on a disk that it has mounted under "
+    "the same path."
+)
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
+_FLAGS = {
+    _GENERATE: "--enable-scale-out",
+    **dict.fromkeys(("/resume", "/pause", "/weight_info", "/collective_rpc"), _DEV_MODE),
+}
 _CONNECT_TIMEOUT_S = 30.0
 _FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
 _ENGINE_TIMEOUT_S = 60.0
@@ -377,7 +387,8 @@ class VllmEngine(RemoteEngine):
                 where=self.url,
             ) from error
         except (RemoteRefused, RemoteUnavailable) as error:
-            raise WeightsRefused(error.detail, where=self.url, hint=error.hint) from error
+            hint = _UNSEEN if "No such file" in error.detail else error.hint
+            raise WeightsRefused(error.detail, where=self.url, hint=hint) from error
 
     def _update_of(
         self, source: "WeightSource | WeightAddress", base: Path | None, name: str
@@ -523,7 +534,9 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
     if status in _BUSY:
         raise EngineBusy(f"{where} answered {status}: {excerpt}")
     if status == 200 or (400 <= status < 500 and status not in TRY_AGAIN):
-        raise RemoteRefused(f"{where} answered {status}: {excerpt}")
+        flag = next((flag for route, flag in _FLAGS.items() if status == 404 and where.endswith(route)), None)
+        hint = None if flag is None else f"Start it with {flag} (docs/vllm.md)."
+        raise RemoteRefused(f"{where} answered {status}: {excerpt}", hint=hint)
     raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
 
 

@@ -69,6 +69,14 @@ class Flags:
             help="models of the hub that posted jobs may name, such as 'Qwen/*'; may be repeated",
         ),
     ] = None
+    clusters: Annotated[
+        list[str] | None,
+        Option(
+            "--allow-cluster",
+            help="a learner.url or cluster.ray_address that posted jobs may name; the one is sent the "
+            "learner's key, the other starts processes; may be repeated",
+        ),
+    ] = None
     gateway_host: Annotated[
         str,
         Option(envvar="GATEWAY_HOST", show_envvar=True, help="where task apps reach the gateways of jobs"),

@@ -320,6 +320,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 "services.task_url names a task app that the service's key may not be sent to "
                 f"(TASK_URL or --allow-task-url: {allowed})"
             )
+    yield from _foreign_cluster(config, bounds)
     name = config.model.name
     if name is not None and not any(fnmatchcase(name, pattern) for pattern in bounds.models):
         allowed = ", ".join(bounds.models) or "none"
@@ -340,6 +341,18 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
             )
+
+
+def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
+    """A learner of somebody else is sent the operator's key; a Ray starts what it is told to."""
+    if config.cluster is None or config.cluster.launcher == "local":
+        return
+    key, address = "learner.url", config.learner.url
+    if config.cluster.launcher == "ray":
+        key, address = "cluster.ray_address", config.cluster.ray_address
+    if address not in bounds.clusters:
+        allowed = ", ".join(sorted(bounds.clusters)) or "none"
+        yield f"{key} is {address!r}, where posted jobs may start nothing (--allow-cluster: {allowed})"
 
 
 def _foreign_keys(

@@ -57,6 +57,7 @@ class Bounds:
         inference_hosts: hosts that a warm-up's teacher may call; `host` allows all its ports.
         key_variables: environment variables that may hold its keys.
         models: patterns of models on the hub, downloaded with the operator's access to the operator's disk.
+        clusters: learners and Rays that its roles may be at, by learner.url and cluster.ray_address.
         gateway_host: the address of every job's gateway.
     """
 
@@ -67,6 +68,7 @@ class Bounds:
     inference_hosts: frozenset[str] = frozenset()
     key_variables: frozenset[str] = frozenset()
     models: tuple[str, ...] = ()
+    clusters: frozenset[str] = frozenset()
     gateway_host: str = "127.0.0.1"
 
 
@@ -134,6 +136,7 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         inference_hosts=frozenset(host.lower() for host in flags.inference_hosts or ()),
         key_variables=frozenset(flags.key_variables or ()),
         models=tuple(flags.models or ()),
+        clusters=frozenset(address.rstrip("/") for address in flags.clusters or ()),
         gateway_host=flags.gateway_host,
     )
     rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)

@@ -40,7 +40,7 @@ class LearnerConfig:
         lora: None: all weights are trained.
         warmup: None: there is no warm-up.
         inference: the limits of each engine that samples.
-        engines: how many share the device; 0: other servers sample.
+        engines: how many share the device; 0: other servers sample, or engines on other machines.
         processes: how many use the device, the learner's among them.
         fixed_copies: how many processes of this machine serve the fixed policies with a local model too.
         ranks: [learner].
@@ -66,8 +66,10 @@ class LearnerConfig:
             planned_tokens=job.planned_tokens,
             seed=job.job.seed,
         )
-        engines = job.services.gateways if job.inference.engine == "local" else 0
-        is_shared = any(not table.is_remote for table in job.fixed_policies)
+        # Where others choose machines, an engine beside the learner is the exception.
+        is_here = job.cluster is None or job.cluster.launcher == "local"
+        engines = job.services.gateways if job.inference.engine == "local" and is_here else 0
+        is_shared = is_here and any(not table.is_remote for table in job.fixed_policies)
         fixed_copies = job.services.gateways if is_shared else 0
         # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
         beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)

@@ -45,22 +45,27 @@ class FakeVllm:
         may_pause: a pause waits for it, as for requests that run.
         forgets_head: it answers 200 to a load and keeps the output head of before.
         loads_at_most: later loads fail.
+        lacks: routes that it was not started with.
         has_worker: it was started with our worker class.
         receives: it was started to receive weights from a learner.
         raw: its log-probs are those before the temperature.
         streams_wait: it sends the last token of a stream after the request was aborted.
         rpc_status: of calls to its workers.
+        sees_folders: it runs on a machine that has the trainer's disk.
         deadly_file: the process that finds and removes this file at its third sample dies of it, or is down
             from then on where the file says so.
         loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
     """
 
-    def __init__(self, folder: Path, *, max_model_len: int = 256, release: str = "0.32.0") -> None:
+    def __init__(
+        self, folder: Path, *, max_model_len: int = 256, release: str = "0.32.0", lacks: tuple[str, ...] = ()
+    ) -> None:
+        self._lacks = lacks
         model, tokenizer = load_model_folder(folder)
         self.model = model.eval()
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
         self.version, self.release, self.max_model_len = "default", release, max_model_len
-        self.has_worker = self.receives = True
+        self.has_worker = self.receives = self.sees_folders = True
         self._updates = False
         self.loads_at_most = 1 << 60
         self.down = self.forgets_head = self.raw = False
@@ -102,7 +107,13 @@ class FakeVllm:
             "/update_weights": ("POST", self._update_weights),
             "/finish_weight_update": ("POST", self._start_or_finish),
         }
-        return Starlette(routes=[Route(path, call, methods=[verb]) for path, (verb, call) in routes.items()])
+        return Starlette(
+            routes=[
+                Route(path, call, methods=[verb])
+                for path, (verb, call) in routes.items()
+                if path not in self._lacks
+            ]
+        )
 
     async def _ok(self, request: Request) -> Response:
         return Response()
@@ -146,6 +157,9 @@ class FakeVllm:
             return Response(status_code=200) if self.receives else Response(error, status_code=500)
         folder, files, *adapters = body["args"]
         await asyncio.to_thread(self.may_load.wait)
+        if not self.sees_folders:
+            error = f"Call to collective_rpc method failed: [Errno 2] No such file or directory: {folder!r}"
+            return JSONResponse({"error": {"message": error}}, status_code=500)
         if len(self.loads) >= self.loads_at_most:
             return Response("no space left on device", status_code=500)
         head = self.model.get_output_embeddings().weight.detach().clone()

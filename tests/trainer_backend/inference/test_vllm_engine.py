@@ -127,6 +127,8 @@ async def test_tokens_are_told_as_they_come_but_the_last(folders):
         ({"max_model_len": 64}, {}, "has a context of 64 tokens, and inference.max_model_len is 128"),
         ({"raw": True}, {}, "before the temperature"),
         ({"has_worker": False}, {}, "cannot load weights"),
+        ({"lacks": ("/resume",)}, {}, "Start it with VLLM_SERVER_DEV_MODE=1 in its environment"),
+        ({"lacks": ("/inference/v1/generate",)}, {}, "Start it with --enable-scale-out"),
     ],
 )
 async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
@@ -181,6 +183,14 @@ async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_us
             await load(engine, 0, folders[0])
             generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
     assert generation.versions == ((0, 0),)
+
+
+async def test_a_server_that_does_not_see_the_folder_is_refused_with_what_would_help(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        fake.sees_folders = False
+        async with engine_at(url) as engine:
+            with pytest.raises(WeightsRefused, match=r"does not see the folder: put job\.runs_dir on a disk"):
+                await load(engine, 0, folders[0])
 
 
 @pytest.mark.parametrize("stops", [False, True])

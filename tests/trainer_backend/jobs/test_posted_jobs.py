@@ -205,6 +205,20 @@ def test_a_task_app_may_be_named_only_if_the_operator_allowed_it(bounds, url):
     posted(allowed, services={"task_url": f"{url}/" if "dns" not in url else url})
 
 
+@pytest.mark.parametrize(
+    ("address", "tables"),
+    [
+        ("http://node:9000", {"cluster": {"launcher": "external"}, "learner": {"url": "http://node:9000"}}),
+        ("head:6379", {"cluster": {"launcher": "ray", "ray_address": "head:6379"}}),
+        ("auto", {"cluster": {"launcher": "ray"}}),
+    ],
+)
+def test_a_posted_job_starts_processes_elsewhere_only_where_the_operator_allowed_it(bounds, address, tables):
+    told = refused(bounds, **tables)
+    assert f"is {address!r}, where posted jobs may start nothing (--allow-cluster: none)" in told
+    posted(Bounds(data_dir=bounds.data_dir, clusters=frozenset({address})), **tables)
+
+
 def test_a_posted_job_holds_no_key_and_no_error_repeats_one(bounds):
     told = refused(bounds, services={"task_api_key": "s3cret-key"})
     assert "services.task_api_key is a key" in told and "s3cret" not in told
