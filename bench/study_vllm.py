@@ -20,8 +20,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> di
         for mode in ("wait", "keep"):
             engine = engine_at(servers.urls[0], folders[0], weight_update=mode)
             pool = ReplicaPool([engine], wait_s=300.0, tell=lines.append)
-            results[mode] = await in_flight(pool, folders)
+            results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
             await pool.close()
         return results | {"replicas_lost": len(lines)}
     finally:
@@ -225,14 +225,26 @@ def engine_at(url: str, folder: Path, **settings: Any) -> VllmEngine:
     )  # fmt: skip
 
 
-async def in_flight(pool: ReplicaPool, folders: Sequence[Path]) -> dict[str, Any]:
-    chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
-    canary_ids = tuple(chance.randrange(len(tokenizer)) for _ in range(64))
+def publication(folders: Sequence[Path], version: int) -> Publication:
+    chance, count = random.Random(0), len(load_tokenizer(folders[0]))
+    ids = tuple(chance.randrange(count) for _ in range(64))
+    logprobs = tuple(reference(folders[version], ids[:1], ids[1:], 1.0))
+    return Publication(version, folders[version], Canary(ids, logprobs, LIMIT))
 
-    async def publish(version: int) -> None:
-        folder = folders[version]
-        logprobs = tuple(reference(folder, canary_ids[:1], canary_ids[1:], 1.0))
-        await pool.publish(Publication(version, folder, Canary(canary_ids, logprobs, LIMIT)))
+
+async def by_folder(pool: ReplicaPool, folders: Sequence[Path], version: int) -> None:
+    await pool.publish(publication(folders, version))
+
+
+async def in_flight(
+    pool: ReplicaPool, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
+) -> dict[str, Any]:
+    """Requests whose weights are swapped under them.
+
+    Args:
+        publish: has the pool serve the version of that place in `folders`.
+    """
+    chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
 
     async def request(place: int, tell: Callable[[object], None] | None = None) -> tuple[Any, ...]:
         prompt = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(3, 200))]

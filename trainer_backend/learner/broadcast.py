@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from math import inf
 
 import torch
 from torch import Tensor
@@ -71,8 +72,7 @@ class WeightSender:
             servers = self._whole_servers()
             if servers and self._first is None:
                 self._first = now
-            is_late = self._first is not None and now - self._first > max(_GRACE_S, self._first - since)
-            if len(servers) >= expected or is_late:
+            if len(servers) >= expected or (servers and _is_late(since, self._first)):
                 self._first = None
                 if self._call(servers):
                     return len({worker.server for _, worker in self._called})
@@ -89,7 +89,7 @@ class WeightSender:
             tensors: by their names in a Hugging Face checkpoint, each on the device of the group's backend.
 
         Returns:
-            How many servers have loaded all of it: every one, or 0 where one failed, and then those that are
+            How many servers have loaded all of it. Where one has failed amid it, none has, and those that are
             left ask again.
         """
         members, self._called = self._called, []
@@ -101,7 +101,9 @@ class WeightSender:
         for tensor_name, tensor in tensors:
             stream.send(tensor_name, tensor)
             del tensor  # before the next one is made
-        return len({worker.server for _, worker in members}) if stream.end() else 0
+        done = stream.end()
+        short = {worker.server for rank, (_, worker) in enumerate(members, start=1) if rank not in done}
+        return len({worker.server for _, worker in members} - short)
 
     def close(self) -> None:
         """Refuse whoever asks from now on; those that wait hear of it."""
@@ -144,12 +146,12 @@ class _Stream:
 
     def __init__(self, store: TCPStore, place: Place) -> None:
         self._store, self._place = store, place
-        self._count, self._failed = 0, False
+        self._count, self._has_failed = 0, False
         self._group: Backend | None = None
 
     def send(self, name: str, tensor: Tensor) -> None:
         """Send a tensor; nothing where the group has failed."""
-        if self._failed:
+        if self._has_failed:
             return
         try:
             if self._group is None:
@@ -161,25 +163,30 @@ class _Stream:
         except RuntimeError as error:  # of torch.distributed: a member is lost, or took too long
             self._fail(f"the group has failed at {name}: {error}")
 
-    def end(self) -> bool:
-        """Wait until all members have loaded all; return whether they have."""
-        if not self._failed:
+    def end(self) -> set[int]:
+        """Wait until the members have loaded all, or have given up; return the ranks of those that have it.
+
+        As at the start, the first one is waited for, then the others as long again.
+        """
+        done: set[int] = set()
+        if not self._has_failed:
             self._tell(count=self._count)
-            self._await_members()
+            start, first, left = time.monotonic(), None, set(range(1, self._place.size))
+            while left and not _is_late(start, first, self._place.timeout_s):
+                done |= self._those(left, "done")
+                left -= done | self._those(left, "failed")
+                first = first or (time.monotonic() if done else None)
+                time.sleep(_LOOK_S if left else 0.0)
         if self._group is not None:
             leave(self._group)
-        return not self._failed
+        return done
 
-    def _await_members(self) -> None:
-        deadline, key = time.monotonic() + self._place.timeout_s, self._place.group
-        while self._store.add(f"{key}/done", 0) < self._place.size - 1:
-            if self._store.add(f"{key}/failed", 0) or time.monotonic() > deadline:
-                self._failed = True
-                return
-            time.sleep(_LOOK_S)
+    def _those(self, ranks: set[int], state: str) -> set[int]:
+        """Those of the ranks that are said to be done, or to have failed."""
+        return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
 
     def _fail(self, error: str) -> None:
-        self._failed = True
+        self._has_failed = True
         if self._group is not None:
             leave(self._group)
         self._tell(error=error)
@@ -187,6 +194,12 @@ class _Stream:
     def _tell(self, **head: object) -> None:
         self._store.set(f"{self._place.group}/{self._count}", json.dumps(head))
         self._count += 1
+
+
+def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
+    """Whether others have had as long as the first one, and a grace; or nobody came within the limit."""
+    now = time.monotonic()
+    return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 
 
 def checkpoint_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

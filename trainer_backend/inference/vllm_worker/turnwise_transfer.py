@@ -9,7 +9,7 @@ policy:
     place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} where it has to ask again
     {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last one;
                           {"error"} where the group has failed
-    {group}/done, {group}/failed      how many workers have loaded all of it, or have given up
+    {group}/done/{rank}, {group}/failed/{rank}      a worker has loaded all of it, or has given up
 
 A group is for one pass over the weights. Where one member fails, the pass fails for all: those that are left
 ask again, and get the weights in another group. Every wait has a bound.
@@ -139,11 +139,11 @@ def receive(
             # The error's traceback would keep it, and with it the connections that others wait at.
             tensors.close()
             with suppress(RuntimeError):
-                store.add(f"{place.group}/failed", 1)
+                store.set(f"{place.group}/failed/{place.rank}", "")
             if isinstance(error, Interrupted) and time.monotonic() < deadline:
                 continue
             raise
-        store.add(f"{place.group}/done", 1)
+        store.set(f"{place.group}/done/{place.rank}", "")
         return
 
 

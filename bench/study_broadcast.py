@@ -1,0 +1,308 @@
+"""New weights sent to real vLLM servers by the learner, beside weights that they load from a folder.
+
+    python -m bench.study_broadcast --vllm-python VENV/bin/python       (make study-broadcast VLLM_PYTHON=...)
+
+A job with [cluster] and weight_transfer.backend = "nccl" (gloo here) trains a tiny model on two servers, of
+which one is killed amid the second iteration and has to come back. Every sampled token's log-prob is computed
+anew by transformers in fp32, with the weights of the version that it is said to be of. Then weights are
+swapped under running requests, and a server is killed amid a pass over the weights: the other one has to
+serve. At last a model of 0.4 GB is published by folder and by broadcast in turn; the learner is this process,
+whose memory is watched. bench/results/broadcast.json has the figures; exit code 1 when one does not hold.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bench import kit
+from bench.kit import ROOT
+from bench.study_vllm import (
+    LIMIT,
+    SMALL,
+    SWAPS,
+    Killer,
+    in_flight,
+    job_of,
+    judged_job,
+    publication,
+    server_processes,
+)
+from trainer_backend.inference.pool import ReplicaPool
+from trainer_backend.inference.versions import WeightAddress
+from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable
+from trainer_backend.learner.broadcast import WeightSender
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.models import save_model_folder
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.protocols import Hardware
+from trainer_backend.run.replicas import pool_of, publication_of
+from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
+from trainer_backend.run.weight_broadcast import WeightBroadcast
+from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.start import run_job
+
+BROADCAST = {"weight_transfer": {"backend": "nccl"}}
+# A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights.
+WIDTH, LAYERS, HEADS, HEAD_DIM, MLP = 768, 12, 12, 64, 2304
+PUBLISHES = 7
+PAIR_TIMEOUT_S = 20.0
+
+
+class Senders:
+    """A sender for each version, as a learner has one; the versions are folders.
+
+    Args:
+        killed_at: the place of the tensor at which a server is killed; None: never.
+    """
+
+    def __init__(self, pool: ReplicaPool, folders: Sequence[Path], killed_at: int | None = None) -> None:
+        self._pool, self._folders, self._killed_at = pool, folders, killed_at
+        self._sending: asyncio.Task[None] | None = None
+        self.passes = 0
+
+    async def publish(self, version: int) -> None:
+        """Have the pool serve a version, sent tensor by tensor."""
+        await self.end()
+        sender = WeightSender("127.0.0.1", backend="gloo", timeout_s=PAIR_TIMEOUT_S)
+        host, port = sender.address
+        self._sending = asyncio.ensure_future(self._send(sender, self._folders[version]))
+        address = WeightAddress(host=host, port=port)
+        await self._pool.publish(replace(publication(self._folders, version), address=address))
+
+    async def end(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def _send(self, sender: WeightSender, folder: Path) -> None:
+        """As long as the version stands: a server may be later than the first one."""
+        while True:
+            if await asyncio.to_thread(sender.ready, len(self._pool.replicas), time.monotonic()):
+                self.passes += 1
+                await asyncio.to_thread(sender.send, self._tensors(folder))
+
+    def _tensors(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        for place, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
+            if place == self._killed_at:
+                self._killed_at = None
+                os.killpg(server_processes()[0], signal.SIGKILL)  # and the process of its engine
+            yield name, tensor
+
+
+@asynccontextmanager
+async def servers_of(job: JobConfig, directory: RunDirectory, folder: Path) -> Any:
+    servers = own_servers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
+    assert isinstance(servers, VllmServers)
+    try:
+        await servers.start(folder)
+        yield servers
+    finally:
+        await servers.stop()
+
+
+def engines_of(urls: Sequence[str], folder: Path, mode: Any) -> list[VllmEngine]:
+    tokenizer = load_tokenizer(folder)
+    return [
+        VllmEngine(
+            url, stop_ids=[tokenizer.eos_token_id], vocabulary=len(tokenizer), max_model_len=1024,
+            wait_s=300.0, weight_update=mode,
+        )
+        for url in urls
+    ]  # fmt: skip
+
+
+async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]) -> dict[str, Any]:
+    """Swap weights under running requests, then kill a server amid a pass, and send them to the other one."""
+    lines: list[str] = []
+    results: dict[str, Any] = {}
+    async with servers_of(job, directory, folders[0]) as servers:
+        for mode in ("wait", "keep"):
+            pool = ReplicaPool(engines_of(servers.urls, folders[0], mode), wait_s=300.0, tell=lines.append)
+            senders = Senders(pool, folders)
+            results[mode] = await in_flight(pool, folders, senders.publish)
+            await senders.end()
+            await pool.close()
+        print(lines)
+        results["replicas_lost"] = len(lines)
+        pool = ReplicaPool(engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, tell=lines.append)
+        killer, began = Senders(pool, folders, killed_at=3), time.monotonic()
+        await killer.publish(1)
+        results["killed_amid_a_pass"] = {
+            "passes": killer.passes,
+            "seconds": time.monotonic() - began,
+            "serving": sum(replica.state == "serving" for replica in pool.replicas),
+        }
+        await killer.end()
+        await pool.close()
+    return results
+
+
+def larger_model(folder: Path, tokenizer_of: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_of)
+    config = Qwen3Config(
+        vocab_size=32_000, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, head_dim=HEAD_DIM, intermediate_size=MLP, tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    save_model_folder(folder, Qwen3ForCausalLM(config), tokenizer)
+
+
+def peak_mib(reset: bool = False) -> float:
+    """The most main memory of this process since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmRSS" if reset else "VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
+    """Seconds of a publish, and the memory that it took beside what there was, in MiB."""
+    before, began = peak_mib(reset=True), time.monotonic()
+    await publish
+    return time.monotonic() - began, peak_mib() - before
+
+
+async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
+    """Publish a larger model in both ways in turn."""
+    learner = LocalLearner.fresh(LearnerConfig.of(job), [])
+    async with servers_of(job, directory, job.model.path) as servers:
+        table: InferenceTable = job.inference.model_copy(update={"urls": servers.urls})
+        tokens = table.max_model_len - 1
+        folder = WeightFolders(learner, directory.weights, prompt_tokens=tokens)
+        sent = WeightBroadcast(learner, directory.weights, table)
+        pool = pool_of(table, learner.facts(), print, None, sent.serve_again)
+
+        async def publish(weights: WeightFolders, number: int) -> None:
+            version = await weights.write(number)
+            await weights.deliver(pool.publish(publication_of(version, job.model)))
+
+        costs: dict[str, list[tuple[float, float]]] = {"folder": [], "broadcast": []}
+        for weights in (folder, sent):
+            await publish(weights, 0)  # the first one of each is not counted
+        for number in range(1, PUBLISHES + 1):
+            for name, weights in (("folder", folder), ("broadcast", sent)):
+                with torch.no_grad():
+                    learner.model.model.norm.weight += 1e-3
+                costs[name].append(await timed(publish(weights, number)))
+        await sent.close()
+        await pool.close()
+    tensors = learner.weights().values()
+    return {
+        "model_mib": sum({item.data_ptr(): item.nbytes for item in tensors}.values()) / 2**20,
+        "largest_tensor_mib": max(item.nbytes for item in tensors) / 2**20,
+        "servers": len(servers.urls),
+        "publishes": PUBLISHES,
+    } | {
+        name: {
+            "seconds": spread([seconds for seconds, _ in rows]),
+            "learner_extra_mib": spread([extra for _, extra in rows]),
+        }
+        for name, rows in costs.items()
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "least": min(values), "most": max(values)}
+
+
+def study(python: str, iterations: int) -> dict[str, Any]:
+    """Run the job, the swaps with the weights that it made, and the publishes of a larger model."""
+    job, killer = job_of(python, iterations, cluster={"launcher": "local"}, **BROADCAST), Killer("collect 2")
+    release = asyncio.run(check_environment(job.inference))
+    with tempfile.TemporaryDirectory() as root:
+        directory = create_run(job, Path(root) / "run")
+        asyncio.run(run_job(job, directory, killer, resume=False))
+        left = len(server_processes())
+        trained = judged_job(directory, iterations, killer)
+        trained["folders_written"] = len(list(directory.weights.glob("version_*")))
+        folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+        swapped = asyncio.run(swaps(job, create_run(job, Path(root) / "swaps"), folders))
+        larger = Path(root) / "larger"
+        larger_model(larger, folders[0])
+        compared = job_of(python, 1, model={"path": str(larger), "device": "cpu"}, **BROADCAST)
+        publishes = asyncio.run(beside(compared, create_run(compared, Path(root) / "beside")))
+    return {
+        "study": "broadcast",
+        "vllm": release.partition(" of ")[0],
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        "job": trained,
+        "swap": swapped,
+        "publish": publishes,
+        "holds": holds(trained, swapped, publishes, iterations) | {"no server left behind": left == 0},
+    }
+
+
+def holds(
+    trained: dict[str, Any], swapped: dict[str, Any], publishes: dict[str, Any], iterations: int
+) -> dict[str, bool]:
+    modes, killed = [swapped["wait"], swapped["keep"]], swapped["killed_amid_a_pass"]
+    largest, extra = publishes["largest_tensor_mib"], publishes["broadcast"]["learner_extra_mib"]
+    return {
+        "log-probs within 1e-4 of fp32 transformers": max(
+            trained["logprob_max"], *(mode["logprob_max"] for mode in modes)
+        )
+        <= LIMIT,
+        "a decision of old weights would show, and there is none": trained["versions_apart_median"]
+        > 10 * LIMIT
+        and trained["decisions_of_old_weights"] == 0
+        and sum(mode["requests_of_old_weights"] for mode in modes) == 0,
+        "no version written to a folder": trained["folders_written"] == 0,
+        "no request lost at a swap in flight, and some met it": sum(mode["requests_lost"] for mode in modes)
+        == swapped["replicas_lost"]
+        == 0
+        and swapped["keep"]["requests_of_two_versions"] > 0,
+        "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
+        and trained["killed_amid_requests"]
+        and trained["iterations"] == iterations,
+        "the killed replica, and no other, was lost and serves again": 1
+        == trained["servers_killed"]
+        == trained["servers_back"]
+        == trained["replicas_lost"],
+        "a server killed amid a pass costs one more pass": killed["passes"] == 2 and killed["serving"] == 1,
+        "a broadcast takes the learner no more than the largest tensor": extra["median"] <= largest + 8,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--vllm-python", "", "the Python of vLLM's environment"),
+        ("--iterations", 60, "of the job; a killed server needs a minute or two to come back"),
+        ("--results", ROOT / "bench" / "results" / "broadcast.json"),
+        arguments=arguments,
+    )
+    if not options.vllm_python:
+        raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
+    for name, value in SMALL.items():
+        os.environ.setdefault(name, value)
+    found = study(options.vllm_python, options.iterations)
+    options.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 0 if all(found["holds"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
