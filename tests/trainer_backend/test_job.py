@@ -105,6 +105,41 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        (
+            {"learner": {"nproc_per_node": 6, "data_parallel_replicate_degree": 4}},
+            "is 4, and the learner has 6 ranks (nproc_per_node times nnodes), which cannot be cut into so "
+            "many equal groups; possible: 1, 2, 3, 6",
+        ),
+        (
+            {"learner": {"nproc_per_node": 2}, "training": {"optimizer_offload": True}},
+            "training.optimizer_offload is of one process, and the learner has 2 ranks (nproc_per_node times "
+            "nnodes). Did you mean learner.fsdp_cpu_offload = true?",
+        ),
+        (
+            {"learner": {"nproc_per_node": 2}, "model": {"preset": "tiny-0.3m", "device": "mps"}},
+            "model.device is 'mps', and the learner has 2 ranks",
+        ),
+        (
+            {"learner": {"fsdp_cpu_offload": True}},
+            "learner.fsdp_cpu_offload is read by several ranks, and the learner has one. Did you mean to set "
+            "learner.nproc_per_node?",
+        ),
+        ({"learner": {"fsdp_reshard_after_forward": False}}, "is read by several ranks"),
+        ({"learner": {"data_parallel_replicate_degree": 2}}, "is read by several ranks"),
+    ],
+)
+def test_what_the_ranks_of_a_learner_cannot_do_is_refused(tables: dict[str, dict[str, object]], told: str):
+    assert told in refusal({"cluster": {}, **tables})
+
+
+def test_several_ranks_need_a_cluster():
+    told = refusal({"learner": {"nproc_per_node": 2}})
+    assert "learner.nproc_per_node is of the learner's own process, and without [cluster] it has none" in told
+
+
 def test_collecting_ahead_is_refused_where_the_order_of_things_counts():
     ahead = {"training": {"max_staleness": 2}}
     assert "training.max_staleness = 2 with inference.deterministic: which version samples" in refusal(

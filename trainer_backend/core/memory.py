@@ -33,6 +33,7 @@ class ModelShape:
     value_head: weights of a critic's; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
+    ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
     """
 
     parameters: int
@@ -47,6 +48,12 @@ class ModelShape:
     value_head: int = 0
     head_norms: bool = False
     vectors: int = 0
+    ends: int = 0
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer."""
+        return (self.parameters - self.ends) // self.layers
 
     @property
     def trained(self) -> int:
@@ -85,6 +92,24 @@ class EngineUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How the ranks of a learner share the model's weights out; adapters and a value head are whole on each.
+
+    parts: ranks that hold all weights together.
+    count: ranks.
+    here: ranks of this node, which share its main memory.
+    reshards: whether a layer's weights are freed after its forward pass (learner.fsdp_reshard_after_forward).
+    offload: whether the shares are in main memory (learner.fsdp_cpu_offload).
+    """
+
+    parts: int
+    count: int
+    here: int
+    reshards: bool = True
+    offload: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse(EngineUse):
     """What a run does with a model: it serves the model and trains it.
 
@@ -98,6 +123,7 @@ class MemoryUse(EngineUse):
     values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
     engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
     processes: how many use the device.
+    sharing: None: the learner is one process, which has all weights.
     """
 
     masked: bool
@@ -110,14 +136,16 @@ class MemoryUse(EngineUse):
     values_by_token: bool = False
     engines: int = 1
     processes: int = 1
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """Bytes by kind.
 
-    device: on the device that computes, each kind at its fullest.
-    host: in main memory beside a GPU; empty on a CPU, whose main memory is the device.
+    device: on the device that computes, each kind at its fullest; of a rank, on its own device.
+    host: in main memory beside a GPU, of all ranks of a node; on a CPU, whose main memory is the device, what
+        its ranks need at the start alone.
     least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
         estimate; of a cache in pages, one request as long as allowed.
     """
@@ -137,20 +165,13 @@ def memory_needs(
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
-    own = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
-    own += (shape.adapters + shape.value_head) * FLOAT32
-    moments = shape.trained * MOMENTS
-    device = {
-        "weights": own,
-        "gradients": shape.trained * FLOAT32,
-        "optimizer": 0 if use.offload and is_gpu else moments,
+    learner = _learner_needs(shape, use, is_gpu=is_gpu)
+    if use.sharing is not None and not is_gpu:  # the ranks of a node have one memory
+        learner = {kind: use.sharing.here * size for kind, size in learner.items()}
+    device = learner | {
         "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
-        "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
         "cache": use.engines * cache(shape, use),
         "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
-        "activations": activations(shape, use),
-        "logits": logits(shape, use),
-        "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
         "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
         "fixed cache": sum(cache(other, use) for other in fixed),
         "overhead": use.processes * OVERHEAD if is_gpu else 0,
@@ -160,8 +181,78 @@ def memory_needs(
     needed = of_a_row * (1 if use.paged else use.running)
     unsure = device["activations"] / 3 + caches - needed
     device = {kind: size for kind, size in device.items() if size}
-    host = _main_memory_needs(shape, use, fixed) if is_gpu else {}
+    host = _main_memory_needs(shape, use, fixed, is_gpu=is_gpu)
     return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
+
+
+def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
+    """Of a learner's process, or of each of its ranks."""
+    held, reference = _held(shape, use), _reference(shape, use)
+    moments = 0 if use.offload and is_gpu else held.moments
+    if use.sharing is not None and use.sharing.offload and is_gpu:
+        held, moments = _whole(shape), _whole(shape).moments
+        reference = shape.adapters * FLOAT32 if use.reference else 0
+    return {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": moments,
+        "gathered": 0 if use.sharing is None else gathered(shape, use, use.sharing),
+        "reference": reference,
+        "activations": activations(shape, use),
+        "logits": logits(shape, use),
+        "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that a process holds of a model from step to step."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+
+def _whole(shape: ModelShape) -> _Held:
+    """Of adapters and value head, which every rank has whole."""
+    count = shape.adapters + shape.value_head
+    return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
+
+
+def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
+    """Of the model's own weights, of which a rank has a part."""
+    parts = 1 if use.sharing is None else use.sharing.parts
+    weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
+    trained = 0 if shape.adapters else shape.parameters
+    return _Held(*(-(-size // parts) for size in (weights, trained * FLOAT32, trained * MOMENTS)))
+
+
+def _held(shape: ModelShape, use: MemoryUse) -> _Held:
+    whole, shared = _whole(shape), _shared(shape, use)
+    return _Held(
+        whole.weights + shared.weights, whole.gradients + shared.gradients, whole.moments + shared.moments
+    )
+
+
+def _reference(shape: ModelShape, use: MemoryUse) -> int:
+    """Of the policy that RL started from: its adapters, or a copy of the model, shared out like the model."""
+    if not use.reference:
+        return 0
+    parts = 1 if use.sharing is None else use.sharing.parts
+    return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // parts)
+
+
+def gathered(shape: ModelShape, use: MemoryUse, sharing: Sharing) -> int:
+    """Bytes that a rank gathers of weights that are shared out, and of their gradients before it sums them.
+
+    What is outside of the layers is whole for as long as a pass takes, of the layers one that is computed and
+    the next one, or all of them where they are kept.
+
+    Source: torch.distributed.fsdp.fully_shard (its prefetch in the backward pass).
+    """
+    units = shape.ends + min(2, shape.layers) * shape.layer
+    weights = (units if sharing.reshards else shape.parameters) * (use.held if shape.adapters else FLOAT32)
+    return weights + (0 if shape.adapters else units * FLOAT32)
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
@@ -195,21 +286,40 @@ def sampling(shape: ModelShape, use: EngineUse) -> int:
     return use.running * shape.vocabulary * SAMPLING if use.paged else 0
 
 
-def _main_memory_needs(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dict[str, int]:
-    """Bytes of main memory that a run on a GPU needs.
+def _main_memory_needs(
+    shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape], *, is_gpu: bool
+) -> dict[str, int]:
+    """Bytes of main memory that a run needs beside its device.
 
-    Offloaded moments stay there. Weights in float32, then moments, pass through it to a checkpoint. At the
-    start each fixed policy passes through it, in float32 and once more in its served precision.
+    Offloaded moments and shares stay there. Weights in float32, then moments, pass through it to a
+    checkpoint, of each rank its own. At the start each fixed policy passes through it, in float32 and once
+    more in its served precision; so does the model on every rank, and then a reference beside nothing else.
     """
-    weights, moments = shape.parameters * FLOAT32, shape.trained * MOMENTS
-    passing = {
-        "checkpoint": weights if use.offload else max(weights, moments),
-        "fixed": max(
-            (other.parameters * FLOAT32 + other.frozen_bytes(use.held) for other in fixed), default=0
-        ),
-    }
+    sharing, stays = use.sharing, {}
+    if not is_gpu and sharing is None:
+        return {}
+    passing = {"fixed": max((_passing(other, use) for other in fixed), default=0)} if is_gpu else {}
+    if sharing is not None:
+        copied = use.reference and not shape.adapters
+        passing["loading"] = sharing.here * (_passing(shape, use) if copied else shape.parameters * FLOAT32)
+    if is_gpu:
+        here, written = (1, 1) if sharing is None else (sharing.here, sharing.count)
+        moments = _held(shape, use).moments
+        weights = -(-here * shape.parameters * FLOAT32 // written)
+        passing["checkpoint"] = weights if use.offload else max(weights, here * moments)
+        if use.offload:
+            stays["optimizer"] = moments
+        if sharing is not None and sharing.offload:
+            shared = _shared(shape, use)
+            frozen = 0 if shape.adapters else _reference(shape, use)
+            stays["shares"] = here * (shared.weights + shared.gradients + shared.moments + frozen)
     largest = max(passing, key=lambda kind: passing[kind])
-    return ({"optimizer": moments} if use.offload else {}) | {largest: passing[largest]}
+    return stays | {largest: passing[largest]}
+
+
+def _passing(shape: ModelShape, use: EngineUse) -> int:
+    """A model in float32, and its copy in what is held of a model that nobody trains."""
+    return shape.parameters * FLOAT32 + shape.frozen_bytes(use.held)
 
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:

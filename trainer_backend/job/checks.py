@@ -11,7 +11,7 @@ from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import InferenceTable, Table
+from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable, Table
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import LOSSES, READS, aggregation, allocation, estimator, not_read, policy_loss
 
@@ -49,6 +49,8 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
             "which go by folder in a fraction of the bytes; known there: folder",
         )
     yield from _launcher_findings(config)
+    if config.cluster is not None:
+        yield from _rank_findings(config.learner, config.training, config.model)
     for key in type(config.learner).model_fields if config.cluster is None else ():
         if _is_set(config.learner, key):
             yield (
@@ -87,6 +89,40 @@ def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
             "learner.url is the address of a learner that somebody else starts, and cluster.launcher = "
             f"{launcher!r} starts one. Did you mean launcher = 'external'?",
         )
+
+
+# Keys of [learner] that several ranks read, and nobody else.
+_OF_RANKS = ("data_parallel_replicate_degree", "fsdp_reshard_after_forward", "fsdp_cpu_offload")
+
+
+def _rank_findings(learner: LearnerTable, training: TrainingTable, model: ModelTable) -> Iterator[Finding]:
+    """Check what several ranks cannot do, and what one rank does not read."""
+    fields, degree = LearnerTable.model_fields, learner.data_parallel_replicate_degree
+    if learner.ranks == 1:
+        for key in _OF_RANKS:
+            if getattr(learner, key) != fields[key].default:
+                yield (
+                    f"learner.{key}",
+                    f"learner.{key} is read by several ranks, and the learner has one. Did you mean to set "
+                    "learner.nproc_per_node?",
+                )
+        return
+    count = f"the learner has {learner.ranks} ranks (nproc_per_node times nnodes)"
+    if learner.ranks % degree:
+        divisors = [str(n) for n in range(1, learner.ranks + 1) if learner.ranks % n == 0]
+        yield (
+            "learner.data_parallel_replicate_degree",
+            f"learner.data_parallel_replicate_degree is {degree}, and {count}, which cannot be cut into so "
+            f"many equal groups; possible: {', '.join(divisors)}",
+        )
+    if training.optimizer_offload:
+        yield (
+            "training.optimizer_offload",
+            f"training.optimizer_offload is of one process, and {count}. Did you mean "
+            "learner.fsdp_cpu_offload = true?",
+        )
+    if model.device == "mps":
+        yield "model.device", f"model.device is 'mps', and {count}; an Apple GPU serves one process alone"
 
 
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:

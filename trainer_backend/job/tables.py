@@ -373,8 +373,9 @@ class LearnerTable(Table):
         default=600.0,
         gt=0,
         le=86_400,
-        description="seconds that the learner's process may be silent in a call, of which the warm-up alone "
-        "reports progress; loading a model may always take 3600",
+        description="seconds that the learner may be silent in a call, of which the warm-up alone reports "
+        "progress, and that a rank waits for the others in a collective. Loading a model may always take "
+        "3600, and the ranks' joining 600",
     )
     max_restarts: int = Field(
         default=3,

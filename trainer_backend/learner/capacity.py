@@ -1,6 +1,6 @@
 """Plans the memory of a job: its needs by kind (`core.memory`) beside the free memory of this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,20 @@ from trainer_backend.core.memory import (
     MemoryNeeds,
     MemoryUse,
     ModelShape,
+    Sharing,
     memory_needs,
     serving_needs,
 )
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.paged_attention import kernels_are_here
-from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of, why_masked
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.decoder import FAMILIES
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
@@ -39,6 +41,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 class MemoryPlan:
     """The memory that a run needs, and the memory of this machine, in bytes.
 
+    ranks: whose needs these are, where the learner has several ranks; empty: it is one process.
     notes: what the learner does in a slower way than it could, why, and what that costs: a sentence each.
     """
 
@@ -46,6 +49,7 @@ class MemoryPlan:
     needs: MemoryNeeds
     free: int
     host_free: int
+    ranks: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -53,9 +57,8 @@ class MemoryPlan:
         need = sum(self.needs.device.values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
         kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
-        line = (
-            f"memory ({self.placement}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
-        )
+        where = f"{self.placement}, {self.ranks}" if self.ranks else str(self.placement)
+        line = f"memory ({where}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
         host = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.host.items())
         line += f"; in main memory: {host}" if host else ""
         return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
@@ -64,7 +67,8 @@ class MemoryPlan:
         """A line about what cannot fit; None where everything fits."""
         if self.needs.least > self.free:
             least = f"{self.needs.least / 2**30:.2f} GiB"
-            return f"the job needs at least {least} on {self.placement.device.type}"
+            each = " of each rank" if self.ranks and self.placement.device.type != "cpu" else ""
+            return f"the job needs at least {least} on {self.placement.device.type}{each}"
         host = sum(self.needs.host.values())
         line = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
         return line if host > self.host_free else None
@@ -78,33 +82,50 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 
 def memory_plan(
-    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
+    config: LearnerConfig,
+    checkpoint: Path | None = None,
+    *,
+    fixed: Sequence[Path] = (),
+    ranks: Ranks = ALONE,
 ) -> MemoryPlan:
     """Plan the memory of a run on this machine; the model's weights are not read.
 
     Args:
         checkpoint: a folder that the run goes on from; None: the model of [model].
         fixed: model folders of the fixed policies that are served beside.
+        ranks: of which this process plans its own share; engines share the first one's device.
     """
     placement = place(config.model.device)
+    is_gpu = placement.device.type != "cpu"
+    # Engines are on the device of the first rank, or in the main memory of the first node.
+    is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
+    if not is_beside:
+        config = replace(config, engines=0, processes=1)
     has_critic = config.update.value_level is not None
     others = [_folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
     model_config = _model_config(config.model, checkpoint, vocabulary)
     shape = model_shape(model_config, config.lora, has_critic=has_critic)
-    is_gpu = placement.device.type != "cpu"
+    copies = max(1, config.fixed_copies) if is_beside else 0
     needs = memory_needs(
         shape,
         memory_use(config, placement, shape),
         is_gpu=is_gpu,
-        fixed=[model_shape(other, None) for other in others] * max(1, config.fixed_copies),
+        fixed=[model_shape(other, None) for other in others] * copies,
     )
-    plan = _beside_what_is_free(needs, placement)
+    plan = replace(_beside_what_is_free(needs, placement), ranks=_whose(ranks, config.ranks, is_gpu=is_gpu))
     notes = slower_ways(
         placement, head_dim=shape.head_dim, model_type=model_config.get_text_config().model_type
     )
     return replace(plan, notes=notes)
+
+
+def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
+    if not ranks.are_several:
+        return ""
+    here = f"rank {ranks.index}" if is_gpu else str(table.nproc_per_node)
+    return f"{here} of {ranks.count} ranks"
 
 
 def slower_ways(placement: Placement, *, head_dim: int, model_type: str) -> tuple[str, ...]:
@@ -166,6 +187,20 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         values_by_token=config.update.value_level == "token",
         engines=config.engines,
         processes=config.processes,
+        sharing=sharing_of(config.ranks),
+    )
+
+
+def sharing_of(table: LearnerTable) -> Sharing | None:
+    """How [learner] shares the weights out; None: one process has them all."""
+    if table.ranks == 1:
+        return None
+    return Sharing(
+        parts=table.ranks // table.data_parallel_replicate_degree,
+        count=table.ranks,
+        here=table.nproc_per_node,
+        reshards=table.fsdp_reshard_after_forward,
+        offload=table.fsdp_cpu_offload,
     )
 
 
@@ -195,8 +230,12 @@ def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False
 
 def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_critic: bool) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
+    count, in_layers = (
+        sum(weight.numel() for weight in part.parameters()) for part in (model, model.model.layers)
+    )
     return ModelShape(
-        parameters=sum(weight.numel() for weight in model.parameters()),
+        parameters=count,
+        ends=count - in_layers,
         layers=config.num_hidden_layers,
         width=width,
         mlp_width=getattr(config, "intermediate_size", None) or 4 * width,
@@ -239,8 +278,7 @@ def less_memory(config: LearnerConfig) -> str:
         knobs.append("set training.gradient_checkpointing = true")
     if config.lora is None:
         knobs.append("train adapters with [lora]")
-    if not table.optimizer_offload and place(config.model.device).device.type != "cpu":
-        knobs.append("set training.optimizer_offload = true")
+    knobs += _of_ranks(config, is_gpu=place(config.model.device).device.type != "cpu")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
     copies = max(config.engines, config.fixed_copies)
     if copies > 1:
@@ -248,6 +286,26 @@ def less_memory(config: LearnerConfig) -> str:
     if config.fixed_copies:
         knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
     return f"To need less: {'; '.join(knobs)}."
+
+
+def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
+    """Keys of [learner], and the one that is read where there is one rank."""
+    table = config.ranks
+    if not table.fsdp_reshard_after_forward:
+        yield "set learner.fsdp_reshard_after_forward = true"
+    if table.data_parallel_replicate_degree > 1:
+        yield f"lower learner.data_parallel_replicate_degree ({table.data_parallel_replicate_degree})"
+    if not is_gpu:
+        return
+    if table.ranks > 1:
+        yield f"raise learner.nproc_per_node ({table.nproc_per_node}) or nnodes ({table.nnodes})"
+        if not table.fsdp_cpu_offload:
+            yield "set learner.fsdp_cpu_offload = true"
+        return
+    if torch.cuda.device_count() > 1:
+        yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
+    if not config.training.optimizer_offload:
+        yield "set training.optimizer_offload = true"
 
 
 def _model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Self
 
 from trainer_backend.core.critic import ValueLevel
 from trainer_backend.core.objective import Objective
+from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
@@ -40,7 +41,7 @@ class LearnerConfig:
         lora: None: all weights are trained.
         warmup: None: there is no warm-up.
         inference: the limits of each engine that samples.
-        engines: how many share the device; 0: other servers sample, or engines on other machines.
+        engines: how many share the device; 0: other servers sample, or other machines.
         processes: how many use the device, the learner's among them.
         fixed_copies: how many processes of this machine serve the fixed policies with a local model too.
         ranks: [learner].
@@ -66,11 +67,10 @@ class LearnerConfig:
             planned_tokens=job.planned_tokens,
             seed=job.job.seed,
         )
-        # Where others choose machines, an engine beside the learner is the exception.
-        is_here = job.cluster is None or job.cluster.launcher == "local"
-        engines = job.services.gateways if job.inference.engine == "local" and is_here else 0
-        is_shared = is_here and any(not table.is_remote for table in job.fixed_policies)
-        fixed_copies = job.services.gateways if is_shared else 0
+        gateways = job.services.gateways if _is_beside_gateways(job) else 0
+        engines = gateways if job.inference.engine == "local" else 0
+        is_shared = any(not table.is_remote for table in job.fixed_policies)
+        fixed_copies = gateways if is_shared else 0
         # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
         beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
         return cls(
@@ -92,3 +92,12 @@ class LearnerConfig:
     @property
     def seed(self) -> int:
         return self.update.seed
+
+
+def _is_beside_gateways(job: JobConfig) -> bool:
+    """Whether the learner is on the machine of the gateways, and of the engines in them."""
+    if job.cluster is None or job.cluster.launcher == "local":
+        return True
+    if job.cluster.launcher == "ray":  # a place of their own for each
+        return False
+    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")

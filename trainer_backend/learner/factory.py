@@ -1,6 +1,7 @@
 """Makes the learner of a job in this process."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
@@ -33,7 +34,10 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        plan = memory_plan(self._config, checkpoint, fixed=fixed)
+        return self._ranks.together(partial(self._plan_of_this_rank, checkpoint, fixed))
+
+    def _plan_of_this_rank(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
+        plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
         refuse_too_large(plan, hint=less_memory(self._config))
         return "\n".join((str(plan), *plan.notes))
 

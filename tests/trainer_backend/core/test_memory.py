@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, memory_needs, serving_needs
+from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, Sharing, memory_needs, serving_needs
 
 # One layer of width 4, two heads of 2 for queries and one for keys, an MLP of 8, 10 tokens, 1000 weights.
 SHAPE = ModelShape(
@@ -136,6 +136,73 @@ def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_o
 def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_next():
     assert memory_needs(SHAPE, CPU, is_gpu=True).host == {"checkpoint": 8000}
     assert memory_needs(replace(SHAPE, adapters=50), CPU, is_gpu=True).host == {"checkpoint": 4000}
+
+
+# 100 weights outside of three layers of 300; four ranks, of which two are here.
+LAYERED = replace(SHAPE, ends=100, value_head=5)
+FOUR = Sharing(parts=4, count=4, here=2)
+
+
+def changes(shape: ModelShape, use: MemoryUse, *, is_gpu: bool = True) -> dict[str, int]:
+    """Bytes of the kinds on the device that are not as they are with one process."""
+    one, found = (
+        memory_needs(shape, each, is_gpu=is_gpu).device for each in (replace(use, sharing=None), use)
+    )
+    return {kind: found.get(kind, 0) for kind in {*one, *found} if found.get(kind) != one.get(kind)}
+
+
+def test_a_rank_holds_its_share_and_what_it_gathers():
+    assert changes(LAYERED, replace(CPU, sharing=FOUR)) == {
+        "weights": 1000 + 20,  # of 4 bytes each; the value head is whole
+        "gradients": 1000 + 20,
+        "optimizer": 2000 + 40,
+        "gathered": (100 + 2 * 300) * (4 + 4),  # embedding and two layers, and their gradients
+    }
+
+
+def test_layers_that_are_kept_are_whole_on_every_rank_but_for_their_gradients():
+    use = replace(CPU, sharing=replace(FOUR, reshards=False))
+    assert changes(LAYERED, use)["gathered"] == 1000 * 4 + (100 + 2 * 300) * 4
+
+
+def test_each_group_of_ranks_holds_all_weights():
+    use = replace(CPU, sharing=replace(FOUR, parts=2))
+    assert changes(LAYERED, use)["weights"] == 2000 + 20
+
+
+def test_offloaded_shares_are_in_main_memory_beside_those_of_the_nodes_other_ranks():
+    use = replace(CPU, sharing=replace(FOUR, offload=True), reference=True)
+    found = changes(LAYERED, use)
+    assert {kind: found[kind] for kind in ("weights", "gradients", "optimizer", "reference")} == {
+        "weights": 20, "gradients": 20, "optimizer": 40, "reference": 0,
+    }  # fmt: skip
+    host = memory_needs(LAYERED, use, is_gpu=True).host
+    assert host["shares"] == 2 * (1000 + 1000 + 2000 + 1000)
+
+
+def test_every_rank_loads_the_whole_model_and_writes_its_part_of_a_checkpoint():
+    use = replace(CPU, sharing=FOUR)
+    assert memory_needs(LAYERED, use, is_gpu=True).host == {"loading": 2 * 4000}
+    assert memory_needs(LAYERED, use, is_gpu=False).host == {"loading": 2 * 4000}
+    with_copy = replace(use, reference=True)
+    assert memory_needs(LAYERED, with_copy, is_gpu=True).host == {"loading": 2 * 8000}
+    fewer = replace(use, sharing=Sharing(parts=1, count=2, here=2))
+    # the moments of both, which each group of one has whole
+    assert memory_needs(LAYERED, fewer, is_gpu=True).host == {"checkpoint": 2 * (8000 + 40)}
+
+
+def test_adapters_are_whole_on_every_rank_and_what_is_under_them_is_shared():
+    shape = replace(LAYERED, adapters=50, value_head=0)
+    use = replace(CPU, low=True, masked=False, reference=True, sharing=FOUR)
+    assert changes(shape, use) == {"weights": 2000 // 4 + 200, "gathered": (100 + 2 * 300) * 2}
+
+
+def test_the_ranks_of_a_node_share_the_memory_of_a_cpu():
+    use = replace(CPU, sharing=FOUR)
+    on_gpu, on_cpu = (memory_needs(LAYERED, use, is_gpu=is_gpu).device for is_gpu in (True, False))
+    for kind in ("weights", "gradients", "optimizer", "gathered", "activations", "logits"):
+        assert on_cpu[kind] == 2 * on_gpu[kind]
+    assert (on_cpu["engine"], on_cpu["cache"]) == (on_gpu["engine"], on_gpu["cache"])
 
 
 @pytest.mark.parametrize(

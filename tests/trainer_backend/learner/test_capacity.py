@@ -26,6 +26,7 @@ from trainer_backend.learner.capacity import (
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.loading import copy_to_serve
+from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import save_model_folder
 
@@ -222,6 +223,41 @@ def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, pro
     use = memory_use(config, place("cpu"), model_shape(Qwen3Config(), None))
     assert (use.engines, use.processes) == (engines, processes)
     assert ("lower services.gateways (3)" in less_memory(config)) == (engines == 3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "url", "engines"),
+    [
+        ({"launcher": "ray"}, "", 0),
+        ({"launcher": "external"}, "http://node3:9000", 0),
+        ({"launcher": "external"}, "http://127.0.0.1:9000", 2),
+        ({"launcher": "local"}, "", 2),
+    ],
+)
+def test_engines_count_where_they_are_on_the_learners_machine(cluster, url, engines):
+    tables = {"cluster": cluster, "services__gateways": 2} | ({"learner__url": url} if url else {})
+    config = LearnerConfig.of(tiny_job(**tables))
+    assert (config.engines, config.processes) == (engines, 1 + engines)
+
+
+RANKS = {"cluster": {}, "learner__nproc_per_node": 2, "learner__nnodes": 2}
+
+
+def test_of_several_ranks_those_of_the_first_node_are_beside_the_engines(tokenizer, tmp_path: Path):
+    save_model_folder(tmp_path, learner_of(tokenizer).model, tokenizer)
+    config = LearnerConfig.of(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
+    config = replace(config, engines=1)
+    plans = [memory_plan(config, tmp_path, ranks=Ranks(index, 4)) for index in range(4)]
+    assert ["engine" in plan.needs.device for plan in plans] == [True, True, False, False]
+    assert str(plans[3]).startswith("memory (cpu, float32, 2 of 4 ranks): ")
+    assert "gathered" in plans[3].needs.device
+
+
+def test_less_memory_names_the_keys_that_ranks_read():
+    kept = {"learner__fsdp_reshard_after_forward": False, "learner__data_parallel_replicate_degree": 2}
+    hint = less_memory(LearnerConfig.of(tiny_job(cluster={}, learner__nproc_per_node=2, **kept)))
+    assert "set learner.fsdp_reshard_after_forward = true" in hint
+    assert "lower learner.data_parallel_replicate_degree (2)" in hint
 
 
 def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):
