@@ -39,6 +39,7 @@ from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
 
+ALL = -1  # as many as there are ranks
 GRADIENTS: dict[str, dict[str, Any]] = {
     "token": {"algorithm": {"ratio_level": "token"}},
     "decision": {"algorithm": {"ratio_level": "decision"}},
@@ -51,7 +52,9 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     },
     "critic": {"algorithm": {"advantage": "gae"}, "training": {"value_trunk_gradient": True}},
     "KL": {"training": {"kl_coef": 0.1}},
-    "weights kept after forward": {"cluster": {}, "learner": {"fsdp_reshard_after_forward": False}},
+    "weights kept after forward": {"learner": {"fsdp_reshard_after_forward": False}},
+    "weights in main memory": {"learner": {"fsdp_cpu_offload": True}},
+    "replicas": {"learner": {"data_parallel_replicate_degree": ALL}},
 }
 TRAINING = {
     "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
@@ -121,7 +124,9 @@ def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, flo
 
 
 def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
-    config = config_of(tables)
+    learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
+    learner = {key: ranks.count if value == ALL else value for key, value in learner.items()}
+    config = config_of({**tables, "cluster": {}, "learner": learner})
     (own, metrics), alone = gradient(config, ranks), None
     if ranks.is_first:
         alone, expected = gradient(config, ALONE)

@@ -11,6 +11,7 @@ from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.sharding import mesh_of
 from trainer_backend.models.sources import tokenizer_in
 from trainer_backend.protocols import Progress
 from trainer_backend.run.preflight import checked_folders
@@ -27,7 +28,9 @@ class LocalFactory:
     """
 
     def __init__(self, job: JobConfig, ranks: Ranks = ALONE) -> None:
-        place(job.model.device)
+        placement = place(job.model.device)
+        if ranks.are_several:  # here, where all ranks are; a model is loaded by one after the other
+            mesh_of(ranks, job.learner.data_parallel_replicate_degree, placement.device.type)
         self._config, self._fixed, self._ranks = LearnerConfig.of(job), job.fixed_policies, ranks
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:

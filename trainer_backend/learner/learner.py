@@ -130,15 +130,22 @@ class LocalLearner:
             prompts: a preset's tokenizer is trained on their texts, where none is given.
             tokenizer: for a preset beside a fixed policy, which must share its tokenizer.
         """
-        # The dropout of adapters draws from this generator, whose state a checkpoint holds.
-        torch.manual_seed(derived_seed(config.seed, "torch"))
         table = config.model
-        if table.preset is None:
-            return cls(config, *load_named(table), ranks=ranks)
-        if tokenizer is None:
+        if table.preset is not None and tokenizer is None:
             texts, words = prompt_texts(prompts), tool_words(prompts)
             tokenizer = train_tokenizer(texts, table.vocab_size, whole_words=words)
-        return cls(config, build_preset(table.preset, tokenizer, seed=config.seed), tokenizer, ranks=ranks)
+
+        def make() -> LocalLearner:
+            # The dropout of adapters draws from this generator, whose state a checkpoint holds.
+            torch.manual_seed(derived_seed(config.seed, "torch"))
+            if table.preset is None or tokenizer is None:
+                return cls(config, *load_named(table), ranks=ranks)
+            model = build_preset(table.preset, tokenizer, seed=config.seed)
+            return cls(config, model, tokenizer, ranks=ranks)
+
+        learner = ranks.in_turns(make)
+        learner._draw_apart(0)
+        return learner
 
     @classmethod
     def resumed(
@@ -150,18 +157,28 @@ class LocalLearner:
         """
         started_from = checkpoint.with_name(STARTED_FROM)
         reference = started_from if config.training.needs_reference else None
-        if config.lora is not None:
-            checked_base(checkpoint)
-            model, tokenizer = load_checkpoint(config.model, started_from)
-            take_out(model, started_from / FOLDER)
-            adapters = checkpoint / FOLDER
-        else:
-            model, tokenizer = load_checkpoint(config.model, checkpoint)
-            adapters = None
-        learner = cls(config, model, tokenizer, started_from=reference, adapter_folder=adapters, ranks=ranks)
-        if learner._head is not None:
-            learner._head.restore(checkpoint)
-        return learner, restore_progress(checkpoint, learner._optimizer, ranks)
+
+        def make() -> LocalLearner:
+            if config.lora is None:
+                loaded, adapters = load_checkpoint(config.model, checkpoint), None
+            else:
+                checked_base(checkpoint)
+                loaded, adapters = load_checkpoint(config.model, started_from), checkpoint / FOLDER
+                take_out(loaded[0], started_from / FOLDER)
+            learner = cls(config, *loaded, started_from=reference, adapter_folder=adapters, ranks=ranks)
+            if learner._head is not None:
+                learner._head.restore(checkpoint)
+            return learner
+
+        learner = ranks.in_turns(make)
+        progress = restore_progress(checkpoint, learner._optimizer, ranks)
+        learner._draw_apart(progress.iteration)
+        return learner, progress
+
+    def _draw_apart(self, iteration: int) -> None:
+        """Have every rank but the first draw from a generator of its own; a checkpoint holds the first's."""
+        if not self._ranks.is_first:
+            torch.manual_seed(derived_seed(self.config.seed, "torch", self._ranks.index, iteration))
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Imitate the teacher; see `learner.warmup`."""

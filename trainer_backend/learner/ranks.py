@@ -25,6 +25,8 @@ from trainer_backend.learner.calls import ErrorBody
 
 # Joining: processes import torch at their own pace, and nodes start one after the other.
 _JOIN_S = 600.0
+# One rank loads a model, while others wait for their turn.
+_LOAD_S = 3600.0
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -139,6 +141,21 @@ class Ranks:
         body = bodies[failed]
         assert body is not None
         raise body.error()
+
+    def in_turns(self, work: Callable[[], Result]) -> Result:
+        """Do on the ranks of a node, one after the other, what needs much main memory for a while.
+
+        Nothing in it may communicate.
+        """
+        if not self.are_several:
+            return work()
+        local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        self.patient(_LOAD_S)
+        found: list[Result] = []
+        for turn in range(max(self.gathered(turns))):
+            self.together(lambda: found.append(work()) if turn == local else None)  # noqa: B023
+        self.patient(self.timeout_s)
+        return found[0]
 
     def first_alone(self, work: Callable[[], object]) -> None:
         """Do on the first rank alone what may fail; the others wait, and raise its error too."""

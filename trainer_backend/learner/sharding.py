@@ -7,12 +7,15 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, arXiv:230
 """
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -40,13 +43,13 @@ def through(module: nn.Module, function: Callable[..., Result], *arguments: Any)
     return function(module, *arguments) if run is None else run(function, *arguments)
 
 
-def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
-    """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
+@cache
+def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
+    """How the ranks lie: `replicas` groups that hold all weights each. All ranks ask for it first together.
 
-    Args:
-        model: the same on every rank, in main memory; its adapters are left whole.
+    Raises:
+        JobError: they cannot be cut into so many equal groups.
     """
-    replicas = table.data_parallel_replicate_degree
     if ranks.count % replicas:
         raise JobError(
             f"{replicas} groups are asked for, and {ranks.count} ranks cannot be cut into so many equal ones",
@@ -54,7 +57,19 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
         )
     shape = (ranks.count,) if replicas == 1 else (replicas, ranks.count // replicas)
     names = ("shard",) if replicas == 1 else ("replicate", "shard")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        distributed_c10d._set_pg_timeout(timedelta(seconds=ranks.timeout_s), group)
+    return mesh
+
+
+def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
+    """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
+
+    Args:
+        model: the same on every rank, in main memory; its adapters are left whole.
+    """
+    mesh = mesh_of(ranks, table.data_parallel_replicate_degree, device.type)
     adapters = {weight for name, weight in model.named_parameters() if ".lora_" in name}
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
