@@ -13,10 +13,11 @@ import sys
 
 from service_kit.children import READY, end_with_parent, kill_with_parent
 
-if __name__ == "__main__" and "--port" not in sys.argv:
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it. With
-    # a port that others were told, somebody else starts and ends it.
-    end_with_parent()
+if __name__ == "__main__":
+    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it. One
+    # with a port that others were told is somebody else's to start and end.
+    if not any(word.startswith("--port") for word in sys.argv):
+        end_with_parent()
     if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
         kill_with_parent()
 
@@ -40,6 +41,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from service_kit.connections import ConnectionBounds
+from service_kit.errors import ServiceError
 from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys, key_from_environ
 from service_kit.logs import configure_logs_from
@@ -347,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except TrainerError as error:
+    except ServiceError as error:
         log.error("learner_not_started", error=str(error))
         os._exit(1)
     os._exit(0)  # a call may still run on its thread, and nobody waits for it any more

@@ -1,5 +1,6 @@
 """Roles that Ray places, on one node of this machine."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -77,6 +78,43 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
     finally:
         await launcher.close()
     assert lines == []
+
+
+# An orchestrator that starts a role, tells where, and waits to be killed.
+ORCHESTRATOR = """
+import asyncio, sys
+from pathlib import Path
+from tests.trainer_backend.launchers.test_ray import RayLauncher, role
+
+async def work(address, folder):
+    launcher = RayLauncher("killed", 60.0, print)
+    await launcher.open(address)
+    process = await launcher.start(role("learner", Path(folder)))
+    print(process.pid, await process.address(), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(work(*sys.argv[1:]))
+"""
+
+
+async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothing_of_it_runs(
+    address: str, tmp_path: Path
+):
+    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path))
+    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    assert orchestrator.stdout is not None
+    pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
+    orchestrator.kill()
+    await orchestrator.communicate()
+    launcher = RayLauncher("killed", 60.0, print)
+    await launcher.open(address)
+    try:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+        process = await launcher.start(role("learner", tmp_path))
+        assert await process.address() == place
+    finally:
+        await launcher.close()
 
 
 async def test_a_ray_that_is_not_there_is_told_at_once():
