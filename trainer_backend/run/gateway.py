@@ -24,7 +24,7 @@ from trainer_backend.errors import EngineTimeout, InferenceError, JobError, Weig
 from trainer_backend.inference.versions import LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
-from trainer_backend.launchers.relay import Relay
+from trainer_backend.launchers.port_forward import PortForward
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 
@@ -152,7 +152,7 @@ class Gateway:
     ) -> None:
         self.name, self._role, self._listener, self._setup = role.name, role, listener, setup
         self._log_file, self._tell, self._launcher = role.log_file, tell, launcher
-        self._relay: Relay | None = None
+        self._forward: PortForward | None = None
         self._load_s = load_s(setup["inference"])
         self._is_elsewhere = False
         self.restarts = 0
@@ -269,8 +269,8 @@ class Gateway:
 
     async def close(self) -> None:
         await self._session.close()
-        if self._relay is not None:
-            await self._relay.close()
+        if self._forward is not None:
+            await self._forward.close()
 
     async def _read(self) -> None:
         restarts = self.restarts
@@ -312,8 +312,8 @@ class Gateway:
         finally:
             if watch is not None:
                 watch.cancel()
-            if self._relay is not None:
-                self._relay.lead_to(None)
+            if self._forward is not None:
+                self._forward.lead_to(None)
             await child.end(_STOP_S)
         return served, await child.ended()
 
@@ -377,8 +377,8 @@ class Gateway:
     async def _lead_to(self, url: str) -> None:
         """Have the socket lead to a process that does not listen on it."""
         if self._is_elsewhere:
-            self._relay = self._relay or await Relay.opened(self._listener.socket)
-            self._relay.lead_to(url)
+            self._forward = self._forward or await PortForward.opened(self._listener.socket)
+            self._forward.lead_to(url)
 
     async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -27,7 +27,7 @@ from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUn
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
-from trainer_backend.launchers.relay import Relay
+from trainer_backend.launchers.port_forward import PortForward
 from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -152,7 +152,7 @@ class _Server:
     devices: str | None
     child: Process | None = None
     place: Place = field(default_factory=Place)
-    relay: Relay | None = None
+    forward: PortForward | None = None
 
     @property
     def url(self) -> str:
@@ -224,7 +224,9 @@ class VllmServers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(self._end(server) for server in self._servers))
-        await asyncio.gather(*(server.relay.close() for server in self._servers if server.relay is not None))
+        await asyncio.gather(
+            *(server.forward.close() for server in self._servers if server.forward is not None)
+        )
 
     async def _begin(self, server: _Server) -> str:
         child = await self._spawn(server)
@@ -274,10 +276,10 @@ class VllmServers:
         )  # fmt: skip
         if server.place.host is not None:
             # Gateways keep the address that they have, wherever it is placed the next time.
-            if server.relay is None:
+            if server.forward is None:
                 with socket.create_server((_LOOPBACK, server.port)) as held:
-                    server.relay = await Relay.opened(held)
-            server.relay.lead_to(f"http://{server.place.host}:{server.place.port}")
+                    server.forward = await PortForward.opened(held)
+            server.forward.lead_to(f"http://{server.place.host}:{server.place.port}")
         return server.child
 
     def _command(self, server: _Server, place: Place) -> list[str]:
@@ -298,8 +300,8 @@ class VllmServers:
         child = server.child
         if child is None:
             return
-        if server.relay is not None:
-            server.relay.lead_to(None)
+        if server.forward is not None:
+            server.forward.lead_to(None)
         await child.end(_STOP_S)
         child.kill_rest()
         server.child = None  # its number may be another process's by the next time

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from service_kit.server import Listener
-from trainer_backend.launchers.relay import Relay
+from trainer_backend.launchers.port_forward import PortForward
 
 
 @asynccontextmanager
@@ -38,9 +38,9 @@ async def test_a_connection_waits_until_the_port_leads_somewhere_and_is_cut_when
     with Listener("127.0.0.1", 0) as listener:
         async with echo(b"one ") as one, echo(b"two ") as two:
             early = asyncio.ensure_future(asked(listener, b"early\n"))  # nobody accepts yet
-            relay = await Relay.opened(listener.socket)
+            forward = await PortForward.opened(listener.socket)
             host, port = listener.socket.getsockname()
-            relay.lead_to(one)
+            forward.lead_to(one)
             assert await early == b"one early\n"
             assert await asyncio.gather(*(asked(listener, b"%d\n" % n) for n in range(20))) == [
                 b"one %d\n" % n for n in range(20)
@@ -48,12 +48,12 @@ async def test_a_connection_waits_until_the_port_leads_somewhere_and_is_cut_when
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(b"still here\n")
             assert await reader.readline() == b"one still here\n"
-            relay.lead_to(None)
+            forward.lead_to(None)
             assert await reader.read() == b"", "its process is lost, so whoever asked asks again"
             writer.close()
             waiting = asyncio.ensure_future(asked(listener, b"again\n"))
-            relay.lead_to(two)
+            forward.lead_to(two)
             assert await waiting == b"two again\n"
-            relay.lead_to("http://127.0.0.1:9")  # nobody listens there
+            forward.lead_to("http://127.0.0.1:9")  # nobody listens there
             assert await asked(listener, b"never\n") == b""
-            await relay.close()
+            await forward.close()

@@ -11,7 +11,7 @@ from service_kit.server import BACKLOG
 _CHUNK_BYTES = 1 << 16
 
 
-class Relay:
+class PortForward:
     """Passes each connection of a port on to where it leads now. Whoever has the port's address keeps it.
 
     Connections wait while it leads nowhere, as they do at the socket of a child that is started again.
@@ -28,9 +28,9 @@ class Relay:
     @classmethod
     async def opened(cls, held: socket.socket) -> Self:
         """Accept connections at a socket, which stays open for its holder to close."""
-        relay = cls(held)
-        relay._server = await asyncio.start_server(relay._pass_on, sock=held.dup(), backlog=BACKLOG)
-        return relay
+        forward = cls(held)
+        forward._server = await asyncio.start_server(forward._pass_on, sock=held.dup(), backlog=BACKLOG)
+        return forward
 
     def lead_to(self, url: str | None) -> None:
         """Pass new connections on to this address; None: have them wait. Those of before are cut."""
