@@ -10,8 +10,9 @@ decision and per token (of new prompt and answer together). Least CPU time of so
     keep     append each to the spool (`rundir.spool`)
     credit   segments, rewards and advantages (`credit`)
     store    write the iteration's file (`rundir.rollout_files`)
-    send     write the learner's call as JSON (`learner.calls`)
-    receive  read it, in the learner's process
+    send     write the learner's call (`learner.calls`)
+    receive  read it, in the learner's process; each rank does
+    pack     put all segments into tensors (`core.collate`), once for each thing that is computed of them
 
 The first two go on beside the collection; credit, store and send come between it and the update.
 """
@@ -22,12 +23,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench import kit
 from bench.demo_iteration import QUICK, played
 from shared_schemas.rollouts import Rollout, RolloutPage
 from shared_schemas.trajectory import PolicyLogprobs
+from trainer_backend.core.collate import pack_segments
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import CALLS
@@ -36,6 +38,7 @@ from trainer_backend.rundir.spool import Spool
 
 # New prompt tokens and sampled tokens of a decision.
 SIZES = ((56, 6), (300, 200))
+_ROW_TOKENS = 32768
 
 
 class CostLine(NamedTuple):
@@ -91,9 +94,9 @@ def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> di
     text, credit = page.model_dump_json(), CreditAssignment.of(job)
     spool = Spool(folder / "spool.jsonl", {}, {})
     credited = credit.credit(rollouts)
-    update = CALLS["update"].arguments
-    arguments: Any = (credited.episodes, 1, None)
-    body = update.dump_json(arguments)
+    update, arguments = CALLS["update"], (credited.episodes, 1, None)
+    body = update.body(arguments)
+    segments = [segment for episode in credited.episodes for segment in episode.segments]
 
     def keep() -> None:
         for rollout in rollouts:
@@ -104,8 +107,9 @@ def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> di
         "keep": keep,
         "credit": lambda: credit.credit(rollouts),
         "store": lambda: write_rollouts(folder / "rollouts.parquet", rollouts, credited.credits),
-        "send": lambda: update.dump_json(arguments),
-        "receive": lambda: update.validate_json(body),
+        "send": lambda: update.body(arguments),
+        "receive": lambda: update.arguments_of(body),
+        "pack": lambda: pack_segments(segments, row_tokens=_ROW_TOKENS),
     }
     return {name: kit.least(work, repeats=3).cpu_s for name, work in stages.items()}
 

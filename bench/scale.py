@@ -32,6 +32,8 @@ COSTS = Path(__file__).with_name("scale_costs.toml")
 GPUS, CONVERSATIONS = (1, 2, 4, 8, 16, 32, 64), (100, 1000, 10_000)
 # Of a process, so that what comes at random finds it free.
 _BUSY = 0.5
+# Of an iteration, at the least, for a resource to be tried.
+_LEAST_BUSY = 0.1
 # Of the memory of a GPU that a learner shares.
 _SHARED = 0.35
 # What a resource is not worth: an iteration that is shorter by this share.
@@ -151,11 +153,22 @@ class Planning:
         return cluster, costs
 
 
+def places_that_fit(cluster: Cluster, costs: Costs) -> int:
+    """Conversations whose keys and values the replicas hold at the same time."""
+    episodes = [costs.conversation.turns(str(number)) for number in range(_SAMPLE)]
+    return max(1, round(cluster.replicas * costs.speed.room / (sum(map(length_of, episodes)) / _SAMPLE)))
+
+
 def gains(cluster: Cluster, costs: Costs, figures: Figures, iterations: int) -> dict[str, float]:
-    """By resource: how much shorter an iteration is with twice of it, as a share; the largest first."""
-    shorter = {}
-    for name, (more_costs, more) in doubled(costs, cluster).items():
-        if figures.busy.get(name, 1.0) > _LEAST_GAIN:  # what is idle cannot hold anything up
+    """By resource: how much shorter an iteration is with twice of it, as a share; the largest first.
+
+    So is one with another rule, or with no more conversations at a time than the caches hold.
+    """
+    others, shorter = doubled(costs, cluster), {}
+    if (places := places_that_fit(cluster, costs)) < cluster.places:
+        others["fewer places"] = costs, replace(cluster, places=places)
+    for name, (more_costs, more) in others.items():
+        if figures.busy.get(name, 1.0) > _LEAST_BUSY:  # what is idle cannot hold anything up
             twice = simulated(more, more_costs, cluster.places, iterations)
             shorter[name] = 1.0 - twice.iteration_s / figures.iteration_s
     return dict(sorted(shorter.items(), key=lambda item: -item[1]))
@@ -174,6 +187,7 @@ def rows(planning: Planning, sizes: Iterator[tuple[int, int]], iterations: int) 
             "conversations": conversations,
             "cluster": asdict(cluster),
             **{key: rounded(value) for key, value in asdict(figures).items()},
+            "places_that_fit": places_that_fit(cluster, costs),
             "alone_s": rounded(alone.iteration_s),
             "gains": rounded(found),
             "bottleneck": [name for name, gain in found.items() if gain >= _LEAST_GAIN][:2],

@@ -301,10 +301,8 @@ def doubled(costs: Costs, cluster: Cluster) -> dict[str, tuple[Costs, Cluster]]:
             replace(costs, collect=half(costs.collect), credit=half(costs.credit)), cluster,
         ),
         "environment": (replace(costs, conversation=replace(talk, wait_s=talk.wait_s / 2)), cluster),
-        "weight_update": (costs, replace(cluster, weight_update="keep")),
+        "publish": (costs, replace(cluster, weight_update="keep")),
     }  # fmt: skip
-    if cluster.places > 1:  # fewer conversations at a time find more of their prefixes in the cache
-        found["half the places"] = (costs, replace(cluster, places=cluster.places // 2))
     if cluster.max_staleness:  # else learner and replica share a GPU and take turns
         ahead = replace(cluster, max_staleness=cluster.max_staleness + 1)
         found["max_staleness"] = (costs, ahead)
