@@ -31,7 +31,9 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, joined
 from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import weights_of, write_weights
@@ -232,10 +234,25 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     return {"extra_mib": most, "limit_mib": max(sizes) + max(files), "model_mib": sum(sizes)}
 
 
+def judge_low_precision(ranks: Ranks) -> dict[str, float]:
+    """How far log-probs of a copy with matrices of bfloat16 are, as a reference is held on a GPU."""
+    model, _ = tiny_model()
+    held, alone = held_copy(model, torch.bfloat16), held_copy(model, torch.bfloat16)
+    placement = Placement(torch.device("cpu"), low=torch.bfloat16)
+    shard(held, ranks, LearnerTable(), placement.device)
+    segments = [segment for episode in episodes() for segment in episode.segments]
+    size = {"row_tokens": 160, "micro_batch_tokens": 320}
+    scored = scorer_of(held, placement, ranks=ranks).score(segments, **size)
+    expected = scorer_of(alone, placement).score(segments, **size)
+    pairs = zip(scored, expected, strict=True)
+    return {"low": max(float(abs(found - was).max()) for found, was in pairs)}
+
+
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
     "update": judge_update,
     "resume": judge_resume,
     "publish": judge_publish,
+    "low precision": judge_low_precision,
 }
 
 

@@ -61,6 +61,7 @@ from trainer_backend.learner.calls import (
     line_of,
     run_of,
 )
+from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.ranks import ALONE, Ranks, joined, refuse_other_count
@@ -99,7 +100,7 @@ class Host:
         config = parse_job(tomli.loads(job), where="the job").config
         self._learner = None  # of a start before this one, whose memory is needed
         self._ranks = self._ranks.patient(config.learner.timeout_s)
-        refuse_other_count(self._ranks, config.learner)
+        refuse_other_count(self._ranks, config.learner, place(config.model.device).device)
         self._factory = LocalFactory(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:

@@ -209,8 +209,8 @@ def _refuse_other_versions(ranks: Ranks) -> None:
             )
 
 
-def refuse_other_count(ranks: Ranks, table: LearnerTable) -> None:
-    """Refuse a job of another number of ranks than these, or of more than there are GPUs."""
+def refuse_other_count(ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
+    """Refuse a job of another number of ranks than these, or of more than there are GPUs to compute on."""
     if ranks.count != table.ranks:
         raise JobError(
             f"the learner has {ranks.count} ranks, and the job wants {table.ranks}",
@@ -218,7 +218,7 @@ def refuse_other_count(ranks: Ranks, table: LearnerTable) -> None:
             hint="Start as many with torchrun's --nnodes and --nproc-per-node, or change the job.",
         )
     local, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if ranks.are_several and devices and local > devices:
+    if ranks.are_several and device.type == "cuda" and local > devices:
         raise JobError(
             f"{local} ranks on a node with {devices} GPUs; each needs one of its own",
             where="learner.nproc_per_node",

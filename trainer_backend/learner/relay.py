@@ -9,7 +9,7 @@ the others wait for it in a collective; the call ends with its error then, and t
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -119,6 +119,7 @@ class Relay:
                 self._carry_out(name, self._share(b""), Nobody())
             except Exception as error:
                 text = ErrorBody.of(known(error, name)).model_dump_json()
+                self._store.set(self._failure, text)
             self._store.set(self._end_of(self._ranks.index), text)
 
     def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
@@ -145,17 +146,23 @@ class Relay:
     def _end_of(self, rank: int) -> str:
         return f"end/{self._number}/{rank}"
 
+    @property
+    def _failure(self) -> str:
+        """Where a rank says that it has failed."""
+        return f"failure/{self._number}"
+
     def _ends(self, limit: timedelta) -> list[TrainerError | None]:
         """The errors with which the call has ended on the other ranks; None: without one."""
-        assert self._store is not None
+        store, others = self._store, range(1, self._ranks.count)
+        assert store is not None
+        with suppress(dist.DistError):  # of those that have not ended in time
+            store.wait([self._end_of(rank) for rank in others], max(limit, _LOOK))
         ends: list[TrainerError | None] = []
-        for rank in range(1, self._ranks.count):
-            try:
-                self._store.wait([self._end_of(rank)], max(limit, _LOOK))
-            except dist.DistError as error:
-                ends.append(LearnerLost(f"rank {rank} of the learner does not end the call: {error}"))
+        for rank in others:
+            if not store.check([self._end_of(rank)]):
+                ends.append(LearnerLost(f"rank {rank} of the learner does not end the call"))
                 continue
-            text = self._store.get(self._end_of(rank))
+            text = store.get(self._end_of(rank))
             ends.append(ErrorBody.model_validate_json(text).error() if text else None)
         return ends
 
@@ -167,11 +174,11 @@ class Relay:
 
         def look() -> None:
             while not over.wait(_LOOK.total_seconds()):
-                for rank in range(1, self._ranks.count):
-                    if store.check([self._end_of(rank)]) and (text := store.get(self._end_of(rank))):
-                        if not over.wait(_GRACE.total_seconds()):
-                            caller.broken(ErrorBody.model_validate_json(text).error())
-                        return
+                if store.check([self._failure]):
+                    if not over.wait(_GRACE.total_seconds()):
+                        error = ErrorBody.model_validate_json(store.get(self._failure)).error()
+                        caller.broken(_cause([error]))
+                    return
 
         thread = threading.Thread(target=look, name="ranks-watch", daemon=True)
         thread.start()

@@ -67,10 +67,10 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
     """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
 
     Args:
-        model: the same on every rank, in main memory; its adapters are left whole.
+        model: the same on every rank, in main memory; small weights are left whole (`_apart`).
     """
     mesh = mesh_of(ranks, table.data_parallel_replicate_degree, device.type)
-    adapters = {weight for name, weight in model.named_parameters() if ".lora_" in name}
+    apart = _apart(model)
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -80,15 +80,25 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
             mesh=mesh,
             reshard_after_forward=table.fsdp_reshard_after_forward,
             offload_policy=offload,
-            ignored_params=adapters,
+            ignored_params=apart,
         )
         setattr(module, _RUN, MethodType(_run, module))
         register_fsdp_forward_method(module, _RUN)
         # By default gradients are averaged. The weights of a step's tokens sum to 1 over all ranks.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-    for weight in adapters:
+    for weight in apart:
         weight.data = weight.data.to(device)
+
+
+def _apart(model: PreTrainedModel) -> set[nn.Parameter]:
+    """The weights that every rank has whole: adapters, and beside matrices of low precision norms and biases.
+
+    FSDP gathers weights of one type at a time. Matrices of low precision are frozen, and all beside them is.
+    """
+    held = [(name, weight) for name, weight in model.named_parameters()]
+    types = {weight.dtype for name, weight in held if ".lora_" not in name}
+    return {weight for name, weight in held if ".lora_" in name or (len(types) > 1 and weight.dim() < 2)}
 
 
 def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
