@@ -142,7 +142,7 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
             results[mode] = await in_flight(pool, folders, senders.publish)
             await senders.end()
             await pool.close()
-        print(lines)
+
         results["replicas_lost"] = len(lines)
         pool = ReplicaPool(engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, tell=lines.append)
         killer, began = Senders(pool, folders, killed_at=3), time.monotonic()

@@ -89,6 +89,8 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     assert "known there: memory, folder. Did you mean inference.engine = 'vllm'?" in refusal(nccl)
     assert "known there: folder. Did you mean inference.engine = 'vllm'?" in refusal(nccl | cluster)
     assert "with [lora] the adapters alone change" in refusal(nccl | vllm | {"lora": {}})
+    placed = {"cluster": {"launcher": "ray"}, "inference": {"engine": "vllm", "vllm_python": "p"}}
+    assert "needs servers that reach the learner's machine" in refusal(nccl | placed)
     told = refusal({"learner": {"timeout_s": 30}})
     assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
     assert refusal({"cluster": {"launcher": "locl"}}).endswith(

@@ -77,6 +77,13 @@ def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
             "cluster.launcher = 'external' starts no vLLM server: give inference.urls in place of "
             "vllm_python",
         )
+    if launcher == "ray" and config.weights_by_broadcast and not inference.urls:
+        yield (
+            "weight_transfer.backend",
+            "weight_transfer.backend = 'nccl' needs servers that reach the learner's machine, and those that "
+            "cluster.launcher = 'ray' starts are known by ports of this one: give inference.urls, or use "
+            "folder",
+        )
     if launcher == "local" and config.learner.nnodes > 1:
         yield (
             "learner.nnodes",

@@ -7,11 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import structlog
+
 from trainer_backend.errors import TrainerError
 from trainer_backend.inference.versions import PolicyVersion, WeightAddress
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.protocols import Learner
 from trainer_backend.run.weight_folders import WeightFolders
+
+log = structlog.get_logger("weights")
 
 # A server that has said that it is about to ask does so within this time, or says so again.
 _ABOUT_TO_ASK_S = 5.0
@@ -105,6 +109,9 @@ class WeightBroadcast(WeightFolders):
             model = (self._path / "model").resolve()
             self._learner.publish(model)
             self._model = model
+            # On a device without NCCL the learner uses gloo, and the job says neither.
+            backend = "nccl" if self._learner.hardware().devices else "gloo"
+            log.info("weights_are_sent", backend=backend, servers=self._servers)
         host, port = self._learner.offer(self._peer)
         return PolicyVersion(
             number=number, folder=self._model, address=WeightAddress(host=host, port=port),

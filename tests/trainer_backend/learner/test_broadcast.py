@@ -5,9 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +18,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
-from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker, receive
+from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.models import build_preset, save_model_folder
 
@@ -51,33 +51,6 @@ def sender(timeout_s: float = 30.0) -> Iterator[WeightSender]:
         yield offer
     finally:
         offer.close()
-
-
-class Receiver(threading.Thread):
-    """A worker of a server; `weights` are those of its last pass."""
-
-    def __init__(
-        self, address: tuple[str, int], worker: Worker, meets: Callable[[str], None] = lambda name: None
-    ) -> None:
-        super().__init__(daemon=True)
-        self._address, self._worker, self._meets = address, worker, meets
-        self.weights: dict[str, Tensor] = {}
-        self.passes = 0
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            receive(self._address, self._worker, self._load, device=torch.device("cpu"), wait_s=30.0)
-        except (RuntimeError, OSError, ValueError) as error:
-            self.error = error
-
-    def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self.passes += 1
-        self.weights = {}
-        for name, tensor in tensors:
-            self._meets(name)
-            self.weights[name] = tensor
 
 
 def test_all_workers_of_all_servers_get_the_checkpoint_s_tensors(tokenizer, tmp_path: Path):

@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
 from tests.conftest import ListReporter, tiny_job
+from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.core.critic import ByToken, CriticTargets
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import (
@@ -33,12 +34,13 @@ from trainer_backend.errors import (
     SamplerMismatch,
     TrainerError,
 )
+from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, ErrorBody
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.process import Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
-from trainer_backend.protocols import CreditedEpisode, LearnerFactory, Progress
+from trainer_backend.protocols import CreditedEpisode, Learner, LearnerFactory, Progress
 from trainer_backend.run.learner_process import LearnerConnection, LearnerProcess
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -81,11 +83,19 @@ def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[A
     results.append(learner.update(episodes, iteration=1))
     learner.save(folder / "iteration_1", Progress(1, 1, 4))
     learner.publish(folder / "version_1")
-    results.append(learner.logprobs_of(range(3, 12)))
+    results += [learner.logprobs_of(range(3, 12)), sent(learner)]
     learner, progress = factory.resumed(folder / "iteration_1")
     results += [progress, learner.values(parts), learner.update(episodes, iteration=2)]
     learner.save(folder / "iteration_2", Progress(2, 2, 8))
     return results
+
+
+def sent(learner: Learner) -> dict[str, float]:
+    """The norms of the weights that a server is sent."""
+    receiver = Receiver(learner.offer("127.0.0.1"), Worker("a", 0, 1))
+    assert learner.broadcast(1, 60.0, lambda done, expected: None) == 1
+    receiver.join()
+    return {name: tensor.norm().item() for name, tensor in receiver.weights.items()}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
