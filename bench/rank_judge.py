@@ -32,13 +32,14 @@ from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.gradients import gradient_cosines
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, joined
 from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import weights_of, write_weights
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.models.folder import load_model_folder
+from trainer_backend.models.folder import load_model_folder, save_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 ALL = -1  # as many as there are ranks
@@ -77,6 +78,13 @@ def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | N
 
 def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
     return LearnerConfig.of(job_of(tables))
+
+
+def of_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The tables of a job for so many ranks."""
+    learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
+    learner = {key: ranks.count if value == ALL else value for key, value in learner.items()}
+    return {**tables, "cluster": {}, "learner": learner}
 
 
 def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -126,9 +134,7 @@ def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, flo
 
 
 def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
-    learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
-    learner = {key: ranks.count if value == ALL else value for key, value in learner.items()}
-    config = config_of({**tables, "cluster": {}, "learner": learner})
+    config = config_of(of_ranks(ranks, tables))
     (own, metrics), alone = gradient(config, ranks), None
     if ranks.is_first:
         alone, expected = gradient(config, ALONE)
@@ -137,6 +143,39 @@ def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
             "metrics": max(abs(metrics[name] - value) for name, value in expected.items()),
         }
     return {}
+
+
+def judge_copies(ranks: Ranks) -> dict[str, float]:
+    """Every rank holds all weights: one of as many groups."""
+    return judge_gradient({"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks)
+
+
+def judge_cosines(ranks: Ranks) -> dict[str, float]:
+    """Cosines between gradients, of weights that are shared out, and of whole copies, which count once."""
+    folder, given, rng = ranks.gathered(Path(tempfile.mkdtemp()))[0], episodes(), random.Random(4)
+    if ranks.is_first:
+        save_model_folder(folder, *tiny_model())
+    ranks.gathered(0)
+    advantages = {
+        name: [[rng.gauss(shift, 1) for _ in episode.advantages] for episode in given]
+        for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0))
+    } | {"none": [[0.0] * len(episode.advantages) for episode in given]}
+
+    def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
+        learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
+        config = config_of({"cluster": {}, "learner": learner})
+        return gradient_cosines(config, folder, given, advantages, tell=lambda *_: None, ranks=ranks)
+
+    shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)
+    if not ranks.is_first:
+        return {}
+    alone = cosines(1, ALONE)
+    shutil.rmtree(folder)
+    assert [pair for *pair, _ in alone] == [["a", "b"], ["a", "c"], ["b", "c"]]
+    return {
+        name: max(abs(mine[2] - one[2]) for mine, one in zip(found, alone, strict=True))
+        for name, found in (("cosines", shared), ("cosines_of_copies", copied))
+    }
 
 
 def weights(learner: LocalLearner) -> Tensor:
@@ -249,6 +288,8 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
 
 
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
+    "copies": judge_copies,
+    "cosines": judge_cosines,
     "update": judge_update,
     "resume": judge_resume,
     "publish": judge_publish,

@@ -172,8 +172,12 @@ def recredit(
 ) -> None:
     """Credit stored rollouts again, by every estimator and any reward mode (--set), without new rollouts."""
     from trainer_backend.credit.recredit import recredit_run
+    from trainer_backend.terminal.progress import ConsoleReporter
 
-    tables, folder = recredit_run(run, advantage or (), iteration or (), checkpoint, out, overrides or ())
+    tables, folder = recredit_run(
+        run, advantage or (), iteration or (), checkpoint, out, overrides or (),
+        reporter=ConsoleReporter(_out),
+    )  # fmt: skip
     _out.print(tables)
     tell(_out, f"written: {folder}")
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import RewardError
@@ -63,13 +63,13 @@ def test_then_a_decision_earns_its_unlocks_less_its_kl(run):
 
 def test_what_is_stored_gives_the_same_credit_again_and_another_kind_on_demand(run, tmp_path):
     name, directory = run
-    recredit_run(directory.path, [name], [2], None, tmp_path / "same", ())
+    recredit_run(directory.path, [name], [2], None, tmp_path / "same", (), reporter=ListReporter())
     columns = ("reward", "return_to_go", "advantage")
     stored = decisions_of(directory.rollouts_file("iteration_2"))
     again = decisions_of(tmp_path / "same" / f"{name}.parquet")
     assert [[d[c] for c in columns] for d in again] == [[d[c] for c in columns] for d in stored]
     overrides = ("training.kl_reward_kind=k2",)
-    recredit_run(directory.path, [name], [2], None, tmp_path / "k2", overrides)
+    recredit_run(directory.path, [name], [2], None, tmp_path / "k2", overrides, reporter=ListReporter())
     for before, now in zip(stored, decisions_of(tmp_path / "k2" / f"{name}.parquet"), strict=True):
         half_squares = math.fsum(d * d / 2 for d in kl_of(before))
         assert now["reward"] == before["unique_delta"] - COEF * half_squares
@@ -106,4 +106,12 @@ def test_a_resumed_run_holds_to_the_same_reference(run, trained):
 def test_rollouts_that_were_never_scored_are_refused_by_name(trained, tmp_path):
     directory, _, _ = trained
     with pytest.raises(RewardError, match=r"rollout .*: no log-probs .* training.kl_reward_coef = 1.0 needs"):
-        recredit_run(directory.path, ["stepwise"], [1], None, tmp_path, ["training.kl_reward_coef=1.0"])
+        recredit_run(
+            directory.path,
+            ["stepwise"],
+            [1],
+            None,
+            tmp_path,
+            ["training.kl_reward_coef=1.0"],
+            reporter=ListReporter(),
+        )

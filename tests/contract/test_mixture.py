@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.__main__ import app
 from trainer_backend.collect.metrics import evaluation_metrics
@@ -144,12 +144,18 @@ def test_what_sampled_at_the_end_is_what_was_loaded(mixed, trained):
 
 def test_stored_rollouts_are_credited_again_to_the_same_numbers(mixed, tmp_path):
     directory, _, _ = mixed
-    recredit_run(directory.path, ["stepwise"], [1], None, tmp_path, ())
+    recredit_run(directory.path, ["stepwise"], [1], None, tmp_path, (), reporter=ListReporter())
     columns = ["rollout_id", "decisions"]
     again = finished_rows(tmp_path / "stepwise.parquet", columns)
     assert again == finished_rows(directory.rollouts_file("iteration_1"), columns)
     _, folder = recredit_run(
-        directory.path, ["stepwise", "grpo"], [1], directory.checkpoints / "iteration_3", tmp_path / "c", ()
+        directory.path,
+        ["stepwise", "grpo"],
+        [1],
+        directory.checkpoints / "iteration_3",
+        tmp_path / "c",
+        (),
+        reporter=ListReporter(),
     )
     [pair] = json.loads((folder / "figures.json").read_text())["pairs"]
     assert -1.0 <= pair["gradient_cosine"] <= 1.0

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.conftest import ListReporter
 from trainer_backend.__main__ import app
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.inspect import episode_view, find_rollout
@@ -16,7 +17,9 @@ from trainer_backend.rundir.rollout_files import finished_rows
 
 
 def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=()):
-    tables, folder = recredit_run(directory.path, names, iterations, checkpoint, out, overrides)
+    tables, folder = recredit_run(
+        directory.path, names, iterations, checkpoint, out, overrides, reporter=ListReporter()
+    )
     console = Console(width=200, record=True)
     console.print(tables)
     return console.export_text(), json.loads((folder / "figures.json").read_text()), folder
@@ -50,6 +53,20 @@ def test_gradients_are_compared_at_a_checkpoint(trained, tmp_path):
     cosines = {tuple(pair["estimators"]): pair["gradient_cosine"] for pair in figures["pairs"]}
     assert cosines["grpo_no_std", "rloo"] == pytest.approx(1.0, abs=1e-5)
     assert -1.0 <= cosines["rloo", "stepwise"] < 1.0
+
+
+def test_the_ranks_of_a_jobs_learner_find_the_same_cosines(trained, tmp_path):
+    directory, _, _ = trained
+    both = [
+        recredit(
+            directory, tmp_path / name, names=["rloo", "stepwise", "grpo"], iterations=[1],
+            checkpoint=directory.checkpoints / "iteration_2", overrides=overrides,
+        )[1]["pairs"]
+        for name, overrides in (("one", ()), ("two", ("cluster.launcher=local", "learner.nproc_per_node=2")))
+    ]  # fmt: skip
+    one, two = ([pair["gradient_cosine"] for pair in pairs] for pairs in both)
+    assert len(two) == 3
+    assert two == pytest.approx(one, abs=1e-6)
 
 
 def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained, tmp_path):

@@ -14,6 +14,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
+from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
@@ -21,6 +22,7 @@ from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
 from trainer_backend.plugins import ESTIMATORS, estimator
+from trainer_backend.protocols import CreditedEpisode, Reporter
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import (
@@ -260,8 +262,14 @@ def recredit_run(
     checkpoint: Path | None,
     out: Path | None,
     overrides: Sequence[str],
+    *,
+    reporter: Reporter,
 ) -> tuple[Group, Path]:
-    """Tables, and the folder that was written."""
+    """Tables, and the folder that was written.
+
+    Args:
+        reporter: hears of the processes that compute gradients at the checkpoint.
+    """
     run = open_run(path)
     job = run.job_with(overrides).config
     for name in names:
@@ -271,14 +279,28 @@ def recredit_run(
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     cosines = None
     if checkpoint is not None:
-        # torch
-        from trainer_backend.learner.config import LearnerConfig
-        from trainer_backend.learner.gradients import gradient_cosines
+        from trainer_backend.run.gradient_cosines import cosines_at
 
-        config = LearnerConfig.of(job)
-        cosines = gradient_cosines(
-            config, credit.policies, credited.rollouts, credited.credits, checkpoint=checkpoint
+        cosines = cosines_at(
+            checkpoint, job, run, _played(credit, credited), _advantages(credited), reporter=reporter
         )
     folder = out or run.path / "recredit"
     write_recredit(credited, folder, cosines)
     return recredit_tables(credited, cosines), folder
+
+
+def _played(credit: CreditAssignment, credited: Recredited) -> list[CreditedEpisode]:
+    """The episodes as an update takes them, without advantages."""
+    policies = credit.policies
+    return [
+        CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
+        for item in credited.rollouts
+    ]
+
+
+def _advantages(credited: Recredited) -> dict[str, list[OfEpisode]]:
+    """By estimator, in the order of the rollouts: of their tokens where the estimator has those."""
+    return {
+        name: [credit.token_advantages or credit.advantages_T for credit in credits]
+        for name, credits in credited.credits.items()
+    }

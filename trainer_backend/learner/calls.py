@@ -80,7 +80,8 @@ def _types(arguments: Any, result: Any, *, reports: bool = False) -> CallTypes:
 
 _Episodes = tuple[dict[str, list[Segment]]]
 _Metrics = dict[str, float]
-# By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`.
+# By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`;
+# `gradient_cosines` needs `open` alone.
 CALLS = {
     "open": _types(tuple[str], None),
     "sees": _types(tuple[Path, str], bool),
@@ -88,6 +89,11 @@ CALLS = {
     "plan_memory": _types(tuple[Path | None, list[Path]], str),
     "fresh": _types(tuple[list[Trajectory], Path | None], None),
     "resumed": _types(tuple[Path], Progress),
+    "gradient_cosines": _types(
+        tuple[Path, list[CreditedEpisode], dict[str, list[OfEpisode]]],
+        list[tuple[str, str, float]],
+        reports=True,
+    ),
     "warm_up": _types(tuple[list[Trajectory]], _Metrics, reports=True),
     "values": _types(_Episodes, dict[str, OfEpisode]),
     "score": _types(_Episodes, dict[str, ScoredTokens]),

@@ -1,19 +1,21 @@
 """Makes the learner of a job in this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.critic import OfEpisode
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
+from trainer_backend.learner.gradients import gradient_cosines
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import mesh_of
 from trainer_backend.models.sources import tokenizer_in
-from trainer_backend.protocols import Progress
+from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.preflight import checked_folders
 
 
@@ -50,3 +52,13 @@ class LocalFactory:
 
     def resumed(self, checkpoint: Path) -> tuple[LocalLearner, Progress]:
         return LocalLearner.resumed(self._config, checkpoint, self._ranks)
+
+    def gradient_cosines(
+        self,
+        checkpoint: Path,
+        episodes: Sequence[CreditedEpisode],
+        advantages: Mapping[str, Sequence[OfEpisode]],
+        tell: Callable[[int, int], None],
+    ) -> list[tuple[str, str, float]]:
+        """See `learner.gradients`."""
+        return gradient_cosines(self._config, checkpoint, episodes, advantages, tell=tell, ranks=self._ranks)

@@ -1,86 +1,79 @@
 """How the policy gradients of estimators point, at one checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shared_schemas.rollouts import Rollout
-from trainer_backend.credit.rewards import Policies
+from trainer_backend.core.critic import OfEpisode
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
-from trainer_backend.learner.stepping import Scored
-from trainer_backend.learner.update import PolicyUpdate
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.sharding import counted_share
 from trainer_backend.protocols import CreditedEpisode
-from trainer_backend.rundir.rollout_files import Credit
 
 
 def gradient_cosines(
     config: LearnerConfig,
-    policies: Policies,
-    rollouts: Sequence[Rollout],
-    credits: Mapping[str, Sequence[Credit]],
-    *,
     checkpoint: Path,
-) -> dict[tuple[str, str], float]:
-    """Cosine between the gradients of each two estimators, by both orders of their names.
+    episodes: Sequence[CreditedEpisode],
+    advantages: Mapping[str, Sequence[OfEpisode]],
+    *,
+    tell: Callable[[int, int], None],
+    ranks: Ranks = ALONE,
+) -> list[tuple[str, str, float]]:
+    """Cosine between the gradients of each two estimators, with their names.
 
     Each gradient is of the job's policy loss alone (no entropy, KL or critic), over all decisions of the
-    rollouts in one step, at the weights of the checkpoint, where every ratio to the proximal policy is 1. An
+    episodes in one step, at the weights of the checkpoint, where every ratio to the proximal policy is 1. An
     estimator whose gradient is 0 is left out.
 
     Args:
         config: its loss, aggregation and packing are used; its adapters are not.
-        policies: the policies that sampled the rollouts.
-        rollouts: finished ones.
-        credits: by estimator, in the order of the rollouts.
         checkpoint: a folder that `load_checkpoint` reads.
+        episodes: their advantages are not read.
+        advantages: by estimator, in the order of the episodes.
+        tell: is called with the gradients done and their total.
+        ranks: that compute them together.
     """
     training = config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
     config = replace(config, lora=None, update=replace(config.update, training=training))
-    learner = LocalLearner(config, *load_checkpoint(config.model, checkpoint))
+    model, tokenizer = ranks.together(partial(load_checkpoint, config.model, checkpoint))
+    learner = LocalLearner(config, model, tokenizer, ranks=ranks)
     update = learner.policy_update()
-    played = [
-        CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
-        for item in rollouts
+    scored = update.weighed(episodes).scored
+    shares: dict[str, Tensor] = {}
+    for name, of_episodes in advantages.items():
+        tell(len(shares), len(advantages))
+        credited = {
+            episode.rollout_id: replace(episode, advantages=own)
+            for episode, own in zip(episodes, of_episodes, strict=True)
+        }
+        update.gradient(scored, credited)
+        shares[name] = _share(learner, ranks)
+    return _cosines(shares, ranks)
+
+
+def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
+    """What this rank has of the gradient of all weights, as one vector in main memory; float64."""
+    weights = learner.model.parameters()
+    gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+    return torch.cat([counted_share(gradient, ranks).double().cpu() for gradient in gradients])
+
+
+def _cosines(shares: Mapping[str, Tensor], ranks: Ranks) -> list[tuple[str, str, float]]:
+    """Of vectors that lie on all ranks, each a part."""
+    names = list(shares)
+    pairs = [(a, b) for number, a in enumerate(names) for b in names[number:]]
+    sums = ranks.summed(*(float(torch.dot(shares[a], shares[b])) for a, b in pairs)) if pairs else ()
+    products = dict(zip(pairs, sums, strict=True))
+    norms = {name: products[name, name] ** 0.5 for name in names}
+    return [
+        (a, b, product / (norms[a] * norms[b]))
+        for (a, b), product in products.items()
+        if a != b and norms[a] and norms[b]
     ]
-    scored = update.weighed(played).scored
-    gradients = {
-        name: gradient
-        for name, of_estimator in credits.items()
-        if (gradient := _gradient(learner, update, scored, _advantages(rollouts, of_estimator))) is not None
-    }
-    return {
-        (a, b): float(torch.dot(left, right))
-        for a, left in gradients.items()
-        for b, right in gradients.items()
-        if a != b
-    }
-
-
-def _advantages(rollouts: Sequence[Rollout], credits: Sequence[Credit]) -> dict[str, CreditedEpisode]:
-    return {
-        item.rollout_id: CreditedEpisode(item.rollout_id, (), credit.token_advantages or credit.advantages_T)
-        for item, credit in zip(rollouts, credits, strict=True)
-    }
-
-
-def _gradient(
-    learner: LocalLearner,
-    update: PolicyUpdate,
-    scored: Sequence[Scored],
-    episodes: Mapping[str, CreditedEpisode],
-) -> Tensor | None:
-    """All weights' gradients as one vector of length 1, in main memory; None where it is 0."""
-    update.gradient(scored, episodes)
-    parts = [
-        weight.grad.flatten().double().cpu()
-        for weight in learner.model.parameters()
-        if weight.grad is not None
-    ]
-    whole = torch.cat(parts)
-    norm = whole.norm()
-    return None if norm == 0 else whole / norm

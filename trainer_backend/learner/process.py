@@ -123,6 +123,9 @@ class Host:
         self._learner, progress = self._opened().resumed(checkpoint)
         return progress
 
+    def _gradient_cosines(self, *arguments: Any) -> list[tuple[str, str, float]]:
+        return self._opened().gradient_cosines(*arguments)
+
     def _update(
         self, episodes: list[CreditedEpisode], iteration: int, policy_version: int | None
     ) -> dict[str, float]:

@@ -118,6 +118,20 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def counted_share(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """[n] numbers of a tensor that this rank adds to a sum over all of them; each is one rank's alone.
+
+    Of what several ranks have, the first of these counts.
+    """
+    is_counted, own = ranks.is_first, tensor
+    if isinstance(tensor, DTensor):
+        own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()
+        is_counted = not any(
+            number for number, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate()
+        )
+    return own.flatten() if is_counted else own.flatten()[:0]
+
+
 def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
     """Scale the gradient down to the norm `most`, where it is longer; return its norm before that."""
     return float(whole(torch.nn.utils.clip_grad_norm_(weights, most)))

@@ -66,7 +66,8 @@ _CONNECT_S = 10.0
 # Of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
 # Calls that read a model, or fetch one from the hub, which has a pace of its own.
-_LOADING, _LOAD_S = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed"}), 3600.0
+_LOADING = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed", "gradient_cosines"})
+_LOAD_S = 3600.0
 
 
 class LearnerConnection:
@@ -398,6 +399,21 @@ class LearnerProcess:
     def resumed(self, checkpoint: Path) -> tuple[RemoteLearner, Progress]:
         progress: Progress = self._ask("resumed", checkpoint)
         return self._learner(), progress
+
+    def gradient_cosines(
+        self,
+        checkpoint: Path,
+        episodes: Sequence[CreditedEpisode],
+        advantages: Mapping[str, Sequence[OfEpisode]],
+        tell: Tell,
+    ) -> list[tuple[str, str, float]]:
+        """As `LocalFactory` has it."""
+        given = {name: list(of_episodes) for name, of_episodes in advantages.items()}
+        assert self._connection is not None
+        cosines: list[tuple[str, str, float]] = self._connection.ask(
+            "gradient_cosines", checkpoint, list(episodes), given, tell=tell
+        )
+        return cosines
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         assert self._connection is not None
