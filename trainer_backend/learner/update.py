@@ -81,6 +81,8 @@ class PolicyUpdate:
         self._config, self._table, self._ranks = config, config.training, scorer.ranks
         self._terms = PolicyTerms(config.update.objectives, config.training)
         self._aggregation = aggregation(config.training.aggregation)
+        # Of the pieces of all steps so far, by rank.
+        self._tokens_by_rank = np.zeros(scorer.ranks.count)
 
     def run(
         self,
@@ -138,6 +140,7 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
+            **self._rank_metrics(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
@@ -269,6 +272,8 @@ class PolicyUpdate:
         parts, moved = [], 0.0
         rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
+        tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
+        self._tokens_by_rank += ranks.dealt_sums(tokens)
         with stepping(model):
             for piece, counts in ranks.dealt(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
@@ -360,6 +365,16 @@ class PolicyUpdate:
         if self._head is not None:
             self._head.step(policy_rate=self._rate())
         return norm
+
+    def _rank_metrics(self) -> dict[str, float]:
+        """How evenly the pieces of the steps were dealt out."""
+        if not self._ranks.are_several:
+            return {}
+        tokens = self._tokens_by_rank
+        return {
+            "learner/ranks": float(len(tokens)),
+            "learner/tokens_imbalance": float(tokens.max() / tokens.mean()),
+        }
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

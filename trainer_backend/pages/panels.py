@@ -145,6 +145,9 @@ PANELS: tuple[Panel, ...] = (
     )),
     Panel("gradient", "Gradient norm", "Mean norm before clipping.", (Line("optim/grad_norm", "norm"),)),
     Panel("rate", "Learning rate", "Of the iteration's last step.", (Line("optim/lr", "rate"),)),
+    Panel("ranks", "Ranks of the learner", "Most tokens of a rank over the mean; the others wait for it.", (
+        Line("learner/tokens_imbalance", "most over mean"),
+    )),
     Panel(
         "staleness", "Staleness", "Versions that the samplers lay behind the policy that learns from them.",
         (Line("policy/staleness_max", "largest"), Line("policy/staleness_mean", "mean")),

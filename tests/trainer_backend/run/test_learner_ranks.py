@@ -45,6 +45,9 @@ def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tupl
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     expected = calls_in_order(LocalFactory(ALONE), played, one)
     results = calls_in_order(group, played, two)
+    of_updates = [found for found in results if isinstance(found, dict) and "optim/steps" in found]
+    assert [found.pop("learner/ranks") for found in of_updates] == [2.0, 2.0]
+    assert all(1.0 <= found.pop("learner/tokens_imbalance") < 2.0 for found in of_updates)
     for was, found in zip(expected, results, strict=True):
         assert_close(found, was)
     return one, two
