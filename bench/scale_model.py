@@ -27,6 +27,7 @@ from bench.model_flops import Peak, layer_weights, update_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.memory import BFLOAT16, ModelShape
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.versions import WeightAddress
 
 Table = Mapping[str, float]
 
@@ -193,7 +194,9 @@ class SimulatedReplica:
         tokens = (0,) * answer
         return Generation(tokens, (), "length", ((0, self.version),), prompt_tokens_reused=row.reused)
 
-    async def load_weights(self, version: int, source: Path, base: Path | None = None) -> None:
+    async def load_weights(
+        self, version: int, source: Path | WeightAddress, base: Path | None = None
+    ) -> None:
         self._paused = True
         if not self._keeps:
             while self._rows:

@@ -105,6 +105,7 @@ class Replica:
         running: requests that it samples now.
         sessions: rollouts whose decisions go to it.
         last_error: its last failure; "" before any.
+        expected: whether it served before the publish that goes on, so that its sessions wait for it.
         away_since: when it ceased to serve, or was last started anew for that.
     """
 
@@ -116,6 +117,7 @@ class Replica:
     task: asyncio.Task[None] | None = None
     loads: int = 0
     last_error: str = ""
+    expected: bool = False
     away_since: float | None = None
 
 
@@ -206,7 +208,8 @@ class ReplicaPool:
     async def publish(self, publication: Publication) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
-        It waits for the first one, and then for the others as long again: one that is wedged delays nobody.
+        It waits for the first one, and then for the others as long again: one that is wedged delays nobody
+        but its own sessions. Those wait as long, since the first one that serves could not take them all.
 
         Raises:
             WeightsRefused: no replica serves it, for `wait_s`.
@@ -215,11 +218,21 @@ class ReplicaPool:
         for replica in self.replicas:
             if replica.state == "serving":
                 self._become(replica, "stale")
-        start = time.monotonic()
+                replica.expected = True
+        try:
+            await self._bring_in_time(publication)
+        finally:
+            for replica in self.replicas:
+                replica.expected = False
+            self._wake()
+
+    async def _bring_in_time(self, publication: Publication) -> None:
+        clock = asyncio.get_running_loop().time
+        start = clock()
         while True:
             tasks = self._bring_all()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            duration = time.monotonic() - start
+            duration = clock() - start
             if self._any_serves:
                 break
             if duration > self._wait_s:
@@ -320,6 +333,7 @@ class ReplicaPool:
         except (TrainerError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             replica.last_error = str(error)
             self._become(replica, "lost")
+            self._wake()
             if not lost:
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
@@ -366,7 +380,10 @@ class ReplicaPool:
         able = [replica for replica in self.replicas if replica.state == "serving" and replica not in failed]
         if not able:
             return None
-        home = self._homes.pop(session, None)
+        home = self._homes.get(session)
+        if home is not None and home.expected:
+            return None
+        self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
             """Sessions first for a new session; requests first for one that moves."""
@@ -399,6 +416,7 @@ class ReplicaPool:
 
     def _become(self, replica: Replica, state: State, version: int | None = None) -> None:
         replica.state = state
+        replica.expected &= state == "stale"
         if state == "serving":
             replica.away_since = None
         elif replica.away_since is None:
@@ -406,6 +424,7 @@ class ReplicaPool:
         self._show(replica, version)
 
     def _wake(self) -> None:
+        """Let requests look again for a replica."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for loop, woken in waiting:

@@ -1,0 +1,98 @@
+"""Sessions of a pool at a publish, in virtual time: replicas that take 3 s, or more, to load weights."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.scale_model import SimulatedReplica, Speed
+from bench.virtual_time import in_virtual_time
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import WeightsRefused
+from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.versions import WeightAddress
+
+# A token takes 10 ms.
+SPEED = Speed(weights_s=0.01, row_s=0.0, prompt_s=0.0, cached_s=0.0, room=1e9, max_running=99, load_s=3.0)
+CANARY = Canary((1, 2), (0.0,), 1e-4)
+SESSIONS = ("a", "b", "c", "d")
+
+
+class Noting(SimulatedReplica):
+    """A replica that knows whose requests it had, and may refuse a version."""
+
+    refused = -1
+
+    def __init__(self, url: str, load_s: float) -> None:
+        super().__init__(url, replace(SPEED, load_s=load_s))
+        self.sessions = list[str]()
+
+    async def generate(self, ids, sampling, *, request_id, extras):  # type: ignore[no-untyped-def]
+        self.sessions.append(extras.session)
+        return await super().generate(ids, sampling, request_id=request_id, extras=extras)
+
+    async def load_weights(
+        self, version: int, source: Path | WeightAddress, base: Path | None = None
+    ) -> None:
+        await super().load_weights(version, source, base)
+        if version == self.refused:
+            raise WeightsRefused("no")
+
+
+async def asked(pool: ReplicaPool) -> None:
+    """A request of each session, all at once."""
+    await asyncio.gather(
+        *(
+            pool.generate(range(9), Sampling(max_tokens=10), request_id="", extras=Extras(session=session))
+            for session in SESSIONS
+        )
+    )
+
+
+def served(engines: Sequence[Noting]) -> tuple[dict[str, int], float]:
+    """Sessions' requests by replica, "0a": those asked before a publish, and those asked while it goes on."""
+
+    async def work() -> dict[str, int]:
+        pool = ReplicaPool(engines, wait_s=1e9, tell=lambda line: None)
+        await pool.publish(Publication(0, Path("weights"), CANARY))
+        await asked(pool)
+        publish = asyncio.ensure_future(pool.publish(Publication(1, Path("weights"), CANARY)))
+        await asyncio.sleep(0.5)
+        await asked(pool)
+        await publish
+        return Counter(
+            f"{number}{session}" for number, engine in enumerate(engines) for session in engine.sessions
+        )
+
+    return in_virtual_time(work())
+
+
+def test_a_session_that_asks_during_a_publish_waits_for_its_own_replica():
+    found, _ = served([Noting("http://0", 3.0), Noting("http://1", 4.0)])
+    assert found == {"0a": 2, "1b": 2, "0c": 2, "1d": 2}, "the first that serves does not get all of them"
+
+
+def test_a_replica_that_takes_more_than_twice_as_long_as_the_first_loses_its_sessions():
+    wedged = Noting("http://1", 3.0)
+    engines = [Noting("http://0", 3.0), wedged]
+
+    async def slow(version: int, source: object, base: object = None) -> None:
+        await asyncio.sleep(3.0 if version == 0 else 1e6)
+
+    wedged.load_weights = slow  # type: ignore[method-assign, assignment]
+    found, seconds = served(engines)
+    assert found == {"0a": 2, "1b": 1, "0b": 1, "0c": 2, "1d": 1, "0d": 1}
+    # 3 s and 0.1 s of tokens; the first serves after 3 s, and is waited beside for 3 s more: 0.1 s of tokens
+    assert seconds == pytest.approx(3.0 + 0.1 + 3.0 + 3.0 + 0.1)
+
+
+def test_sessions_of_a_replica_that_refuses_a_version_move_at_once():
+    refusing = Noting("http://1", 3.5)
+    refusing.refused = 1
+    found, seconds = served([Noting("http://0", 3.0), refusing])
+    assert found == {"0a": 2, "1b": 1, "0b": 1, "0c": 2, "1d": 1, "0d": 1}
+    assert seconds < 3.5 + 0.1 + 3.5 + 1.0
