@@ -42,7 +42,6 @@ from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
 
-ALL = -1  # as many as there are ranks
 GRADIENTS: dict[str, dict[str, Any]] = {
     "token": {"algorithm": {"ratio_level": "token"}},
     "decision": {"algorithm": {"ratio_level": "decision"}},
@@ -57,7 +56,6 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "KL": {"training": {"kl_coef": 0.1}},
     "weights kept after forward": {"learner": {"fsdp_reshard_after_forward": False}},
     "weights in main memory": {"learner": {"fsdp_cpu_offload": True}},
-    "replicas": {"learner": {"data_parallel_replicate_degree": ALL}},
 }
 TRAINING = {
     "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
@@ -83,7 +81,6 @@ def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
 def of_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The tables of a job for so many ranks."""
     learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
-    learner = {key: ranks.count if value == ALL else value for key, value in learner.items()}
     return {**tables, "cluster": {}, "learner": learner}
 
 
