@@ -11,6 +11,7 @@ the same places; then it ends what runs, gives the places back, and ends itself.
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any, TypeVar
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,7 +46,7 @@ NAMESPACE = "turnwise"
 LEASE_S, _BEAT_S = 30.0, 2.0
 _LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
 # The exit code of a process whose node, or whose actor, is lost.
-_LOST = -SIGKILL
+_LOST = -signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,8 @@ class RayLauncher:
         """
         await _refuse_nobody(address)
         await asyncio.to_thread(_connect, address)
+        # Ray puts a handler of its own below this one, which prints a stack where the run is only to stop.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         self._supervisor = (
             ray.remote(Supervisor)
             .options(

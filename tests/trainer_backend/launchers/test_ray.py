@@ -56,12 +56,17 @@ def role(name: str, folder: Path, **keys: Any) -> Role:
 
 
 async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is_told(
-    address: str, tmp_path: Path
+    address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     lines: list[str] = []
     launcher = RayLauncher("run", 60.0, lines.append)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
     await launcher.open(address)
     try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        assert "SIGTERM received" not in capfd.readouterr().err, "a stop is no crash"
         process = await launcher.start(role("learner", tmp_path))
         first = await process.address()
         assert first is not None and first.startswith("http://") and first.endswith(" the key")
@@ -76,6 +81,7 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         with pytest.raises(JobError, match=r"other cannot be started at .*, which does not see .*nowhere"):
             await launcher.start(role("other", tmp_path / "nowhere"))
     finally:
+        loop.remove_signal_handler(signal.SIGTERM)
         await launcher.close()
     assert lines == []
 
