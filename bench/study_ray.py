@@ -198,6 +198,8 @@ def main() -> int:
         "goes_on_median_s": round(statistics.median(times), 1),
         "rollouts_lost": 0 if not missed else None,
         "first_update_on_two_nodes": difference,
+        "load": round(os.getloadavg()[1], 1),
+        "cores": os.cpu_count(),
         "met": not missed,
     }
     Path(chosen.out).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call without a Ray starts none
 
 import ray
 from ray.exceptions import RayError
@@ -131,14 +132,14 @@ class Supervisor:
 
     async def begin(self) -> None:
         """An orchestrator begins; what an earlier one has left running ends."""
-        self._heard = time.monotonic()
-        if self._watch is None:
-            self._watch = asyncio.ensure_future(self._end_without_orchestrator())
+        await self.beat()
         await self._end_processes()
 
     async def beat(self) -> None:
         """The orchestrator is there."""
         self._heard = time.monotonic()
+        if self._watch is None:  # also where this actor was restarted
+            self._watch = asyncio.ensure_future(self._end_without_orchestrator())
 
     async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
         """Return an actor for each node or replica of a group, once all have a place."""
@@ -294,6 +295,7 @@ class RayLauncher:
     async def close(self) -> None:
         """End all roles, and give their places back."""
         self._closing.set()
+        await asyncio.to_thread(self._heart.join)
         with suppress(RayError, TimeoutError):
             await answer(self._supervisor.close.remote(), _ANSWER_S)
             ray.kill(self._supervisor)

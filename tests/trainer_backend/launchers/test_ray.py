@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
+from tests.trainer_backend.run.test_vllm_servers import ECHO, SERVER, command, table
 from trainer_backend.errors import JobError
 from trainer_backend.launchers.launcher import Place, Resources, Role
 from trainer_backend.launchers.ray import Node, RayLauncher, never_fits, refuse_other_release
+from trainer_backend.protocols import Hardware
+from trainer_backend.run.vllm_servers import VllmServers
 
 
 def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
@@ -84,6 +88,36 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         loop.remove_signal_handler(signal.SIGTERM)
         await launcher.close()
     assert lines == []
+
+
+async def test_a_vllm_server_on_a_node_keeps_its_address_here_when_it_is_started_anew(
+    address: str, tmp_path: Path
+):
+    python, version = fake_environment(tmp_path / "vllm"), tmp_path / "version_0"
+    (tmp_path / "vllm" / SERVER).write_text(ECHO)
+    version.mkdir()
+    (version / "config.json").write_text("{}")
+    lines: list[str] = []
+    launcher = RayLauncher("vllm", 60.0, lines.append)
+    await launcher.open(address)
+    servers = VllmServers(
+        table(python), tmp_path / "start", [tmp_path / "log"],
+        hardware=Hardware("float32"), tell=lines.append, launcher=launcher, device="cpu",
+    )  # fmt: skip
+    try:
+        await servers.start(version)
+        (url,) = servers.urls
+        first = await command(url)
+        assert url not in first, "it listens on its node, at another port"
+        servers.renew(url)
+        while f"vLLM server {url} ended with exit code -9; it is started anew" not in lines:
+            await asyncio.sleep(0.05)
+        while (again := await command(url)) == first:
+            await asyncio.sleep(0.05)
+        assert f"--model {tmp_path / 'start'} " in again
+    finally:
+        await servers.stop()
+        await launcher.close()
 
 
 # An orchestrator that starts a role, tells where, and waits to be killed.

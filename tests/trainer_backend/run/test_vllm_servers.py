@@ -100,7 +100,8 @@ class Echo(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_POST
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Echo).serve_forever()
+host, port = (sys.argv[sys.argv.index(word) + 1] for word in ("--host", "--port"))
+http.server.HTTPServer((host, int(port)), Echo).serve_forever()
 """
 
 
