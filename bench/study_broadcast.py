@@ -66,6 +66,8 @@ BROADCAST = {"weight_transfer": {"backend": "nccl"}}
 WIDTH, LAYERS, HEADS, HEAD_DIM, MLP = 768, 12, 12, 64, 2304
 PUBLISHES = 7
 PAIR_TIMEOUT_S = 20.0
+# After the beginning of an iteration's collection, which takes a second.
+KILL_S = 0.4
 
 
 class Senders:
@@ -228,22 +230,30 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
+def study_job(python: str, iterations: int, root: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Run the job; return what is said of it, and folders of its first versions."""
+    job = job_of(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
+    directory, killer = create_run(job, root / "run"), Killer("collect 2", KILL_S)
+    asyncio.run(run_job(job, directory, killer, resume=False))
+    trained = {
+        **judged_job(directory, iterations, killer),
+        "servers_left": len(server_processes()),
+        "folders_written": len(list(directory.weights.glob("version_*"))),
+    }
+    return trained, [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+
+
 def study(python: str, iterations: int) -> dict[str, Any]:
     """Run the job, the swaps with the weights that it made, and the publishes of a larger model."""
-    job, killer = job_of(python, iterations, cluster={"launcher": "local"}, **BROADCAST), Killer("collect 2")
+    job = job_of(python, 1, **BROADCAST)
     release = asyncio.run(check_environment(job.inference))
-    with tempfile.TemporaryDirectory() as root:
-        directory = create_run(job, Path(root) / "run")
-        asyncio.run(run_job(job, directory, killer, resume=False))
-        left = len(server_processes())
-        trained = judged_job(directory, iterations, killer)
-        trained["folders_written"] = len(list(directory.weights.glob("version_*")))
-        folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
-        swapped = asyncio.run(swaps(job, create_run(job, Path(root) / "swaps"), folders))
-        larger = Path(root) / "larger"
-        larger_model(larger, folders[0])
-        compared = job_of(python, 1, model={"path": str(larger), "device": "cpu"}, **BROADCAST)
-        publishes = asyncio.run(beside(compared, create_run(compared, Path(root) / "beside")))
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        trained, folders = study_job(python, iterations, root)
+        swapped = asyncio.run(swaps(job, create_run(job, root / "swaps"), folders))
+        larger_model(root / "larger", folders[0])
+        compared = job_of(python, 1, model={"path": str(root / "larger"), "device": "cpu"}, **BROADCAST)
+        publishes = asyncio.run(beside(compared, create_run(compared, root / "beside")))
     return {
         "study": "broadcast",
         "vllm": release.partition(" of ")[0],
@@ -251,13 +261,11 @@ def study(python: str, iterations: int) -> dict[str, Any]:
         "job": trained,
         "swap": swapped,
         "publish": publishes,
-        "holds": holds(trained, swapped, publishes, iterations) | {"no server left behind": left == 0},
     }
 
 
-def holds(
-    trained: dict[str, Any], swapped: dict[str, Any], publishes: dict[str, Any], iterations: int
-) -> dict[str, bool]:
+def holds(found: dict[str, Any], iterations: int) -> dict[str, bool]:
+    trained, swapped, publishes = found["job"], found["swap"], found["publish"]
     modes, killed = [swapped["wait"], swapped["keep"]], swapped["killed_amid_a_pass"]
     largest, extra = publishes["largest_tensor_mib"], publishes["broadcast"]["learner_extra_mib"]
     return {
@@ -283,6 +291,7 @@ def holds(
         == trained["replicas_lost"],
         "a server killed amid a pass costs one more pass": killed["passes"] == 2 and killed["serving"] == 1,
         "a broadcast takes the learner no more than the largest tensor": extra["median"] <= largest + 8,
+        "no server left behind": trained["servers_left"] == 0,
     }
 
 
@@ -291,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__,
         ("--vllm-python", "", "the Python of vLLM's environment"),
         ("--iterations", 60, "of the job; a killed server needs a minute or two to come back"),
+        ("--job", False, "the job alone; the other figures stay as they are"),
         ("--results", ROOT / "bench" / "results" / "broadcast.json"),
         arguments=arguments,
     )
@@ -298,7 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
-    found = study(options.vllm_python, options.iterations)
+    if options.job:
+        found = json.loads(options.results.read_text())
+        with tempfile.TemporaryDirectory() as root:
+            found["job"], _ = study_job(options.vllm_python, options.iterations, Path(root))
+    else:
+        found = study(options.vllm_python, options.iterations)
+    found["holds"] = holds(found, options.iterations)
     options.results.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return 0 if all(found["holds"].values()) else 1

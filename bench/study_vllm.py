@@ -60,10 +60,11 @@ class Killer:
 
     Args:
         stage: where; "" for nowhere.
+        after_s: the beginning of the stage.
     """
 
-    def __init__(self, stage: str) -> None:
-        self._stage = stage
+    def __init__(self, stage: str, after_s: float = KILL_S) -> None:
+        self._stage, self._after_s = stage, after_s
         self.lines: list[str] = []
         self.killed = 0
 
@@ -79,7 +80,7 @@ class Killer:
     def stage(self, name: str, done: int, total: int) -> None:
         if name == self._stage and not self.killed:
             self.killed = 1
-            threading.Timer(KILL_S, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
+            threading.Timer(self._after_s, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
 
     def requests_met_it(self) -> bool:
         """Whether the server was lost by a request that it was sampling, not by the next publish."""
