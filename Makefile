@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-scale bench
+.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -94,6 +94,9 @@ study-ranks: $(VENV)/.ready ## a learner of 2 and of 3 ranks beside one process,
 
 study-broadcast: $(VENV)/.ready ## weights sent to real vLLM servers by the learner, beside a publish by folder (10 minutes; VLLM_PYTHON=VENV/bin/python)
 	$(BIN)/python -m bench.study_broadcast --vllm-python "$(VLLM_PYTHON)"
+
+study-hosts: $(VENV)/.ready ## a run on two network namespaces with delay, loss and a partition between them (Linux, as root; 10 minutes)
+	$(BIN)/python -m bench.study_hosts
 
 study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual time (an hour of CPU; --gpus 8 --conversations 1000 takes half a minute)
 	$(BIN)/python -m bench.scale
