@@ -34,6 +34,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
 from bench import kit
 from bench.host_cable import CUT, PERFECT, Cable, End, Quality
 from trainer_backend.job.load import dump_job, parse_job
@@ -140,9 +143,25 @@ def trained(prefix: Sequence[str], words: Sequence[str], log: Path, disturb: Cal
 
 
 def weights_of(run: Path, iteration: int = ITERATIONS) -> str:
-    """The start of a digest of an iteration's weights."""
-    path = run / "checkpoints" / f"iteration_{iteration}" / "model.safetensors"
-    return sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
+    """The start of a digest of an iteration's weights, however they lie in files; "" without any."""
+    weights = tensors_of(run, iteration)
+    whole = b"".join(weights[name].tobytes() for name in sorted(weights))
+    return sha256(whole).hexdigest()[:16] if weights else ""
+
+
+def tensors_of(run: Path, iteration: int = ITERATIONS) -> dict[str, NDArray[Any]]:
+    """An iteration's weights by name."""
+    folder = run / "checkpoints" / f"iteration_{iteration}"
+    files = [load_file(path) for path in sorted(folder.glob("model*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def apart(run: Path, other: Path) -> float | None:
+    """The largest difference of the weights of two runs; None where one has none."""
+    mine, theirs = tensors_of(run), tensors_of(other)
+    return (
+        max((float(abs(mine[name] - theirs[name]).max()) for name in theirs), default=None) if mine else None
+    )
 
 
 def played_once(run: Path) -> bool:
@@ -251,6 +270,7 @@ def main() -> int:
     found: dict[str, Any] = {"one_host": one}
     for name in options.only or CASES:
         found[name] = on_two_hosts(CASES[name], out / name)
+        found[name]["apart"] = apart(out / name / "run", run)
         print(name, found[name], flush=True)
         outcome = {"study": "hosts", "cases": found, "holds": holds(found)}
         Path(options.results).write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
