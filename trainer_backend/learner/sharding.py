@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.errors import JobError
@@ -130,6 +131,38 @@ def counted_share(tensor: Tensor, ranks: Ranks) -> Tensor:
             number for number, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate()
         )
     return own.flatten() if is_counted else own.flatten()[:0]
+
+
+def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
+    """The whole of a tensor on one rank, which the others send their rows to; None on these.
+
+    Of a tensor that every rank has whole that rank takes its own.
+    """
+    own = dist.get_rank()
+    if not isinstance(tensor, DTensor):
+        return tensor if own == rank else None
+    assert tensor.placements[-1] == Shard(0), "as FSDP shards by default"
+    groups: Tensor = tensor.device_mesh.mesh
+    members = next(group for group in groups.reshape(-1, groups.shape[-1]).tolist() if rank in group)
+    if own not in members:
+        return None  # a copy of what they have
+    share = tensor.to_local()
+    if own != rank:
+        if len(share):
+            dist.send(share.contiguous(), dst=rank)
+        return None
+    full = share.new_empty(tensor.shape)
+    rows = torch.split(full, -(-len(full) // len(members)))  # as FSDP cuts; the last ranks may have none
+    waits = []
+    for member, part in zip(members, rows, strict=False):
+        if member == own:
+            part.copy_(share)
+        else:
+            waits.append(dist.irecv(part, src=member))
+    for wait in waits:
+        assert wait is not None, "the other rank is another one"
+        wait.wait()
+    return full
 
 
 def clip_gradient(weights: Iterable[Tensor], most: float) -> float:

@@ -1,7 +1,7 @@
 """What the ranks of a learner write and read together, each its share: model folders and the optimizer.
 
-A model folder has Hugging Face's layout, so that every program loads it: whole tensors, gathered one by one,
-each written by one rank. The optimizer's moments are written as they lie, by torch's distributed checkpoint
+A model folder has Hugging Face's layout, so that every program loads it: whole tensors, each sent to the rank
+that writes it. The optimizer's moments are written as they lie, by torch's distributed checkpoint
 in safetensors, and any number of ranks reads them again.
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.learner.sharding import whole
+from trainer_backend.learner.sharding import sent_to
 from trainer_backend.models.layout import INDEX
 
 # In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
@@ -56,10 +56,10 @@ def write_weights(
     writers = _writers(weights, ranks.count)
     mine = {}
     for name, tensor in weights.items():
-        full = whole(tensor)
-        if writers[name] == ranks.index:
+        full = sent_to(tensor, writers[name])
+        if full is not None:
             mine[name] = finished(name, full).cpu().contiguous()
-        del full  # before the next one is gathered
+        del full  # before the next one comes
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
     sizes = ranks.gathered(sum(tensor.nbytes for tensor in mine.values()))
