@@ -75,7 +75,11 @@ class Placement:
 
     def autocast(self) -> AbstractContextManager[object]:
         """For a forward pass; see `models.precision`."""
-        return nullcontext() if self.low is None else torch.autocast(self.device.type, dtype=self.low)
+        if self.low is None:
+            return nullcontext()
+        # Its cache would hold rounded copies of all weights until the pass ends, 2 bytes for each: of a model
+        # that is sharded on every rank, and of checkpointed layers too. A pass reads each weight once.
+        return torch.autocast(self.device.type, dtype=self.low, cache_enabled=False)
 
     def __str__(self) -> str:
         precision = "float32" if self.low is None else f"{str(self.low).removeprefix('torch.')} over float32"

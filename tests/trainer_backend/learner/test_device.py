@@ -8,7 +8,7 @@ import torch
 from trainer_backend.errors import JobError
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow, attention_for, varlen_is_here
 from trainer_backend.learner.capacity import slower_ways
-from trainer_backend.learner.device import Found, place
+from trainer_backend.learner.device import Found, Placement, place
 
 NOTHING = Found(cuda=None, mps=False)
 OLD_CUDA = Found(cuda=(7, 5), mps=False)
@@ -83,3 +83,15 @@ def test_nothing_is_told_where_nothing_is_slower():
 def test_a_model_that_the_own_forward_pass_does_not_know_is_told():
     (note,) = slower_ways(place("cpu", NOTHING), head_dim=64, model_type="gemma3")
     assert "run through transformers" in note and "'gemma3'" in note and "qwen3" in note
+
+
+def test_a_rounded_weight_is_not_kept_for_another_product():
+    weight, states = torch.nn.Parameter(torch.eye(4)), torch.ones(2, 4, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with (
+        Placement(torch.device("cpu"), torch.bfloat16).autocast(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda _: states),
+    ):
+        _ = torch.nn.functional.linear(states, weight), torch.nn.functional.linear(states, weight)
+    rounded = [tensor.data_ptr() for tensor in kept if tensor.shape[0] == 4]
+    assert len(rounded) == len(set(rounded)) == 2
