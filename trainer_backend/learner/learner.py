@@ -43,6 +43,7 @@ from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
 from trainer_backend.learner.sharding import gathered_copy, shard
+from trainer_backend.learner.shares import sample_of
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
@@ -95,6 +96,7 @@ class LocalLearner:
             self._adapter.restore(adapter_folder)
         if training.gradient_checkpointing:
             checkpoint_layers(model)
+        self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
         self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
@@ -144,7 +146,7 @@ class LocalLearner:
             return cls(config, model, tokenizer, ranks=ranks)
 
         learner = ranks.in_turns(make)
-        learner._draw_apart(0)
+        learner._refuse_other_models()
         return learner
 
     @classmethod
@@ -171,9 +173,18 @@ class LocalLearner:
             return learner
 
         learner = ranks.in_turns(make)
-        progress = restore_progress(checkpoint, learner._optimizer, ranks)
-        learner._draw_apart(progress.iteration)
-        return learner, progress
+        learner._refuse_other_models()
+        return learner, restore_progress(checkpoint, learner._optimizer, ranks)
+
+    def _refuse_other_models(self) -> None:
+        """Each rank has taken its share of the model that it found: they must have found the same."""
+        samples = self._ranks.gathered(self._sample)
+        if other := next((rank for rank, sample in enumerate(samples) if sample != samples[0]), 0):
+            raise JobError(
+                f"rank {other} of the learner has loaded another model, or another vocabulary, than rank 0",
+                where="[model]",
+                hint="Every node needs the same files: one disk, or the same revision in each cache.",
+            )
 
     def _draw_apart(self, iteration: int) -> None:
         """Have every rank but the first draw from a generator of its own; a checkpoint holds the first's."""
@@ -190,6 +201,7 @@ class LocalLearner:
             episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
         )
         self.model.train()
+        self._draw_apart(0)
         with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
             result = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
@@ -262,6 +274,7 @@ class LocalLearner:
     ) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.config.training.threads)
+        self._draw_apart(iteration)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
         with self._weights_rest:

@@ -8,6 +8,7 @@ in safetensors, and any number of ranks reads them again.
 import json
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.ranks import Ranks
@@ -27,6 +28,7 @@ from trainer_backend.models.layout import INDEX
 # In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 # The number of a weight among those that are trained, and what AdamW keeps of it: `0.exp_avg`.
+_ENDS = 64
 _MOMENT = re.compile(r"(\d+)\.(\w+)")
 
 
@@ -63,12 +65,12 @@ def write_weights(
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
     sizes = ranks.gathered(sum(tensor.nbytes for tensor in mine.values()))
-    if ranks.is_first:
-        index = {
-            "metadata": {"total_size": sum(sizes)},
-            "weight_map": {name: names[writer] for name, writer in writers.items()},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: names[writer] for name, writer in writers.items()},
+    }
+    text = json.dumps(index, indent=2)
+    ranks.first_alone(lambda: (folder / INDEX).write_text(text, encoding="utf-8"))
 
 
 def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
@@ -78,6 +80,19 @@ def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
         writers[name] = shares.index(min(shares))
         shares[writers[name]] += weights[name].numel()
     return writers
+
+
+def sample_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
+    """A number that another model, another revision of it, or another vocabulary would not have.
+
+    Of each weight its ends are read: whole ones would take as long as loading them.
+    """
+    crc32 = zlib.crc32(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    for name, weight in weights_of(model).items():
+        numbers = weight.flatten()
+        ends = torch.cat((numbers[:_ENDS], numbers[-_ENDS:])).float().numpy().tobytes()
+        crc32 = zlib.crc32(f"{name} {tuple(weight.shape)}".encode() + ends, crc32)
+    return crc32
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
