@@ -301,7 +301,8 @@ def _main_memory_needs(
     passing = {"fixed": max((_passing(other, use) for other in fixed), default=0)} if is_gpu else {}
     if sharing is not None:
         copied = use.reference and not shape.adapters
-        passing["loading"] = sharing.here * (_passing(shape, use) if copied else shape.parameters * FLOAT32)
+        # The ranks of a node load a model one after the other, and copy it all at once.
+        passing["loading"] = sharing.here * _passing(shape, use) if copied else shape.parameters * FLOAT32
     if is_gpu:
         here, written = (1, 1) if sharing is None else (sharing.here, sharing.count)
         moments = _held(shape, use).moments

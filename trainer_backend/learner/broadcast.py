@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
+from trainer_backend.learner.device import Placement
 from trainer_backend.learner.sharding import whole
 from trainer_backend.learner.shares import weights_of
 
@@ -160,7 +161,10 @@ class _Stream:
             dtype = str(sent.dtype).removeprefix("torch.")
             self._tell(name=name, dtype=dtype, shape=list(sent.shape))
             broadcast(self._group, sent)
-        except RuntimeError as error:  # of torch.distributed: a member is lost, or took too long
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # of torch.distributed: a member is lost, or took too long
             self._fail(f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
@@ -202,20 +206,20 @@ def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 
 
-def checkpoint_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each weight as a checkpoint in the layout of Hugging Face has them, one at a time.
 
     A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
 
     Args:
-        dtype: of floating-point weights: what they are served in.
+        placement: where they are sent from, and what matrices are served in.
     """
     held = weights_of(model)
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
     is_plain = revert_weight_conversion(model, empty).keys() == held.keys()
     for name, tensor in held.items():
-        full = whole(tensor)
-        full = full.to(dtype) if full.is_floating_point() else full
+        dtype = placement.held if tensor.is_floating_point() else tensor.dtype
+        full = whole(tensor).to(device=placement.device, dtype=dtype)  # shares may be in main memory
         # Models whose experts are held in one tensor have them apart in a checkpoint.
         yield from ((name, full),) if is_plain else revert_weight_conversion(model, {name: full}).items()
         del full  # before the next one is gathered

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,8 +41,9 @@ def gradient_cosines(
     """
     training = config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
     config = replace(config, lora=None, update=replace(config.update, training=training))
-    model, tokenizer = ranks.together(partial(load_checkpoint, config.model, checkpoint))
-    learner = LocalLearner(config, model, tokenizer, ranks=ranks)
+    learner = ranks.in_turns(
+        lambda: LocalLearner(config, *load_checkpoint(config.model, checkpoint), ranks=ranks)
+    )
     update = learner.policy_update()
     scored = update.weighed(episodes).scored
     shares: dict[str, Tensor] = {}

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +324,15 @@ class LocalLearner:
     def offer(self, peer: str) -> tuple[str, int]:
         """As `protocols.Learner` has it."""
         with self._weights_rest:
-            self._ranks.first_alone(partial(self._open_sender, own_address(peer)))
+            self._ranks.first_alone(lambda: self._open_sender(own_address(peer)))
             self._is_on_offer = True
             return ("", 0) if self._sender is None else self._sender.address
 
     def _open_sender(self, host: str) -> None:
         backend = "nccl" if self.scorer.placement.device.type == "cuda" else "gloo"
-        timeout_s = self.config.inference.replica_wait_s / _PASSES
+        # The other ranks wait in a collective as long as this one waits for a server.
+        limits = (self.config.inference.replica_wait_s, self.config.ranks.timeout_s)
+        timeout_s = min(limits) / _PASSES
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
@@ -347,7 +348,7 @@ class LocalLearner:
                 is_over = time.monotonic() - since > wait_s
                 ready, is_over = self._ranks.gathered((ready, is_over))[0]
                 if ready:
-                    weights = checkpoint_tensors(self.model, self.scorer.placement.held)
+                    weights = checkpoint_tensors(self.model, self.scorer.placement)
                     count = sum(0 for _ in weights) if sender is None else sender.send(weights)
                     served, since = served + self._ranks.gathered(count)[0], time.monotonic()
                 elif is_over:
@@ -411,7 +412,9 @@ class LocalLearner:
             model = gathered_copy(self.model) if self._ranks.are_several else self.model
         held = held_scorer(scorer, model)
         if self._ranks.are_several:
-            shard(held.model, self._ranks, self.config.ranks, scorer.placement.device)
+            # Without a backward pass nothing would ever free what was kept after a forward pass.
+            table = self.config.ranks.model_copy(update={"fsdp_reshard_after_forward": True})
+            shard(held.model, self._ranks, table, scorer.placement.device)
         return held.logprobs
 
 

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -99,16 +100,20 @@ class Host:
     def _open(self, job: str) -> None:
         config = parse_job(tomli.loads(job), where="the job").config
         self._learner = None  # of a start before this one, whose memory is needed
+        gc.collect()  # a sharded model refers to itself
         self._ranks = self._ranks.patient(config.learner.timeout_s)
-        refuse_other_count(self._ranks, config.learner, place(config.model.device).device)
+        self._ranks.together(
+            lambda: refuse_other_count(self._ranks, config.learner, place(config.model.device).device)
+        )
         self._factory = LocalFactory(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Whether this machine has the run's directory: a file there, with this text."""
+        """Whether the machines of all ranks have the run's directory: a file there, with this text."""
         try:
-            return file.read_text(encoding="utf-8") == text
+            is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
-            return False
+            is_seen = False
+        return all(self._ranks.gathered(is_seen))
 
     def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
         return dict(self._opened().fixed_folders(checkpoint))

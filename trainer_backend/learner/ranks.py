@@ -155,11 +155,13 @@ class Ranks:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         self.patient(_LOAD_S)
-        found: list[Result] = []
-        for turn in range(max(self.gathered(turns))):
-            self.together(lambda: found.append(work()) if turn == local else None)  # noqa: B023
-        self.patient(self.timeout_s)
-        return found[0]
+        results: list[Result] = []
+        try:
+            for turn in range(max(self.gathered(turns))):
+                self.together(lambda: results.append(work()) if turn == local else None)  # noqa: B023
+        finally:
+            self.patient(self.timeout_s)
+        return results[0]
 
     def first_alone(self, work: Callable[[], object]) -> None:
         """Do on the first rank alone what may fail; the others wait, and raise its error too."""

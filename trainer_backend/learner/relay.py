@@ -86,12 +86,11 @@ class Relay:
             return self._carry_out(name, body, caller)
         self._number += 1
         self._store.set(f"call/{self._number}", name)
-        self._share(body)
         own: Exception | None = None
         result = None
         with self._watch(caller):
             try:
-                result = self._carry_out(name, body, caller)
+                result = self._carry_out(name, self._share(body), caller)
             except Exception as error:
                 own = error
         first, limit = None, _LIMIT
@@ -197,7 +196,8 @@ def known(error: Exception, name: str) -> TrainerError:
         return LearnerFailed(f"{name!r} was stopped")
     log.error("call_failed", call=name, exc_info=error)
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, dist.DistError) or any(word in text.lower() for word in ("gloo", "nccl")):
+    is_bare = type(error) is RuntimeError and any(word in text.lower() for word in ("gloo", "nccl"))
+    if is_bare or isinstance(error, dist.DistError):
         return LearnerLost(f"the ranks of the learner have lost each other in {name!r}: {text}")
     return LearnerFailed(f"an error inside the learner in {name!r}: {text}")
 

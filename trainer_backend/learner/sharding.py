@@ -44,7 +44,6 @@ def through(module: nn.Module, function: Callable[..., Result], *arguments: Any)
     return function(module, *arguments) if run is None else run(function, *arguments)
 
 
-@cache
 def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
     """How the ranks lie: `replicas` groups that hold all weights each. All ranks ask for it first together.
 
@@ -56,12 +55,17 @@ def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
             f"{replicas} groups are asked for, and {ranks.count} ranks cannot be cut into so many equal ones",
             where="learner.data_parallel_replicate_degree",
         )
-    shape = (ranks.count,) if replicas == 1 else (replicas, ranks.count // replicas)
-    names = ("shard",) if replicas == 1 else ("replicate", "shard")
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    mesh = _mesh(ranks.count, replicas, device)
     for group in mesh.get_all_groups():
         distributed_c10d._set_pg_timeout(timedelta(seconds=ranks.timeout_s), group)
     return mesh
+
+
+@cache
+def _mesh(count: int, replicas: int, device: str) -> DeviceMesh:
+    shape = (count,) if replicas == 1 else (replicas, count // replicas)
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:

@@ -9,12 +9,14 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -111,7 +113,18 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
         save_file({name: tensor.contiguous() for name, tensor in moments.items()}, folder / OPTIMIZER_FILE)
         return
     writer = HuggingFaceStorageWriter(str(folder / OPTIMIZER_FOLDER), save_distributed=True)
-    save(moments, storage_writer=writer, process_group=ranks.control)
+    with _as_checkpoint_error(folder):
+        save(moments, storage_writer=writer, process_group=ranks.control)
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Torch's own error is no Exception, which nobody would catch; it is raised on all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = (cause for cause, _ in error.failures.values())
+        raise CheckpointError(f"{folder}: {error}") from next(causes, None)
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
@@ -132,7 +145,7 @@ def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks
         if number >= len(weights) or (size and size != weights[number].shape):
             raise CheckpointError(f"{folder.parent}: the optimizer state is of another model ({key})")
         moments[key] = torch.zeros_like(weights[number]) if size else torch.zeros(())
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _as_checkpoint_error(folder):
         # That there is one process alone.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(moments, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.are_several)

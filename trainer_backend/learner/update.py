@@ -277,8 +277,8 @@ class PolicyUpdate:
         with stepping(model):
             for piece, counts in ranks.dealt(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
-                    loss, metrics = self._piece(piece, sums, first)
-                moved += self._agreed_drift(loss, metrics[DRIFT] if counts else 0.0)
+                    loss, metrics, error = self._checked_piece(piece, sums, first)
+                moved += self._agreed_drift(metrics[DRIFT] if counts else 0.0, error)
                 if moved <= drift_limit:
                     (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
                 if counts:
@@ -289,15 +289,32 @@ class PolicyUpdate:
             first.take(ranks.gathered(first.proximal))
         return merge_metrics(ranks.in_order(parts))
 
-    def _agreed_drift(self, loss: Tensor, drift: float) -> float:
-        """What the pieces of all ranks add to the step's drift, if the loss of each is finite."""
-        drift, unusable = self._ranks.summed(drift, float(not torch.isfinite(loss)))
-        if unusable:
-            value = loss.item() if self._ranks.count == 1 else "not finite"
-            raise NonFiniteLoss(
-                f"the loss is {value}; the weights before this step are kept",
-                hint="Lower training.learning_rate or training.max_grad_norm",
-            )
+    def _checked_piece(
+        self, piece: Batch, sums: StepSums, first: FirstStep | None
+    ) -> tuple[Tensor, dict[str, float], NonFiniteLoss | None]:
+        """A piece's loss and metrics; the error, where a number in it is not finite."""
+        try:
+            loss, metrics = self._piece(piece, sums, first)
+        except NonFiniteLoss as error:
+            return torch.tensor(math.nan), {DRIFT: 0.0}, error
+        if torch.isfinite(loss):
+            return loss, metrics, None
+        not_finite = NonFiniteLoss(
+            f"the loss is {loss.item()}; the weights before this step are kept",
+            hint="Lower training.learning_rate or training.max_grad_norm",
+        )
+        return loss, metrics, not_finite
+
+    def _agreed_drift(self, drift: float, error: NonFiniteLoss | None) -> float:
+        """What the pieces of all ranks add to the step's drift; each rank raises the error of any."""
+
+        def raise_own() -> None:
+            if error is not None:
+                raise error
+
+        drift, errors = self._ranks.summed(drift, float(error is not None))
+        if errors:
+            self._ranks.together(raise_own)
         return drift
 
     def _token_weights(self, step: Sequence[Scored], steps: int) -> Sequence[Row]:

@@ -22,6 +22,7 @@ from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
+from trainer_backend.learner.device import Placement
 from trainer_backend.models import build_preset, save_model_folder
 
 WEIGHTS = [(f"layer.{number}", torch.full((300, 70), float(number))) for number in range(6)]
@@ -61,7 +62,7 @@ def test_all_workers_of_all_servers_get_the_checkpoint_s_tensors(tokenizer, tmp_
     with sender() as offer:
         receivers = [Receiver(offer.address, Worker(name, rank, 2)) for name in "ab" for rank in range(2)]
         assert ready(offer, 2) == 2
-        assert offer.send(checkpoint_tensors(model, torch.float32)) == 2
+        assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu")))) == 2
         for receiver in receivers:
             receiver.join()
             assert receiver.weights.keys() == stored.keys()
@@ -73,7 +74,7 @@ def test_weights_are_sent_in_the_precision_that_serves(tokenizer):
     with sender() as offer:
         receiver = Receiver(offer.address, Worker("a", 0, 1))
         assert ready(offer, 1)
-        assert offer.send(checkpoint_tensors(model, torch.bfloat16)) == 1
+        assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu"), torch.bfloat16))) == 1
         receiver.join()
     own = model.state_dict()
     assert all(torch.equal(tensor, own[name].bfloat16()) for name, tensor in receiver.weights.items())
