@@ -36,7 +36,7 @@ from trainer_backend.learner.gradients import gradient_cosines
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, joined
-from trainer_backend.learner.sharding import shard, whole
+from trainer_backend.learner.sharding import mesh_of, shard, whole
 from trainer_backend.learner.shares import weights_of, write_weights
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder
@@ -161,6 +161,8 @@ def judge_cosines(ranks: Ranks) -> dict[str, float]:
     def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
         learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
         config = config_of({"cluster": {}, "learner": learner})
+        if ranks.are_several:
+            mesh_of(ranks, degree, "cpu")
         return gradient_cosines(config, folder, given, advantages, tell=lambda *_: None, ranks=ranks)
 
     shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)

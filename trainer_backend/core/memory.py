@@ -293,7 +293,8 @@ def _main_memory_needs(
 
     Offloaded moments and shares stay there. Weights in float32, then moments, pass through it to a
     checkpoint, of each rank its own. At the start each fixed policy passes through it, in float32 and once
-    more in its served precision; so does the model on every rank, and then a reference beside nothing else.
+    more in its served precision; so does the model, on one rank of a node after the other, and a reference,
+    on all of them at once.
     """
     sharing, stays = use.sharing, {}
     if not is_gpu and sharing is None:
@@ -301,8 +302,8 @@ def _main_memory_needs(
     passing = {"fixed": max((_passing(other, use) for other in fixed), default=0)} if is_gpu else {}
     if sharing is not None:
         copied = use.reference and not shape.adapters
-        # The ranks of a node load a model one after the other, and copy it all at once.
-        passing["loading"] = sharing.here * _passing(shape, use) if copied else shape.parameters * FLOAT32
+        whole = shape.parameters * FLOAT32
+        passing["loading"] = sharing.here * _passing(shape, use) if copied else whole
     if is_gpu:
         here, written = (1, 1) if sharing is None else (sharing.here, sharing.count)
         moments = _held(shape, use).moments

@@ -180,11 +180,14 @@ def test_offloaded_shares_are_in_main_memory_beside_those_of_the_nodes_other_ran
     assert host["shares"] == 2 * (1000 + 1000 + 2000 + 1000)
 
 
-def test_one_rank_after_the_other_loads_the_whole_model_and_writes_its_part_of_a_checkpoint():
-    use = replace(CPU, sharing=FOUR)
+def test_one_rank_at_a_time_loads_the_whole_model_and_each_writes_its_part_of_a_checkpoint():
+    use = replace(CPU, sharing=replace(FOUR, here=1))
     assert memory_needs(LAYERED, use, is_gpu=True).host == {"loading": 4000}
+    use = replace(CPU, sharing=FOUR)
     assert memory_needs(LAYERED, use, is_gpu=False).host == {"loading": 4000}
-    with_copy = replace(use, reference=True)
+    # the moments of two ranks, a quarter each but for the value head's
+    assert memory_needs(LAYERED, use, is_gpu=True).host == {"checkpoint": 2 * (2000 + 40)}
+    with_copy = replace(use, reference=True)  # which all ranks make at once
     assert memory_needs(LAYERED, with_copy, is_gpu=True).host == {"loading": 2 * 8000}
     fewer = replace(use, sharing=Sharing(parts=1, count=2, here=2))
     # the moments of both, which each group of one has whole
