@@ -252,24 +252,29 @@ class Figures:
 
 
 def simulated(cluster: Cluster, costs: Costs, episodes: int, iterations: int) -> Figures:
-    """Play a run and look at it from its first publish to its last."""
+    """Play a run, and look at this many iterations but the first.
+
+    Beyond them as many more are played as are collected ahead, without which the last ones would have the
+    replicas to themselves.
+    """
+    played = iterations + cluster.max_staleness
     job = parse_job(
         {
             "model": {"preset": "tiny-0.3m"},
             "rollout": {"episodes_per_batch": episodes},
-            "training": {"group_size": 4, "iterations": iterations, "max_staleness": cluster.max_staleness},
+            "training": {"group_size": 4, "iterations": played, "max_staleness": cluster.max_staleness},
         },
         where="bench/scale.py",
     ).config
 
     async def work() -> tuple[SimulatedRun, list[Totals]]:
         run = SimulatedRun(job, cluster, costs)
-        return run, await run.play(iterations)
+        return run, await run.play(played)
 
     (run, totals), _ = in_virtual_time(work())
-    first, last = totals[0], totals[-1]
+    first, last = totals[0], totals[iterations - 1]
     seconds = last.at_s - first.at_s
-    batches = [batch for number, batch in run.batches.items() if number > 1]
+    batches = [batch for number, batch in run.batches.items() if 1 < number <= iterations]
     prompts = last.prompt_tokens - first.prompt_tokens
     return Figures(
         iteration_s=seconds / (iterations - 1),

@@ -132,3 +132,13 @@ def test_gpus_go_where_learner_and_replicas_take_equally_long():
     assert cluster.ranks + cluster.replicas == 8
     shared, _ = planning.cluster(1, 1000)
     assert (shared.ranks, shared.replicas, shared.max_staleness) == (1, 1, 0), "they take turns"
+
+
+def test_replicas_that_are_never_idle_set_the_pace_also_in_the_last_iteration():
+    # 8 episodes of two decisions of 1 s, four at a time: 4 s, with hardly an update
+    full = replace(COSTS, speed=replace(SPEED, load_s=0.0, prompt_s=0.0), update_token_s=1e-6)
+    ahead = replace(CLUSTER, max_staleness=1, places=8, weight_update="keep")
+    for iterations in (2, 3, 6):
+        figures = simulated(ahead, full, 8, iterations)
+        assert figures.iteration_s == pytest.approx(4.0, rel=0.01)
+        assert figures.busy["replicas"] == pytest.approx(1.0, rel=0.01)
