@@ -111,8 +111,10 @@ def services(folder: Path, ranks: int = 1) -> Iterator[None]:
     """What somebody else starts on host B; of several ranks the others on host A."""
     python, host = sys.executable, B.address
     process = ("-m", "trainer_backend.learner.process", "--host", host, "--port", "9000")
-    group = ("-m", "torch.distributed.run", f"--nnodes={ranks}", f"--master-addr={host}")
-    group = (*group, "--master-port=29500", "--max-restarts=0", "--nproc-per-node=1")
+    group = (
+        "-m", "torch.distributed.run", f"--nnodes={ranks}", "--nproc-per-node=1", "--max-restarts=0",
+        f"--master-addr={host}", "--master-port=29500",
+    )  # fmt: skip
     task_app = (python, "-m", "task_app", "--host", host, "--port", "8001")
     with ExitStack() as stack:
         for rank, end in enumerate((B, A)[:ranks]):
