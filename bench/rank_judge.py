@@ -35,7 +35,7 @@ from trainer_backend.learner.device import Placement
 from trainer_backend.learner.gradients import gradient_cosines
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
-from trainer_backend.learner.ranks import ALONE, Ranks, joined
+from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
 from trainer_backend.learner.sharding import mesh_of, shard, whole
 from trainer_backend.learner.shares import weights_of, write_weights
 from trainer_backend.models import build_preset, train_tokenizer
@@ -149,10 +149,10 @@ def judge_copies(ranks: Ranks) -> dict[str, float]:
 
 def judge_cosines(ranks: Ranks) -> dict[str, float]:
     """Cosines between gradients, of weights that are shared out, and of whole copies, which count once."""
-    folder, given, rng = ranks.gathered(Path(tempfile.mkdtemp()))[0], episodes(), random.Random(4)
+    folder, given, rng = ranks.of_every_rank(Path(tempfile.mkdtemp()))[0], episodes(), random.Random(4)
     if ranks.is_first:
         save_model_folder(folder, *tiny_model())
-    ranks.gathered(0)
+    ranks.of_every_rank(0)
     advantages = {
         name: [[rng.gauss(shift, 1) for _ in episode.advantages] for episode in given]
         for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0))
@@ -198,7 +198,7 @@ def judge_update(ranks: Ranks) -> dict[str, float]:
 
 def judge_resume(ranks: Ranks) -> dict[str, float]:
     """Saved by all ranks, gone on with by one alone, saved, and gone on with by all; beside never saved."""
-    config, folder = config_of({}), ranks.gathered(Path(tempfile.mkdtemp()))[0]
+    config, folder = config_of({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
     learner = learner_of(config, ranks)
     learner.update(episodes(1), iteration=1)
     learner.save(folder / "iteration_1", Progress(1, 1, 1))
@@ -208,7 +208,7 @@ def judge_resume(ranks: Ranks) -> dict[str, float]:
         alone, _ = LocalLearner.resumed(config, folder / "iteration_1")
         alone.update(episodes(2), iteration=2)
         alone.save(folder / "iteration_2", Progress(2, 2, 2))
-    ranks.gathered(0)
+    ranks.of_every_rank(0)
     again, _ = LocalLearner.resumed(config, folder / "iteration_2", ranks)
     again.update(episodes(3), iteration=3)
     learner.publish(folder / "never")
@@ -257,16 +257,16 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
         vocab_size=8192, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
         num_key_value_heads=4, intermediate_size=2304, tie_word_embeddings=True,
     )  # fmt: skip
-    model, folder = Qwen3ForCausalLM(config), ranks.gathered(Path(tempfile.mkdtemp()))[0]
+    model, folder = Qwen3ForCausalLM(config), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
     sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
     for weight in model.parameters():
         whole(weight)  # what the ranks need to talk at all they have had since their first update
     with Peak() as peak:
         write_weights(folder, weights_of(model), ranks)
-    most = max(ranks.gathered(peak.most)) / 2**20
+    most = max(ranks.of_every_rank(peak.most)) / 2**20
     files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
-    ranks.gathered(0)
+    ranks.of_every_rank(0)
     if ranks.is_first:
         shutil.rmtree(folder)
     return {"extra_mib": most, "limit_mib": max(sizes) + max(files), "model_mib": sum(sizes)}
@@ -298,19 +298,19 @@ OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
 
 def main(out: str, *names: str) -> None:
     torch.set_num_threads(1)
-    ranks = joined()
+    ranks = join_ranks()
     found = {}
     for name in names or (*GRADIENTS, *OTHERS):
         if name in GRADIENTS:
             found[name] = judge_gradient(GRADIENTS[name], ranks)
         else:
             found[name] = OTHERS[name](ranks)
-        ranks.gathered(0)
+        ranks.of_every_rank(0)
         if ranks.is_first:
             print(name, found[name], flush=True)
     if ranks.is_first:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
-    ranks.gathered(0)
+    ranks.of_every_rank(0)
     os._exit(0)
 
 

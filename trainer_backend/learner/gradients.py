@@ -69,7 +69,7 @@ def _cosines(shares: Mapping[str, Tensor], ranks: Ranks) -> list[tuple[str, str,
     """Of vectors that lie on all ranks, each a part."""
     names = list(shares)
     pairs = [(a, b) for number, a in enumerate(names) for b in names[number:]]
-    sums = ranks.summed(*(float(torch.dot(shares[a], shares[b])) for a, b in pairs)) if pairs else ()
+    sums = ranks.sums(*(float(torch.dot(shares[a], shares[b])) for a, b in pairs)) if pairs else ()
     products = dict(zip(pairs, sums, strict=True))
     norms = {name: products[name, name] ** 0.5 for name in names}
     return [

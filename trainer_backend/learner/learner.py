@@ -177,7 +177,7 @@ class LocalLearner:
 
     def _refuse_other_models(self) -> None:
         """Each rank has taken its share of the model that it found: they must have found the same."""
-        samples = self._ranks.gathered(self._sample)
+        samples = self._ranks.of_every_rank(self._sample)
         if other := next((rank for rank, sample in enumerate(samples) if sample != samples[0]), 0):
             raise JobError(
                 f"rank {other} of the learner has loaded another model, or another vocabulary, than rank 0",
@@ -346,11 +346,11 @@ class LocalLearner:
                 sender = self._sender
                 ready = 0 if sender is None else sender.ready(expected - served, since)
                 is_over = time.monotonic() - since > wait_s
-                ready, is_over = self._ranks.gathered((ready, is_over))[0]
+                ready, is_over = self._ranks.of_every_rank((ready, is_over))[0]
                 if ready:
                     weights = checkpoint_tensors(self.model, self.scorer.placement)
                     count = sum(0 for _ in weights) if sender is None else sender.send(weights)
-                    served, since = served + self._ranks.gathered(count)[0], time.monotonic()
+                    served, since = served + self._ranks.of_every_rank(count)[0], time.monotonic()
                 elif is_over:
                     break
                 else:

@@ -65,8 +65,8 @@ from trainer_backend.learner.calls import (
 from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.ranks import ALONE, Ranks, joined, refuse_other_count
-from trainer_backend.learner.relay import Relay, known
+from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks, refuse_other_count
+from trainer_backend.learner.relay import Relay, call_error
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
@@ -113,7 +113,7 @@ class Host:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
             is_seen = False
-        return all(self._ranks.gathered(is_seen))
+        return all(self._ranks.of_every_rank(is_seen))
 
     def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
         return dict(self._opened().fixed_folders(checkpoint))
@@ -269,7 +269,7 @@ class Calls:
             result = self._relay.call(call.name, body, call)
             line = line_of("result", CALLS[call.name].result.dump_json((result,)))
         except Exception as error:  # of a library too; whoever waits must hear of it
-            line = _error_line(known(error, call.name))
+            line = _error_line(call_error(error, call.name))
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         call.end(line)
 
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     configure_logs_from()
-    ranks = joined()
+    ranks = join_ranks()
     relay = Relay(ranks, Host(ranks).do)
     if not ranks.is_first:
         relay.follow()

@@ -57,7 +57,7 @@ class Ranks:
         """How many of a step's rows a piece has: at most `most`, and few enough for a piece on every rank."""
         return max(1, min(most, -(-rows // self.count)))
 
-    def dealt(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
+    def own_pieces(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
         """This rank's pieces, each with whether it counts.
 
         Every rank gets equally many, since each forward and backward pass gathers the weights of all: in the
@@ -67,7 +67,7 @@ class Ranks:
             number = first + self.index
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
-    def dealt_sums(self, sizes: Sequence[int]) -> list[int]:
+    def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
         """[ranks] what each rank gets by `dealt`, of pieces of these sizes; what does not count left out."""
         return [sum(sizes[index :: self.count]) for index in range(self.count)]
 
@@ -75,10 +75,10 @@ class Ranks:
         """What all ranks found for the pieces that count, in the order of the pieces; alike on every rank."""
         if not self.are_several:
             return list(own)
-        found = self.gathered(list(own))
+        found = self.of_every_rank(list(own))
         return [row[turn] for turn in range(len(found[0])) for row in found if turn < len(row)]
 
-    def gathered(self, own: Item) -> list[Item]:
+    def of_every_rank(self, own: Item) -> list[Item]:
         """`own` of every rank, by index."""
         if not self.are_several:
             return [own]
@@ -86,7 +86,7 @@ class Ranks:
         dist.all_gather_object(every, own, group=self.control)
         return every
 
-    def summed(self, *numbers: float) -> tuple[float, ...]:
+    def sums(self, *numbers: float) -> tuple[float, ...]:
         """The sums over all ranks, in float64."""
         if not self.are_several:
             return numbers
@@ -109,7 +109,7 @@ class Ranks:
         if not self.are_several:
             return
         whole = [weight for weight in weights if weight.requires_grad and not isinstance(weight, DTensor)]
-        found = self.summed(*(float(weight.grad is not None) for weight in whole)) if whole else ()
+        found = self.sums(*(float(weight.grad is not None) for weight in whole)) if whole else ()
         reached = [weight for weight, count in zip(whole, found, strict=True) if count]
         for weight in reached:
             if weight.grad is None:
@@ -136,7 +136,7 @@ class Ranks:
         except Exception as error:
             own = LearnerFailed(f"rank {self.index}: {type(error).__name__}: {error}")
             own.__cause__ = error
-        bodies = self.gathered(None if own is None else ErrorBody.of(own))
+        bodies = self.of_every_rank(None if own is None else ErrorBody.of(own))
         failed = next((index for index, body in enumerate(bodies) if body is not None), None)
         if failed is None:
             return cast(Result, result)
@@ -157,7 +157,7 @@ class Ranks:
         self.patient(_LOAD_S)
         results: list[Result] = []
         try:
-            for turn in range(max(self.gathered(turns))):
+            for turn in range(max(self.of_every_rank(turns))):
                 self.together(lambda: results.append(work()) if turn == local else None)  # noqa: B023
         finally:
             self.patient(self.timeout_s)
@@ -176,7 +176,7 @@ def is_one_of_several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def joined() -> Ranks:
+def join_ranks() -> Ranks:
     """Join the ranks that torchrun has started.
 
     Raises:
@@ -206,7 +206,7 @@ def joined() -> Ranks:
 
 def _refuse_other_versions(ranks: Ranks) -> None:
     own = {name: version(name) for name in ("turnwise", "torch", "transformers")}
-    for index, other in enumerate(ranks.gathered(own)):
+    for index, other in enumerate(ranks.of_every_rank(own)):
         if other != own:
             name = next(name for name in own if other[name] != own[name])
             raise LearnerFailed(

@@ -95,7 +95,7 @@ class Relay:
                 own = error
         first, limit = None, _LIMIT
         if own is not None:
-            first = known(own, name)
+            first = call_error(own, name)
             # Where the ranks have lost each other, there is nothing to wait for.
             limit = timedelta() if isinstance(first, LearnerLost) else _GRACE
         ends = [first, *self._ends(limit)]
@@ -117,7 +117,7 @@ class Relay:
             try:
                 self._carry_out(name, self._share(b""), Nobody())
             except Exception as error:
-                text = ErrorBody.of(known(error, name)).model_dump_json()
+                text = ErrorBody.of(call_error(error, name)).model_dump_json()
                 self._store.set(self._failure, text)
             self._store.set(self._end_of(self._ranks.index), text)
 
@@ -129,7 +129,7 @@ class Relay:
 
         def tell(done: int, total: int) -> None:
             caller.tell(done, total)
-            (halted,) = self._ranks.summed(float(caller.is_halted()))
+            (halted,) = self._ranks.sums(float(caller.is_halted()))
             if halted:
                 raise Halted
 
@@ -137,7 +137,7 @@ class Relay:
 
     def _share(self, body: bytes) -> bytes:
         """The first rank's `body`, on every rank."""
-        (size,) = self._ranks.summed(len(body))
+        (size,) = self._ranks.sums(len(body))
         shared = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8)
         dist.broadcast(shared, src=0, group=self._ranks.control)
         return bytes(shared.numpy())
@@ -188,7 +188,7 @@ class Relay:
             thread.join()
 
 
-def known(error: Exception, name: str) -> TrainerError:
+def call_error(error: Exception, name: str) -> TrainerError:
     """The error as one that whoever waits for the call knows."""
     if isinstance(error, TrainerError):
         return error

@@ -147,7 +147,7 @@ def in_pieces(
     width = row_width(segments, row_tokens)
     packed = pack_segments(segments, row_tokens=width)
     rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), micro_batch_tokens // width)
-    passes = ((forward(piece), counts) for piece, counts in ranks.dealt(list(cut_packed(packed, rows))))
+    passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(list(cut_packed(packed, rows))))
     own = [columns(found) for found, counts in passes if counts]
     if ranks.are_several:
         own = ranks.in_order([tuple(column.cpu() for column in piece) for piece in own])

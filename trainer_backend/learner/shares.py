@@ -66,7 +66,7 @@ def write_weights(
         del full  # before the next one comes
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
-    sizes = ranks.gathered(sum(tensor.nbytes for tensor in mine.values()))
+    sizes = ranks.of_every_rank(sum(tensor.nbytes for tensor in mine.values()))
     index = {
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: names[writer] for name, writer in writers.items()},

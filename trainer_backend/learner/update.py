@@ -273,9 +273,9 @@ class PolicyUpdate:
         rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
         tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
-        self._tokens_by_rank += ranks.dealt_sums(tokens)
+        self._tokens_by_rank += ranks.sums_by_rank(tokens)
         with stepping(model):
-            for piece, counts in ranks.dealt(pieces):
+            for piece, counts in ranks.own_pieces(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
                     loss, metrics, error = self._checked_piece(piece, sums, first)
                 moved += self._agreed_drift(metrics[DRIFT] if counts else 0.0, error)
@@ -286,7 +286,7 @@ class PolicyUpdate:
         head = () if self._head is None else self._head.trained.values()
         ranks.sum_gradients([*model.parameters(), *head])
         if first is not None:
-            first.take(ranks.gathered(first.proximal))
+            first.take(ranks.of_every_rank(first.proximal))
         return merge_metrics(ranks.in_order(parts))
 
     def _checked_piece(
@@ -312,7 +312,7 @@ class PolicyUpdate:
             if error is not None:
                 raise error
 
-        drift, errors = self._ranks.summed(drift, float(error is not None))
+        drift, errors = self._ranks.sums(drift, float(error is not None))
         if errors:
             self._ranks.together(raise_own)
         return drift
@@ -361,7 +361,7 @@ class PolicyUpdate:
             if not is_first:
                 passes = [
                     (self._scorer.logprobs(piece.packed), counts)
-                    for piece, counts in self._ranks.dealt(pieces)
+                    for piece, counts in self._ranks.own_pieces(pieces)
                 ]
                 own = [logprobs.cpu() for logprobs, counts in passes if counts]
                 logprobs_N = torch.cat(self._ranks.in_order(own))

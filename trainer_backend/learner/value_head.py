@@ -167,7 +167,7 @@ class _Inputs:
         self._squares_D += wide_ND.square().sum(dim=0)
 
     def sum_over(self, ranks: Ranks) -> None:
-        (count,) = ranks.summed(self.count)
+        (count,) = ranks.sums(self.count)
         self.count = int(count)
         ranks.sum_((self._sum_D, self._squares_D))
 

@@ -115,9 +115,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
     rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), training.micro_batch_tokens // width)
-    for piece, counts in ranks.dealt(list(cut_packed(packed, rows))):
+    for piece, counts in ranks.own_pieces(list(cut_packed(packed, rows))):
         loss = -(weight if counts else 0.0) * scorer.logprobs(piece).sum()
-        (of_all,) = ranks.summed(loss.item())
+        (of_all,) = ranks.sums(loss.item())
         if not math.isfinite(of_all):
             raise NonFiniteLoss(f"warmup: the loss is {of_all}", hint="Lower warmup.learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]

@@ -13,11 +13,11 @@ COUNTS = st.integers(1, 5)
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), COUNTS)
 def test_each_piece_counts_on_one_rank_and_all_ranks_make_as_many_passes(sizes: list[int], count: int):
-    dealt = [list(Ranks(index, count).dealt(list(enumerate(sizes)))) for index in range(count)]
+    dealt = [list(Ranks(index, count).own_pieces(list(enumerate(sizes)))) for index in range(count)]
     counted = [[piece for piece, counts in of_rank if counts] for of_rank in dealt]
     assert sorted(piece for of_rank in counted for piece in of_rank) == list(enumerate(sizes))
     assert len({len(of_rank) for of_rank in dealt}) == 1
-    assert Ranks(0, count).dealt_sums(sizes) == [sum(size for _, size in of_rank) for of_rank in counted]
+    assert Ranks(0, count).sums_by_rank(sizes) == [sum(size for _, size in of_rank) for of_rank in counted]
 
 
 def test_ranks_that_have_found_other_models_would_show_it():
