@@ -27,7 +27,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call without a Ray starts none
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -43,8 +43,8 @@ from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Process, R
 Result = TypeVar("Result")
 
 NAMESPACE = "turnwise"
-# How long places are kept for an orchestrator that is gone, and how often one says that it is there.
-LEASE_S, _BEAT_S = 30.0, 2.0
+# How long places are kept for an orchestrator that is gone; how often in that time one says that it is there.
+LEASE_S, _BEATS = 30.0, 15
 _LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
 # The exit code of a process whose node, or whose actor, is lost.
 _LOST = -signal.SIGKILL
@@ -122,18 +122,21 @@ class Host:
 class Supervisor:
     """Owns the placement groups of a run and the hosts in them; a detached actor."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, lease_s: float) -> None:
+        self._run, self._lease_s = run, lease_s
         self._hosts: dict[str, list[Any]] = {}
         self._groups: dict[str, PlacementGroup] = {}
+        self._needs: dict[str, Any] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._lease = asyncio.Lock()
         self._heard = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """An orchestrator begins; what an earlier one has left running ends."""
         await self.beat()
-        await self._end_processes()
+        async with self._lease:  # so that no end which has begun ends what this one starts
+            await self._end_processes()
 
     async def beat(self) -> None:
         """The orchestrator is there."""
@@ -143,7 +146,10 @@ class Supervisor:
 
     async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
         """Return an actor for each node or replica of a group, once all have a place."""
-        name = resources.group
+        name, need = resources.group, (resources, dict(bundle), strategy)
+        if self._needs.setdefault(name, need) != need:  # an earlier start of the run had other ones
+            self._give_back(name)
+            self._needs[name] = need
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name in self._hosts:
                 return self._hosts[name]
@@ -167,22 +173,25 @@ class Supervisor:
     async def close(self) -> None:
         """End what runs, and give the places back."""
         await self._end_processes()
-        for hosts in self._hosts.values():
-            for host in hosts:
-                ray.kill(host)
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._hosts, self._groups = {}, {}
+        for name in list(self._needs):
+            self._give_back(name)
+
+    def _give_back(self, name: str) -> None:
+        """Whoever still waits for this place hears that it is gone."""
+        for host in self._hosts.pop(name, ()):
+            ray.kill(host)
+        if name in self._groups:
+            remove_placement_group(self._groups.pop(name))
+        del self._needs[name]
 
     def _group(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> PlacementGroup:
-        name = f"{self._run}/{resources.group}"
-        group: PlacementGroup
-        try:
-            group = get_placement_group(name)  # of this supervisor before it was restarted
-        except ValueError:
-            bundles = [dict(bundle)] * resources.count
-            group = placement_group(bundles, strategy=strategy, name=name)
-        return group
+        name, bundles = f"{self._run}/{resources.group}", [dict(bundle)] * resources.count
+        with suppress(ValueError):  # there is none
+            group: PlacementGroup = get_placement_group(name)  # of this supervisor before it was restarted
+            if group.bundle_specs == bundles:
+                return group
+            remove_placement_group(group)
+        return placement_group(bundles, strategy=strategy, name=name)
 
     async def _end_processes(self) -> None:
         ends = [host.end.remote(_STOP_S) for hosts in self._hosts.values() for host in hosts]
@@ -191,10 +200,14 @@ class Supervisor:
                 await asyncio.gather(*ends, return_exceptions=True)
 
     async def _end_without_orchestrator(self) -> None:
-        while time.monotonic() - self._heard < LEASE_S:
-            await asyncio.sleep(_BEAT_S)
-        await self.close()
-        ray.kill(ray.get_runtime_context().current_actor)
+        while True:
+            while time.monotonic() - self._heard < self._lease_s:
+                await asyncio.sleep(self._lease_s / _BEATS)
+            async with self._lease:
+                await self.close()
+                if time.monotonic() - self._heard >= self._lease_s:  # no other one has begun in this time
+                    ray.kill(ray.get_runtime_context().current_actor)
+                    return
 
 
 class RayProcess:
@@ -251,13 +264,15 @@ class RayLauncher:
         run: names the places of the run.
         wait_s: how long a place is waited for.
         say: is given a line when one is.
+        lease_s: how long places are kept for the run when this process is gone.
     """
 
-    def __init__(self, run: str, wait_s: float, say: Callable[[str], None]) -> None:
-        self._run, self._wait_s, self._say = run, wait_s, say
+    def __init__(self, run: str, wait_s: float, say: Callable[[str], None], lease_s: float = LEASE_S) -> None:
+        self._run, self._wait_s, self._say, self._lease_s = run, wait_s, say, lease_s
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="ray-beat", daemon=True)
         self._supervisor: Any = None
+        self._beginning = asyncio.Lock()
         self._bundles: dict[str, dict[str, float]] = {}
 
     async def open(self, address: str) -> None:
@@ -265,25 +280,14 @@ class RayLauncher:
 
         Raises:
             JobError: there is no Ray, or it is of another version.
+            NotPlaced: it starts no actor.
         """
         await _refuse_nobody(address)
         await asyncio.to_thread(_connect, address)
         # Ray puts a handler of its own below this one, which prints a stack where the run is only to stop.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        self._supervisor = (
-            ray.remote(Supervisor)
-            .options(
-                name=self._run,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                num_cpus=0,
-            )
-            .remote(self._run)
-        )
         try:
-            await answer(self._supervisor.begin.remote(), _ANSWER_S)
+            await self._begin()
         except (RayError, TimeoutError) as error:
             ray.shutdown()
             raise NotPlaced(
@@ -327,9 +331,36 @@ class RayLauncher:
                     awaited = fault
                 await asyncio.sleep(_LOOK_S)
 
+    async def _begin(self) -> None:
+        """Find the supervisor of the run, or start it; what an earlier orchestrator has left running ends."""
+        options = {"name": self._run, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            actor = ray.remote(Supervisor).options(**options, max_restarts=-1, num_cpus=0)
+            self._supervisor = actor.remote(self._run, self._lease_s)
+            try:
+                return await answer(self._supervisor.begin.remote(), _ANSWER_S)
+            except ActorDiedError:  # its lease has run out, and its name is free in a moment
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_LOOK_S)
+
+    async def _hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
+        supervisor = self._supervisor
+        try:
+            hosts: list[Any] = await answer(
+                supervisor.hosts.remote(resources, bundle, strategy), self._wait_s
+            )
+        except ActorDiedError:  # this process was paused for longer than the lease
+            async with self._beginning:
+                if self._supervisor is supervisor:  # and no other role has begun with the next one
+                    await self._begin()
+            raise
+        return hosts
+
     async def _start(self, role: Role, resources: Resources, bundle: Mapping[str, float]) -> RayProcess:
         strategy = "PACK" if role.replica is None else "SPREAD"
-        hosts = await answer(self._supervisor.hosts.remote(resources, bundle, strategy), self._wait_s)
+        hosts = await self._hosts(resources, bundle, strategy)
         if role.replica is not None:
             hosts = [hosts[role.replica]]
         nodes: list[Node] = await asyncio.gather(*(answer(host.node.remote(), _ANSWER_S) for host in hosts))
@@ -355,9 +386,9 @@ class RayLauncher:
         return RayProcess(hosts, pids[0])
 
     def _beat(self) -> None:
-        while not self._closing.wait(_BEAT_S):
+        while not self._closing.wait(self._lease_s / _BEATS):
             with suppress(RayError):
-                ray.get(self._supervisor.beat.remote(), timeout=LEASE_S)
+                ray.get(self._supervisor.beat.remote(), timeout=self._lease_s)
 
 
 async def _refuse_nobody(address: str) -> None:

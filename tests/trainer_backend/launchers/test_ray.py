@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
@@ -80,6 +81,9 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         assert await process.address() == first, "in the place of the one before"
         assert await process.end(10.0) is False
         assert await process.ended() == -signal.SIGTERM
+        process = await launcher.start(role("learner", tmp_path, count=2))
+        assert await process.address() != first, "a job with other resources has other places"
+        await process.end(10.0)
         with pytest.raises(JobError, match=r"many can never be placed by Ray: it needs 3 times 1 CPU"):
             await launcher.start(role("many", tmp_path, count=3))
         with pytest.raises(JobError, match=r"other cannot be started at .*, which does not see .*nowhere"):
@@ -120,18 +124,19 @@ async def test_a_vllm_server_on_a_node_keeps_its_address_here_when_it_is_started
         await launcher.close()
 
 
-# An orchestrator that starts a role, tells where, and waits to be killed.
+# An orchestrator that starts a role whenever it has ended, and tells where.
 ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
 from tests.trainer_backend.launchers.test_ray import RayLauncher, role
 
-async def work(address, folder):
-    launcher = RayLauncher("killed", 60.0, print)
+async def work(address, folder, run, lease_s):
+    launcher = RayLauncher(run, 60.0, lambda line: None, float(lease_s))
     await launcher.open(address)
-    process = await launcher.start(role("learner", Path(folder)))
-    print(process.pid, await process.address(), flush=True)
-    await asyncio.Event().wait()
+    while True:
+        process = await launcher.start(role("learner", Path(folder)))
+        print(process.pid, await process.address(), flush=True)
+        await process.ended()
 
 asyncio.run(work(*sys.argv[1:]))
 """
@@ -140,7 +145,7 @@ asyncio.run(work(*sys.argv[1:]))
 async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothing_of_it_runs(
     address: str, tmp_path: Path
 ):
-    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path))
+    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "killed", "30")
     orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
     assert orchestrator.stdout is not None
     pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
@@ -154,6 +159,30 @@ async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothi
         process = await launcher.start(role("learner", tmp_path))
         assert await process.address() == place
     finally:
+        await launcher.close()
+
+
+async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_given_places_again(
+    address: str, tmp_path: Path
+):
+    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "paused", "2")
+    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    assert orchestrator.stdout is not None
+    pid, _, _ = (await orchestrator.stdout.readline()).decode().partition(" ")
+    launcher = RayLauncher("witness", 60.0, print)
+    await launcher.open(address)
+    try:
+        orchestrator.send_signal(signal.SIGSTOP)
+        while any(actor["name"] == "paused" for actor in ray.util.list_named_actors(all_namespaces=True)):
+            await asyncio.sleep(0.05)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+        orchestrator.send_signal(signal.SIGCONT)
+        again, _, place = (await orchestrator.stdout.readline()).decode().partition(" ")
+        assert again != pid and place.startswith("http://")
+    finally:
+        orchestrator.kill()
+        await orchestrator.communicate()
         await launcher.close()
 
 
