@@ -207,7 +207,8 @@ def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> M
 
 async def _checked_servers(job: JobConfig) -> list[str]:
     """A line about each vLLM server of the job, which can be trained with."""
-    if job.inference.engine == "local":
+    on_nodes = job.cluster is not None and job.cluster.launcher == "ray" and not job.inference.urls
+    if job.inference.engine == "local" or on_nodes:  # the nodes tell whether they have vLLM, not this machine
         return []
     return await check_servers(job.inference, broadcasts=job.weights_by_broadcast)
 

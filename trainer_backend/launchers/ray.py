@@ -27,7 +27,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call without a Ray starts none
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -46,6 +46,7 @@ NAMESPACE = "turnwise"
 # How long places are kept for an orchestrator that is gone; how often in that time one says that it is there.
 LEASE_S, _BEATS = 30.0, 15
 _LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 # The exit code of a process whose node, or whose actor, is lost.
 _LOST = -signal.SIGKILL
 
@@ -58,12 +59,14 @@ class Node:
         host: the address by which other nodes reach it.
         port: one that is free there.
         python: the interpreter of the package there.
+        folder: of the package there.
         release: of the package.
     """
 
     host: str
     port: int
     python: str
+    folder: str
     release: str
 
 
@@ -76,24 +79,40 @@ class Host:
     async def node(self) -> Node:
         host: str = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as holder:
-            return Node(host, holder.getsockname()[1], sys.executable, version(PACKAGE))
+            port = holder.getsockname()[1]
+        return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version(PACKAGE))
 
     async def start(
-        self, command: Sequence[str], environment: Mapping[str, str], log_file: Path, has_ready_line: bool
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        withheld: frozenset[str],
+        log_file: Path,
+        has_ready_line: bool,
     ) -> int:
         """Start a process in place of one that may still run; return its number.
 
+        Args:
+            withheld: variables of this node that it does not get.
+
         Raises:
-            FileNotFoundError: the folder of its log is not here.
+            NotADirectoryError: the folder of its log is not here.
+            OSError: its program cannot be run, or its log cannot be written.
         """
         await self.end(_STOP_S)
-        with log_file.open("ab") as log:
-            self._child = await Child.start(
-                command,
-                stdout=PIPE if has_ready_line else log,
-                stderr=log,
-                env={**os.environ, **environment},
-            )
+        if not log_file.parent.is_dir():
+            raise NotADirectoryError(f"does not see {log_file.parent}")
+        own = {name: value for name, value in os.environ.items() if name not in withheld}
+        try:
+            with log_file.open("ab") as log:
+                self._child = await Child.start(
+                    command,
+                    stdout=PIPE if has_ready_line else log,
+                    stderr=log,
+                    env={**own, **environment},
+                )
+        except OSError as error:  # Ray's event loop and pickle leave its file out
+            raise OSError(f"{error.filename or command[0]}: {error.strerror or error}") from error
         return self._child.pid
 
     async def line(self) -> str | None:
@@ -105,7 +124,11 @@ class Host:
         return None
 
     async def ended(self) -> int:
-        return _LOST if self._child is None else await self._child.ended()
+        if (child := self._child) is None:
+            return _LOST
+        code = await child.ended()
+        child.kill_rest()
+        return code
 
     async def signal(self, number: int) -> None:
         if self._child is not None:
@@ -314,7 +337,7 @@ class RayLauncher:
         group = role.resources.group
         # Of the first start alone: a node that was lost may come back.
         bundle = self._bundles[group] = self._bundles.get(group) or bundle_of(role.resources)
-        deadline, awaited = time.monotonic() + self._wait_s, ""
+        deadline, is_told = time.monotonic() + self._wait_s, False
         while True:
             try:
                 return await self._start(role, role.resources, bundle)
@@ -326,9 +349,9 @@ class RayLauncher:
                         f"{fault}",
                         hint=f"It needs {in_words(bundle)}; `ray status` shows what there is.",
                     ) from error
-                if not awaited:
+                if not is_told:
                     self._say(f"waiting for Ray to place {role.name}, at most {self._wait_s:g} s: {fault}")
-                    awaited = fault
+                    is_told = True
                 await asyncio.sleep(_LOOK_S)
 
     async def _begin(self) -> None:
@@ -339,7 +362,8 @@ class RayLauncher:
             actor = ray.remote(Supervisor).options(**options, max_restarts=-1, num_cpus=0)
             self._supervisor = actor.remote(self._run, self._lease_s)
             try:
-                return await answer(self._supervisor.begin.remote(), _ANSWER_S)
+                await answer(self._supervisor.begin.remote(), _ANSWER_S)
+                return
             except ActorDiedError:  # its lease has run out, and its name is free in a moment
                 if time.monotonic() > deadline:
                     raise
@@ -371,18 +395,14 @@ class RayLauncher:
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
             command = role.command(Place(node.host, rank, meeting, node.port))
-            words = [node.python if word == sys.executable else word for word in command]
+            words = [on_node(word, node) for word in command]
+            environment = {name: on_node(value, node) for name, value in role.environment.items()}
             log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
-            started = host.start.remote(words, dict(role.environment), log.absolute(), role.has_ready_line)
+            pid = host.start.remote(words, environment, role.withheld, log.absolute(), role.has_ready_line)
             try:
-                pids.append(await answer(started, _ANSWER_S))
-            except FileNotFoundError as error:
-                raise JobError(
-                    f"{role.name} cannot be started at {node.host}, which does not see "
-                    f"{log.parent.absolute()}",
-                    hint="Weights and checkpoints are files: put job.runs_dir on a disk that all nodes have "
-                    "mounted under the same path.",
-                ) from error
+                pids.append(await answer(pid, _ANSWER_S))
+            except RayTaskError as error:
+                raise _no_start(role, node, error) from error
         return RayProcess(hosts, pids[0])
 
     def _beat(self) -> None:
@@ -451,6 +471,26 @@ def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float]
 def in_words(bundle: Mapping[str, float]) -> str:
     """`{"CPU": 2.0}` is "2 CPU"."""
     return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
+def on_node(value: str, node: Node) -> str:
+    """The interpreter of this machine, or a file of the package, as it is on a node; else the value. Pure."""
+    if value == sys.executable:
+        return node.python
+    if value == str(_PACKAGE_FOLDER) or value.startswith(f"{_PACKAGE_FOLDER}{os.sep}"):
+        return node.folder + value.removeprefix(str(_PACKAGE_FOLDER))
+    return value
+
+
+def _no_start(role: Role, node: Node, error: RayTaskError) -> JobError:
+    where, fault = f"{role.name} cannot be started at {node.host}", error.cause
+    if not isinstance(fault, NotADirectoryError):
+        return JobError(f"{where}: {fault}")
+    return JobError(
+        f"{where}, which {fault}",
+        hint="Weights and checkpoints are files: put job.runs_dir on a disk that all nodes have mounted "
+        "under the same path.",
+    )
 
 
 def refuse_other_release(nodes: Sequence[Node]) -> None:

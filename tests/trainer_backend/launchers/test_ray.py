@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+import trainer_backend
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from tests.trainer_backend.run.test_vllm_servers import ECHO, SERVER, command, table
 from trainer_backend.errors import JobError
 from trainer_backend.launchers.launcher import Place, Resources, Role
-from trainer_backend.launchers.ray import Node, RayLauncher, never_fits, refuse_other_release
+from trainer_backend.launchers.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
 from trainer_backend.protocols import Hardware
 from trainer_backend.run.vllm_servers import VllmServers
 
@@ -35,20 +37,31 @@ def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
 
 def test_a_node_with_another_release_is_refused_by_its_name():
     with pytest.raises(JobError, match=r"the node 10\.0\.0\.7 has turnwise 0\.0\.1, and this machine has"):
-        refuse_other_release([Node("10.0.0.7", 1, "python", "0.0.1")])
+        refuse_other_release([Node("10.0.0.7", 1, "python", "/opt/turnwise", "0.0.1")])
+
+
+def test_files_of_the_package_are_named_as_they_lie_on_a_node():
+    node = Node("10.0.0.7", 1, "/opt/bin/python", "/opt/trainer_backend", "0.0.1")
+    here = str(Path(trainer_backend.__file__).parent)
+    assert on_node(sys.executable, node) == "/opt/bin/python"
+    assert on_node(f"{here}/inference/vllm_worker", node) == "/opt/trainer_backend/inference/vllm_worker"
+    assert on_node(f"{here}_of_mine/model", node) == f"{here}_of_mine/model"
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     node = {"num_cpus": 2, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_NODES", "not for roles")
+        cluster = Cluster(initialize_head=True, head_node_args=node)
     yield cluster.address
     cluster.shutdown()
 
 
-# It says where it is placed, who has started it, and its key, and then waits.
+# It says where it is placed, who has started it, its key, and one of its node's, and then waits.
 SCRIPT = (
-    "import os, sys; print('listening on', sys.argv[1], os.getppid(), os.environ['KEY'], flush=True); input()"
+    "import os, sys; print('listening on', sys.argv[1], os.getppid(), os.environ['KEY'], "
+    "os.environ.get('KEY_OF_NODES'), flush=True); input()"
 )
 
 
@@ -57,7 +70,10 @@ def role(name: str, folder: Path, **keys: Any) -> Role:
         return [sys.executable, "-c", SCRIPT, f"http://{place.host}"]
 
     resources = Resources(name, device="cpu", **keys)
-    return Role(name, command, {"KEY": "the key"}, folder / f"{name}.log", resources=resources)
+    return Role(
+        name, command, {"KEY": "the key"}, folder / f"{name}.log", frozenset({"KEY_OF_NODES"}),
+        resources=resources,
+    )  # fmt: skip
 
 
 async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is_told(
@@ -74,7 +90,7 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         assert "SIGTERM received" not in capfd.readouterr().err, "a stop is no crash"
         process = await launcher.start(role("learner", tmp_path))
         first = await process.address()
-        assert first is not None and first.startswith("http://") and first.endswith(" the key")
+        assert first is not None and first.startswith("http://") and first.endswith(" the key None")
         os.kill(process.pid, signal.SIGKILL)
         assert await process.ended() == -signal.SIGKILL
         process = await launcher.start(role("learner", tmp_path))
@@ -86,6 +102,10 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         await process.end(10.0)
         with pytest.raises(JobError, match=r"many can never be placed by Ray: it needs 3 times 1 CPU"):
             await launcher.start(role("many", tmp_path, count=3))
+        missing = replace(role("learner", tmp_path), command=lambda place: ["/nowhere/python"])
+        with pytest.raises(JobError, match=r"cannot be started at [0-9.]+: /nowhere/python: No") as refusal:
+            await launcher.start(missing)
+        assert refusal.value.hint is None, "a disk is not what is missing"
         with pytest.raises(JobError, match=r"other cannot be started at .*, which does not see .*nowhere"):
             await launcher.start(role("other", tmp_path / "nowhere"))
     finally:
