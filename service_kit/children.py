@@ -29,6 +29,7 @@ class Child:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._has_rest = True
 
     @classmethod
     async def start(
@@ -90,7 +91,13 @@ class Child:
                 os.kill(self._process.pid, number)
 
     def kill_rest(self) -> None:
-        """Kill what it has left behind; only right after its end, since its number is used again."""
+        """Kill what it has left behind, right after its end; later calls do nothing.
+
+        Its number may be another process's by then.
+        """
+        if not self._has_rest:
+            return
+        self._has_rest = False
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

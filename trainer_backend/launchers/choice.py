@@ -18,7 +18,8 @@ async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -
         say: is given a line where a place is waited for.
 
     Raises:
-        JobError: there is no Ray, or it could never place the job.
+        JobError: there is no Ray, or it is of another version.
+        NotPlaced: Ray starts no actor.
     """
     cluster = job.cluster
     if cluster is None or cluster.launcher == "local":

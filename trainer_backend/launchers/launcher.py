@@ -105,7 +105,7 @@ class Process(Protocol):
         """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
 
     def kill_rest(self) -> None:
-        """Kill the processes that it has left behind, right after its end."""
+        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
 
 
 class Launcher(Protocol):
@@ -115,7 +115,8 @@ class Launcher(Protocol):
         """Start the process of a role, where it has room.
 
         Raises:
-            JobError: it cannot be placed, at all or in time.
+            JobError: it can never be placed or started.
+            NotPlaced: it had no place in time.
         """
 
     def key(self, variable: str) -> str:

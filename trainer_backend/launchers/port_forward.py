@@ -9,16 +9,20 @@ from urllib.parse import urlsplit
 from service_kit.server import BACKLOG
 
 _CHUNK_BYTES = 1 << 16
+# How long a connection waits while the port leads nowhere, and for the process that it leads to. A client
+# that has gone is not noticed before.
+WAIT_S, _CONNECT_S = 600.0, 10.0
 
 
 class PortForward:
     """Passes each connection of a port on to where it leads now. Whoever has the port's address keeps it.
 
-    Connections wait while it leads nowhere, as they do at the socket of a child that is started again.
+    Connections wait while it leads nowhere, as they do at the socket of a child that is started again: no
+    more than that socket would hold, and none for longer than `wait_s`.
     """
 
-    def __init__(self, held: socket.socket) -> None:
-        self._socket = held
+    def __init__(self, held: socket.socket, wait_s: float) -> None:
+        self._socket, self._wait_s = held, wait_s
         self._server: asyncio.Server | None = None
         self._target: tuple[str, int] | None = None
         self._leads = asyncio.Event()
@@ -26,9 +30,9 @@ class PortForward:
         self._connections: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def opened(cls, held: socket.socket) -> Self:
+    async def opened(cls, held: socket.socket, wait_s: float = WAIT_S) -> Self:
         """Accept connections at a socket, which stays open for its holder to close."""
-        forward = cls(held)
+        forward = cls(held, wait_s)
         forward._server = await asyncio.start_server(forward._pass_on, sock=held.dup(), backlog=BACKLOG)
         return forward
 
@@ -56,21 +60,27 @@ class PortForward:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._waiting) >= BACKLOG:
+            writer.close()
+            return
         self._waiting.add(task)
-        with suppress(OSError, asyncio.CancelledError):
+        with suppress(OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
             try:
-                await self._leads.wait()
+                async with asyncio.timeout(self._wait_s):
+                    await self._leads.wait()
                 self._waiting.discard(task)
                 self._connections.add(task)
                 assert self._target is not None
-                await _joined(reader, writer, *await asyncio.open_connection(*self._target))
+                async with asyncio.timeout(_CONNECT_S):
+                    far = await asyncio.open_connection(*self._target)
+                await _join(reader, writer, *far)
             finally:
                 self._waiting.discard(task)
                 self._connections.discard(task)
                 writer.close()
 
 
-async def _joined(
+async def _join(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     far_reader: asyncio.StreamReader,
@@ -78,8 +88,8 @@ async def _joined(
 ) -> None:
     """Pass bytes both ways until one side ends."""
     ways = [
-        asyncio.ensure_future(_copied(reader, far_writer)),
-        asyncio.ensure_future(_copied(far_reader, writer)),
+        asyncio.ensure_future(_copy(reader, far_writer)),
+        asyncio.ensure_future(_copy(far_reader, writer)),
     ]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +100,7 @@ async def _joined(
         far_writer.close()
 
 
-async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
         await writer.drain()

@@ -57,3 +57,10 @@ async def test_a_connection_waits_until_the_port_leads_somewhere_and_is_cut_when
             forward.lead_to("http://127.0.0.1:9")  # nobody listens there
             assert await asked(listener, b"never\n") == b""
             await forward.close()
+
+
+async def test_a_connection_waits_no_longer_than_it_may():
+    with Listener("127.0.0.1", 0) as listener:
+        forward = await PortForward.opened(listener.socket, wait_s=0.01)
+        assert await asked(listener, b"never\n") == b""
+        await forward.close()
