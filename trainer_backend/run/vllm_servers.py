@@ -23,7 +23,7 @@ from typing import Any
 from service_kit.children import last_line
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable
+from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
@@ -260,7 +260,8 @@ class VllmServers:
             await asyncio.sleep(pause)
             try:
                 await self._spawn(server)
-            except OSError as error:  # out of processes or memory for a moment, or no such program any more
+            # Out of processes or memory for a moment, no such program any more, or no place for it.
+            except (OSError, TrainerError) as error:
                 self._tell(f"vLLM server {server.url} cannot be started, and is tried again: {error}")
 
     async def _spawn(self, server: _Server) -> Process:

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
+from trainer_backend.launchers.launcher import LOCAL, Process, Role
 from trainer_backend.protocols import Hardware
 from trainer_backend.run.vllm_servers import VllmServers, arguments, check_environment, visible_devices
 
@@ -162,6 +163,43 @@ async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_pa
         servers.renew(url)  # there is none to kill
         assert "cannot be started" in lines[-1]
         (tmp_path / "gone").rename(python)
+        assert await command(url)
+    finally:
+        await servers.stop()
+
+
+class OnceFull:
+    """A launcher that has no room for the second start."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    async def start(self, role: Role) -> Process:
+        self.starts += 1
+        if self.starts == 2:
+            raise NotPlaced("no node has room")
+        return await LOCAL.start(role)
+
+    def key(self, variable: str) -> str:
+        return LOCAL.key(variable)
+
+
+async def test_a_server_that_has_no_place_for_a_while_is_placed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer_backend.run.vllm_servers._PAUSE_S", 0.01)
+    python = fake_environment(tmp_path)
+    (tmp_path / SERVER).write_text(ECHO)
+    (tmp_path / "version_0").mkdir()
+    lines: list[str] = []
+    servers = VllmServers(
+        table(python), tmp_path / "start", [tmp_path / "log"],
+        hardware=Hardware("float32"), tell=lines.append, launcher=OnceFull(),
+    )  # fmt: skip
+    try:
+        await servers.start(tmp_path / "version_0")
+        (url,) = servers.urls
+        servers.renew(url)
+        while not lines[-1].endswith("cannot be started, and is tried again: no node has room"):
+            await asyncio.sleep(0.01)
         assert await command(url)
     finally:
         await servers.stop()
