@@ -156,7 +156,7 @@ WHERE = "the posted job"
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY = "WANDB_API_KEY"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
-_MOST_GATEWAYS = 8
+_MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
@@ -307,11 +307,13 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 f"{key} holds a link, {link.name!r}, that leads outside of what posted jobs may read: "
                 f"{roots} (--allow-root)"
             )
-    if config.services.gateways > _MOST_GATEWAYS:
-        yield (
-            f"services.gateways is {config.services.gateways}; a posted job may have {_MOST_GATEWAYS}, since "
-            "each is a process"
-        )
+    counts = {
+        "services.gateways": config.services.gateways,
+        "learner.nproc_per_node": config.learner.nproc_per_node,
+    }
+    for key, count in counts.items():
+        if count > _MOST_PROCESSES:
+            yield f"{key} is {count}; a posted job may have {_MOST_PROCESSES}, since each is a process"
     for url in config.services.task_url:
         # On this machine too, since the process that listens there receives the operator's key.
         if url.rstrip("/") not in bounds.task_urls:
