@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -70,7 +70,11 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
             async with launcher_of(job, directory.run_id, recording.say) as launcher:
 
                 async def start(resume: bool) -> Ended:
-                    async with learner_factory(job, directory, recording, launcher) as learners:
+                    async with AsyncExitStack() as stack:
+                        learner = learner_factory(job, directory, recording, launcher)
+                        learners = await until(stop, stack.enter_async_context(learner))
+                        if learners is None:
+                            raise Stopped("stopped before the learner was there; nothing new to save")
                         return await _run(job, directory, recording, learners, launcher, stop, resume=resume)
 
                 ended = await again_after_losses(start, recording, stop, most=most, resume=resume)

@@ -335,6 +335,10 @@ class InferenceTable(Table):
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes
 
 
+# How long ranks wait for each other: they import torch at their own pace, nodes start one after the other.
+RANKS_JOIN_S = 600.0
+
+
 class LearnerTable(Table):
     """[learner]: the learner's processes; read with [cluster]."""
 
@@ -375,7 +379,7 @@ class LearnerTable(Table):
         le=86_400,
         description="seconds that the learner may be silent in a call, of which the warm-up alone reports "
         "progress, and that a rank waits for the others in a collective. Loading a model may always take "
-        "3600, and the ranks' joining 600",
+        f"3600, and the ranks' joining {RANKS_JOIN_S:g}",
     )
     max_restarts: int = Field(
         default=3,

@@ -167,7 +167,8 @@ async def address_of(process: Process, log_file: Path, within_s: float) -> str:
         async with asyncio.timeout(within_s):
             address = await process.address()
     except TimeoutError as error:
-        raise NotReady(f"did not start within {within_s:g} s") from error
+        word = last_line(log_file)
+        raise NotReady(f"did not start within {within_s:g} s; the last line of its log: {word!r}") from error
     if address is None:
         code = await process.ended()
         raise NotReady(f"ended with exit code {code} before it was ready: {last_line(log_file)!r}", code)

@@ -20,11 +20,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
-from trainer_backend.job.tables import LearnerTable
+from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.learner.calls import ErrorBody
 
-# Joining: processes import torch at their own pace, and nodes start one after the other.
-_JOIN_S = 600.0
 # One rank loads a model, while others wait for their turn.
 _LOAD_S = 3600.0
 Item = TypeVar("Item")
@@ -43,7 +41,7 @@ class Ranks:
     index: int = 0
     count: int = 1
     control: dist.ProcessGroup | None = None
-    timeout_s: float = _JOIN_S
+    timeout_s: float = RANKS_JOIN_S
 
     @property
     def is_first(self) -> bool:
@@ -184,7 +182,7 @@ def join_ranks() -> Ranks:
     """
     if not is_one_of_several():
         return ALONE
-    limit = timedelta(seconds=_JOIN_S)
+    limit = timedelta(seconds=RANKS_JOIN_S)
     backend = "cpu:gloo"
     if torch.cuda.is_available():
         local, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

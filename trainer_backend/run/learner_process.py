@@ -28,6 +28,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import RANKS_JOIN_S
 from trainer_backend.launchers.choice import learner_resources
 from trainer_backend.launchers.external import Elsewhere
 from trainer_backend.launchers.launcher import (
@@ -60,7 +61,10 @@ _REFUSALS: dict[str, type[TrainerError]] = {kind.code: kind for kind in (Learner
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
-_START_S = 300.0
+# Somebody's torchrun may have started this process; the learner's ranks have their numbers of their own.
+_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+# Ranks are ready once all have joined; one alone has its imports.
+_START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
 _CONNECT_S = 10.0
 # Of a call whose connection breaks while the process lives.
@@ -90,7 +94,7 @@ class LearnerConnection:
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
             timeout=_CONNECT_S,
-            trust_env=False,  # no proxy for the loopback
+            trust_env=False,  # no proxy: it is within the machine or the cluster
         )
 
     def ask(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
@@ -143,11 +147,9 @@ class LearnerConnection:
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
                 hint="Install the same release on all machines of a run.",
             )
-        return (
-            f"it is busy with call {about.call} of an earlier start"
-            if about.run == run and about.call
-            else ""
-        )
+        # A run that has ended has left it, and its last call may not have ended.
+        is_busy = about.call and about.run in ("", run)
+        return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
     def leave(self) -> None:
         """Tell the process that its run has ended; nobody minds if it does not hear it."""
@@ -286,6 +288,7 @@ class LearnerProcess:
         LearnerFailed: the process did not start, or nobody answers at its address in time.
         LearnerBusy: it works for another run.
         LearnerLost: a signal ended it, or it was silent.
+        NotPlaced: nobody has had room for it in time.
     """
 
     def __init__(
@@ -317,8 +320,11 @@ class LearnerProcess:
         key = self._launcher.key(LEARNER_KEY)
         resources = learner_resources(self._job)
         self._process = await self._launcher.start(
-            Role(LEARNER, self._command, {LEARNER_KEY: key}, self._log_file, resources=resources)
-        )
+            Role(
+                LEARNER, self._command, {LEARNER_KEY: key}, self._log_file,
+                withheld=_OF_RANKS, resources=resources,
+            )
+        )  # fmt: skip
         self._connection = LearnerConnection(
             await self._address(self._process), key, silence_s=self._job.learner.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
@@ -345,12 +351,12 @@ class LearnerProcess:
 
     async def _meet(self, connection: "LearnerConnection") -> None:
         """Wait until a learner of somebody else's answers; refuse one of another release."""
-        cluster, awaited = self._job.cluster, ""
-        is_awaited = cluster is not None and isinstance(self._process, Elsewhere)
-        limit_s = cluster.wait_s if cluster is not None and is_awaited else 0.0
+        cluster, known_fault = self._job.cluster, ""
+        is_elsewhere = cluster is not None and isinstance(self._process, Elsewhere)
+        limit_s = cluster.wait_s if cluster is not None and is_elsewhere else 0.0
         deadline = time.monotonic() + limit_s
         while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
-            if not is_awaited:
+            if not is_elsewhere:
                 raise LearnerLost(f"the learner's process was ready, and then: {fault}")
             if time.monotonic() > deadline:
                 raise LearnerFailed(
@@ -358,11 +364,11 @@ class LearnerProcess:
                     f"{fault}",
                     hint="docs/cluster.md says how to start one.",
                 )
-            if fault != awaited:
+            if fault != known_fault:
                 self._reporter.say(
                     f"waiting for the learner at {connection.url}, at most {limit_s:g} s: {fault}"
                 )
-                awaited = fault
+                known_fault = fault
             await asyncio.sleep(_LOOK_S)
 
     async def _refuse_other_disk(self) -> None:
@@ -424,8 +430,9 @@ class LearnerProcess:
         return RemoteLearner(self._connection)
 
     async def _address(self, process: Process) -> str:
+        limit_s = _START_S if self._job.learner.ranks == 1 else _RANKS_START_S
         try:
-            return await address_of(process, self._log_file, _START_S)
+            return await address_of(process, self._log_file, limit_s)
         except NotReady as error:
             # One that a signal ended, the system short of memory, is worth another start.
             kind = LearnerLost if (error.code or 0) < 0 else LearnerFailed

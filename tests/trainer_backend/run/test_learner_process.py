@@ -106,9 +106,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_the_same(
-    played, tmp_path: Path
+    played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     expected = calls_in_order(LocalFactory(JOB), played, tmp_path / "here")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody's torchrun around this process
     async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
@@ -314,6 +315,22 @@ def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused(
         with pytest.raises(LearnerFailed, match=r"in 'publish': ValueError: of a library\. Its log is the"):
             own.ask("publish", Path("x"), "whole")
         assert host.updates == 1
+
+
+def test_a_learner_whose_run_has_left_it_in_a_call_is_busy_until_the_call_has_ended():
+    host = Host()
+    with served(host) as connect:
+        own, other = connect(), connect(session="other/two")
+        thread = threading.Thread(target=own.ask, args=("update", [], 1, None))
+        thread.start()
+        assert host.begun.wait(60)
+        connect().leave()
+        assert other.fault("other") == "it is busy with call 1, 'update' of an earlier start"
+        host.go_on.set()
+        thread.join()
+        assert other.fault("other") == ""
+        other.ask("update", [], 1, None)
+        assert host.updates == 2
 
 
 def test_a_learner_that_says_nothing_is_lost_after_its_deadline():

@@ -22,6 +22,7 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection
 from trainer_backend.errors import CheckpointError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.protocols import Progress
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
@@ -217,6 +218,24 @@ def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Pat
         "stopped",
         "stopped before anything was played; nothing new to save",
     )
+
+
+def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Impatient(ListReporter):
+        def say(self, text: str) -> None:
+            super().say(text)
+            if text.startswith("waiting for the learner"):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setenv(LEARNER_KEY, "key")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        job = tiny_job(cluster={"launcher": "external", "wait_s": 3600.0}, learner={"url": url})
+        directory, reporter = create_run(job, tmp_path / "run"), Impatient()
+        with pytest.raises(Stopped, match="before the learner was there"):
+            asyncio.run(run_job(job, directory, reporter, resume=False))
+    assert reporter.lines[1:] == [STOPPING]
 
 
 def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):
