@@ -101,6 +101,12 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     vllm = {"inference": {"engine": "vllm", "vllm_python": "python"}, "learner": {"url": "http://h:9000"}}
     assert "'external' starts no vLLM server: give inference.urls" in refusal(external | vllm)
     assert "Did you mean launcher = 'external'?" in refusal(cluster | {"learner": {"url": "http://h:9000"}})
+    for key, value, reader in (("ray_address", "h:6379", "'ray'"), ("wait_s", 5.0, "'ray' or 'external'")):
+        told = refusal({"cluster": {key: value}})
+        assert f"cluster.{key} is read with launcher = {reader}, and cluster.launcher is 'local'. Did" in told
+    for port in (0, 65536):
+        told = refusal({"cluster": {"launcher": "ray", "ray_address": f"h:{port}"}})
+        assert f"ray_address is 'h:{port}', and ports are from 1 to 65535" in told
     assert "starts nothing on another machine" in refusal(cluster | {"learner": {"nnodes": 2}})
     assert "learner.url: url may not hold a user name" in refusal(
         external | {"learner": {"url": "http://k@h"}}

@@ -65,6 +65,14 @@ def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
     if config.cluster is None:
         return
     launcher, inference = config.cluster.launcher, config.inference
+    readers = {"ray_address": "launcher = 'ray'", "wait_s": "launcher = 'ray' or 'external'"}
+    for key, reader in readers.items():
+        if repr(launcher) not in reader and _is_set(config.cluster, key):
+            yield (
+                f"cluster.{key}",
+                f"cluster.{key} is read with {reader}, and cluster.launcher is {launcher!r}. Did you mean "
+                "launcher = 'ray'?",
+            )
     if launcher == "external" and not config.learner.url:
         yield (
             "learner.url",

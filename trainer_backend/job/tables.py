@@ -176,6 +176,13 @@ class ClusterTable(Table):
         "'external' for the learner of `learner.url`, with launcher = 'ray' for a place",
     )
 
+    @field_validator("ray_address")
+    @classmethod
+    def _has_a_port(cls, address: str) -> str:
+        if address != "auto" and not 0 < int(address.rpartition(":")[2]) < 65536:
+            raise ValueError(f"ray_address is {address!r}, and ports are from 1 to 65535")
+        return address
+
 
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
 _OF_THE_CONTRACT = "without it, exact tokens and log-probs could not be had"
