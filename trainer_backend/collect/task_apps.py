@@ -26,6 +26,7 @@ from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.launchers.launcher import LOCAL, NotReady, Place, Role, address_of
+from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 
 _START_S = 60.0
 _STOP_S = 10.0
@@ -70,7 +71,8 @@ class EmbeddedTaskApp:
 
     async def __aenter__(self) -> Self:
         environment = {**self._environment, TASK_APP_KEY: self.api_key.get_secret_value()}
-        self._child = await LOCAL.start(Role("task app", self._command, environment, self._log_file))
+        role = Role("task app", self._command, environment, self._log_file, withheld=KEYS_OF_THE_LEARNER)
+        self._child = await LOCAL.start(role)
         try:
             self.url = await self._address(self._child)
         except BaseException:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from service_kit.children import Child
 from service_kit.keys import TRAINER_KEY
+from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 from trainer_backend.rundir.state import ERROR, RunState, read_state
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import JobRow, tables_of
 
 PROCESS_LOG = "process.log"
 _LAST_BYTES = 8192
-# The service's own secrets, which jobs do not need.
-WITHHELD = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
+# The service's secrets, which jobs do not need; one whose learner is somebody else's has that key.
+_OWN_KEYS = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
+WITHHELD = _OWN_KEYS | KEYS_OF_THE_LEARNER
 Command = Callable[[Path], Sequence[str]]
 
 
@@ -53,8 +55,16 @@ class JobProcess(Child):
             self.kill()
 
 
+def environment_of(config: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a job's process, by the job's TOML."""
+    cluster = tables_of(config).get("cluster")
+    is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
+    withheld = _OWN_KEYS if is_external else WITHHELD
+    return {name: value for name, value in environ.items() if name not in withheld}
+
+
 async def start_process(
-    run_dir: Path, *, command: Command = job_command, environ: Mapping[str, str] = os.environ
+    run_dir: Path, environment: Mapping[str, str], *, command: Command = job_command
 ) -> JobProcess:
     """Start the process of a job. It ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
@@ -62,7 +72,7 @@ async def start_process(
             command(run_dir),
             stdout=log,
             stderr=log,
-            env={name: value for name, value in environ.items() if name not in WITHHELD},
+            env=environment,
         )
 
 

@@ -15,7 +15,14 @@ import structlog
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.jobs.data_dir import DataDir
-from trainer_backend.jobs.processes import Command, JobProcess, job_command, last_words, start_process
+from trainer_backend.jobs.processes import (
+    Command,
+    JobProcess,
+    environment_of,
+    job_command,
+    last_words,
+    start_process,
+)
 from trainer_backend.jobs.settings import Rules
 from trainer_backend.jobs.slots import ANSWER_S, Figures, Line, Slot
 from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
@@ -199,7 +206,8 @@ class Supervisor:
                 )
                 return
             await self._line.ask(refuse_if_locked, run.path)
-            slot.process = await start_process(run.path, command=self._command)
+            environment = await self._line.ask(environment_of, row.config)
+            slot.process = await start_process(run.path, environment, command=self._command)
         except StoreUnavailable:
             raise
         except (TrainerError, OSError) as error:

@@ -31,6 +31,8 @@ from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Weigh
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
+# Where an orchestrator may have that of somebody else's learner.
+KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 LineKind = Literal["progress", "result", "error"]
 

@@ -5,6 +5,7 @@ import pytest
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.launchers.launcher import Role
 
 
 @pytest.fixture
@@ -24,6 +25,22 @@ async def test_the_key_may_lie_in_a_file(environment, tmp_path):
     with pytest.raises(TaskAppError):
         async with task_apps(job, tmp_path / "log"):
             raise AssertionError("a wrong key was accepted")
+
+
+async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_path):
+    roles: list[Role] = []
+
+    class Recording:
+        async def start(self, role: Role) -> None:
+            roles.append(role)
+            raise OSError
+
+    monkeypatch.setattr("trainer_backend.collect.task_apps.LOCAL", Recording())
+    with pytest.raises(OSError):
+        async with task_apps(tiny_job(), tmp_path / "log"):
+            raise AssertionError("nothing was started")
+    (role,) = roles
+    assert role.withheld == {"TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"}
 
 
 @pytest.mark.parametrize("content", [None, "\n"])

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.trainer_backend.jobs.rows import job
+from trainer_backend.jobs.processes import environment_of
 from trainer_backend.jobs.slots import Slot
 from trainer_backend.jobs.states import Ending, outcome_of, without_process
 from trainer_backend.rundir.state import DONE, FAILED, REFUSED, STOPPED, RunState
@@ -121,3 +122,11 @@ def test_crashes_count_from_the_last_iteration_on_and_each_once():
 
     assert [crash(0), crash(0), crash(5), crash(5), crash(6)] == [1, 2, 1, 2, 1]
     assert slot.record_end(DONE, RunState("ended", 17, iteration=6)).crashes == 1
+
+
+def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses_and_none_of_the_services():
+    service = dict.fromkeys(("PATH", "TRAINER_API_KEY", "PGPASSWORD"), "x")
+    keys = dict.fromkeys(("TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"), "y")
+    for config in ("", "[cluster]", '[cluster]\nlauncher = "ray"', "cluster = 3", "no TOML"):
+        assert environment_of(config, service | keys) == {"PATH": "x"}
+    assert environment_of('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
