@@ -1,7 +1,8 @@
 """`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
 
-It listens on the loopback, prints `listening on http://host:port` when it is ready, and ends with its parent.
-The key is in the environment; logs go to stderr. `learner.calls` describes the calls.
+It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. It ends
+with its parent; with --port it outlives it, and is somebody else's to end. The key is in the environment;
+logs go to stderr. `learner.calls` describes the calls.
 
 It works for one orchestrator and does one call at a time. The answer of the last call stays in memory, so an
 orchestrator whose connection broke repeats the call by its number and loses nothing: the call is not done

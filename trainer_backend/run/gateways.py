@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from service_kit.server import Listener, is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import InferenceError, JobError
+from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ServicesTable
@@ -91,7 +91,7 @@ class Gateways:
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
             counts = await self.while_serving(reading)
-        except (InferenceError, JobError):
+        except (InferenceError, JobError, NotPlaced):
             if not self._broken.done():
                 raise
             counts = [gateway.known_totals for gateway in self.gateways]
@@ -120,7 +120,7 @@ class Gateways:
     def _end(self, keeper: asyncio.Task[str]) -> None:
         if not keeper.cancelled() and not self._broken.done():
             error = keeper.exception()
-            if isinstance(error, JobError):
+            if isinstance(error, JobError | NotPlaced):
                 self._broken.set_exception(error)
                 self._broken.exception()  # or asyncio would log it where nobody asks the gateways again
                 return

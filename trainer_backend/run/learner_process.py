@@ -351,7 +351,7 @@ class LearnerProcess:
 
     async def _meet(self, connection: "LearnerConnection") -> None:
         """Wait until a learner of somebody else's answers; refuse one of another release."""
-        cluster, known_fault = self._job.cluster, ""
+        cluster, last_fault = self._job.cluster, ""
         is_elsewhere = cluster is not None and isinstance(self._process, Elsewhere)
         limit_s = cluster.wait_s if cluster is not None and is_elsewhere else 0.0
         deadline = time.monotonic() + limit_s
@@ -364,11 +364,11 @@ class LearnerProcess:
                     f"{fault}",
                     hint="docs/cluster.md says how to start one.",
                 )
-            if fault != known_fault:
+            if fault != last_fault:
                 self._reporter.say(
                     f"waiting for the learner at {connection.url}, at most {limit_s:g} s: {fault}"
                 )
-                known_fault = fault
+                last_fault = fault
             await asyncio.sleep(_LOOK_S)
 
     async def _refuse_other_disk(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner, retried
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.errors import EngineStopped, JobError, WeightsRefused
+from trainer_backend.errors import EngineStopped, JobError, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
@@ -261,6 +261,36 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     assert len(killed) == 3
     assert "gateway_0 ended 3 times without answering a request, with exit code -9" in str(caught.value)
     assert str(caught.value).endswith("gateway_0.log ends with: its last words")
+
+
+class Unplaced:
+    """A gateway that nobody has room for; it stands for the weights too."""
+
+    renew, serve_again, restarts, known_totals = None, None, 0, {"requests": 3}
+
+    async def write(self, policy_version: int) -> None: ...
+
+    async def deliver(self, work: Awaitable[None]) -> None:
+        await work
+
+    async def keep(self, version: None) -> str:
+        raise NotPlaced("no node has room", hint="Add one.")
+
+    async def ready(self) -> None:
+        await asyncio.Event().wait()
+
+    totals = ready
+
+    async def close(self) -> None: ...
+
+
+async def test_gateways_without_a_place_end_the_run_with_the_launchers_error():
+    unplaced: Any = Unplaced()
+    gateways = Gateways(unplaced, [unplaced], unplaced)
+    with pytest.raises(NotPlaced, match=r"no node has room\. Add one\."):
+        await gateways.publish(0)
+    assert await gateways.totals() == {"requests": 3, "gateway_restarts": 0}
+    await gateways.close()
 
 
 class FolderLearner:
