@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.core.critic import ByToken
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts, read_values
@@ -84,7 +84,7 @@ def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_i
 
 def test_stored_values_replay_the_credit_of_the_run_to_the_last_digit(run, tmp_path):
     name, directory = run
-    recredit_run(directory.path, [name], [2], None, tmp_path, ())
+    recredit_run(directory.path, [name], [2], None, tmp_path, (), reporter=ListReporter())
     again = pq.read_table(tmp_path / f"{name}.parquet").to_pylist()
     replayed = [decision for row in again for decision in row["decisions"]]
     stored = decisions_of(directory, 2)
@@ -95,7 +95,7 @@ def test_a_critic_by_token_also_tells_of_decisions_and_one_by_decision_not_of_to
     name, directory = run
     values = read_values(directory.rollouts_file("iteration_2"))
     assert {type(found) for found in values.values()} == {ByToken if name == "gae_token" else list}
-    recredit_run(directory.path, ["gae", "gae_token"], [2], None, tmp_path, ())
+    recredit_run(directory.path, ["gae", "gae_token"], [2], None, tmp_path, (), reporter=ListReporter())
     assert (tmp_path / "gae.parquet").exists()
     assert (tmp_path / "gae_token.parquet").exists() == (name == "gae_token")
     assert len(finished_rows(tmp_path / "gae.parquet", ["decisions"])) == 8

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
@@ -91,12 +91,12 @@ def test_a_row_of_metrics_counts_them_apart(run):
 
 def test_recredit_gives_the_same_from_what_is_stored_and_other_rewards_too(run, tmp_path):
     directory, _ = run
-    recredit_run(directory.path, ["branch"], [], None, tmp_path / "same", ())
+    recredit_run(directory.path, ["branch"], [], None, tmp_path / "same", (), reporter=ListReporter())
     again = decisions_of(tmp_path / "same" / "branch.parquet")
     first = decisions_of(directory.rollouts_file("iteration_1"))
     assert [again[place]["advantage"] for place in first] == [item["advantage"] for item in first.values()]
     other = ["training.step_rewards_indicator_lambda=1"]  # so every first unlock is paid twice
-    recredit_run(directory.path, ["branch"], [], None, tmp_path / "other", other)
+    recredit_run(directory.path, ["branch"], [], None, tmp_path / "other", other, reporter=ListReporter())
     paid = decisions_of(tmp_path / "other" / "branch.parquet")
     before = [found for item in first.values() for found in item["branch_returns"]]
     after = [found for place in first for found in paid[place]["branch_returns"]]
@@ -104,7 +104,7 @@ def test_recredit_gives_the_same_from_what_is_stored_and_other_rewards_too(run, 
 
 
 def test_a_run_without_branches_refuses_the_estimator_by_name(trained, tmp_path):
-    recredit_run(trained[0].path, ["stepwise", "branch"], [], None, tmp_path, ())
+    recredit_run(trained[0].path, ["stepwise", "branch"], [], None, tmp_path, (), reporter=ListReporter())
     assert not (tmp_path / "branch.parquet").exists()
     assert (tmp_path / "stepwise.parquet").exists()
 
