@@ -231,7 +231,8 @@ def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False
 def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_critic: bool) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     count, in_layers = (
-        sum(weight.numel() for weight in part.parameters()) for part in (model, model.get_decoder().layers)
+        sum(weight.numel() for weight in part.parameters())
+        for part in (model, model.get_decoder().layers)  # type: ignore[no-untyped-call]
     )
     return ModelShape(
         parameters=count,
