@@ -5,7 +5,9 @@ import atexit
 import fcntl
 import os
 import pickle
+import secrets
 import shutil
+import socket
 
 # Before torch: spinning OpenMP threads make it many times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,7 +16,7 @@ if not (os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -58,6 +60,19 @@ class ListReporter:
 
     def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
         self.processes.append((role, name, state))
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` consecutive ports that nobody uses.
+
+    They are not of those that the system gives out by itself, which another process may get meanwhile.
+    """
+    while True:
+        first = 20_000 + secrets.randbelow(10_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def tiny_job(**overrides: Any) -> JobConfig:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ListReporter, at_the_task_app, rows_of, train_job
+from tests.conftest import ListReporter, at_the_task_app, free_port, rows_of, train_job
 from tests.contract.test_cluster import SHORT
 from tests.contract.test_killed_and_resumed import actions_of, exact_job, plan_of
 from trainer_backend.job.schema import JobConfig
@@ -24,11 +23,6 @@ from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
 
 KEY = "of-both-sides"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return int(holder.getsockname()[1])
 
 
 class Node:

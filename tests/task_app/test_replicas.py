@@ -3,17 +3,17 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from task_app.__main__ import main
+from tests.conftest import free_port
 from tests.task_app.counting import KEY
 
 
@@ -72,18 +72,8 @@ def is_alive(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def free_ports():
-    """The first of two consecutive ports that nobody uses."""
-    while True:
-        with socket.socket() as one, socket.socket() as other, suppress(OSError, OverflowError):
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            other.bind(("127.0.0.1", port + 1))
-            return port
-
-
 def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_all(tmp_path):
-    port = free_ports()
+    port = free_port(2)
     with supervised("--replicas", "2", "--port", str(port), "--state-dir", str(tmp_path)) as supervisor:
         assert supervisor.urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
         first, second = (supervisor.get(index, "/info").json()["service"] for index in (0, 1))
