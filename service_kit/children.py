@@ -65,10 +65,7 @@ class Child:
 
     async def address(self) -> str | None:
         """The address that it prints when it is ready; None if it ends before."""
-        async for line in self.lines():
-            if line.startswith(READY):
-                return line.removeprefix(READY)
-        return None
+        return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
         """The further lines of its stdout, until it closes; a long one is cut, and says so."""
@@ -112,6 +109,14 @@ class Child:
             await self._process.wait()
             return True
         return False
+
+
+async def address_in(lines: AsyncIterator[str]) -> str | None:
+    """The address in the ready line of a service's stdout; None if that closes before."""
+    async for line in lines:
+        if line.startswith(READY):
+            return line.removeprefix(READY)
+    return None
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

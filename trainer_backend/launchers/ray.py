@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.children import PIPE, READY, Child
+from service_kit.children import PIPE, Child, address_in
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Process, Resources, Role
 
@@ -241,10 +241,7 @@ class RayProcess:
         self._over: set[int] = set()
 
     async def address(self) -> str | None:
-        async for line in self.lines():
-            if line.startswith(READY):
-                return line.removeprefix(READY)
-        return None
+        return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
         with suppress(RayError):

@@ -12,7 +12,7 @@ from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.sharding import counted_share
+from trainer_backend.learner.sharding import own_part
 from trainer_backend.protocols import CreditedEpisode
 
 
@@ -62,7 +62,7 @@ def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
     """What this rank has of the gradient of all weights, as one vector in main memory; float64."""
     weights = learner.model.parameters()
     gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
-    return torch.cat([counted_share(gradient, ranks).double().cpu() for gradient in gradients])
+    return torch.cat([own_part(gradient, ranks).double().cpu() for gradient in gradients])
 
 
 def _cosines(shares: Mapping[str, Tensor], ranks: Ranks) -> list[tuple[str, str, float]]:

@@ -66,7 +66,7 @@ class Ranks:
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
     def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """[ranks] what each rank gets by `dealt`, of pieces of these sizes; what does not count left out."""
+        """[ranks] what each rank gets by `own_pieces`, of pieces of these sizes, but what does not count."""
         return [sum(sizes[index :: self.count]) for index in range(self.count)]
 
     def in_order(self, own: Sequence[Item]) -> list[Item]:

@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -114,16 +113,12 @@ def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> An
     return found
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or a sharded one gathered from all ranks, which all have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def counted_share(tensor: Tensor, ranks: Ranks) -> Tensor:
+def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
     """[n] numbers of a tensor that this rank adds to a sum over all of them; each is one rank's alone.
 
     Of what several ranks have, the first of these counts.

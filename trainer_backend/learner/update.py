@@ -272,8 +272,9 @@ class PolicyUpdate:
         parts, moved = [], 0.0
         rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
-        tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
-        self._tokens_by_rank += ranks.sums_by_rank(tokens)
+        if ranks.are_several:
+            tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
+            self._tokens_by_rank += ranks.sums_by_rank(tokens)
         with stepping(model):
             for piece, counts in ranks.own_pieces(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):

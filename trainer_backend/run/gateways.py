@@ -29,7 +29,7 @@ from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
 from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.run.vllm_servers import VllmServers, own_servers
-from trainer_backend.run.weight_broadcast import weights_of
+from trainer_backend.run.weight_broadcast import delivery_of
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -212,7 +212,7 @@ class GatewayProcesses:
         job, path = self._job, self._directory.weights
         if table.engine == "local":
             return WeightFolders(learner, path)
-        return weights_of(
+        return delivery_of(
             learner, path, table, broadcasts=job.weights_by_broadcast, has_adapters=job.lora is not None
         )
 

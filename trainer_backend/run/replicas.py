@@ -12,7 +12,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.vllm_servers import own_servers
-from trainer_backend.run.weight_broadcast import weights_of
+from trainer_backend.run.weight_broadcast import delivery_of
 from trainer_backend.rundir.layout import RunDirectory
 
 # Differences of log-probs that arithmetic explains, by the precision that serves.
@@ -42,7 +42,7 @@ class ReplicaPublisher:
         if self._servers is not None:
             table = table.model_copy(update={"urls": self._servers.urls})
         renew = None if self._servers is None else self._servers.renew
-        self._weights = weights_of(
+        self._weights = delivery_of(
             learner, directory.weights, table,
             broadcasts=broadcasts, has_adapters=learner.config.lora is not None,
         )  # fmt: skip

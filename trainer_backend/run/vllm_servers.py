@@ -57,9 +57,9 @@ CONTRACT = {
 # Further ones where the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-# Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
 _LOOPBACK = "127.0.0.1"
+# Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
 _KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 
 

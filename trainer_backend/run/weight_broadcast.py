@@ -123,7 +123,7 @@ class _Enough(Exception):
     """Raised in a learner's wait for servers that need not come any more."""
 
 
-def weights_of(
+def delivery_of(
     learner: Learner, path: Path, table: InferenceTable, *, broadcasts: bool, has_adapters: bool
 ) -> WeightFolders:
     """How versions reach vLLM servers.
