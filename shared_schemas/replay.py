@@ -1,8 +1,8 @@
-"""POST /replay of the task app: a recorded episode, played again for its pictures."""
+"""POST /replay of the task app: a recorded episode, played again for its pictures and its snapshots."""
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import ToolCall
@@ -46,17 +46,28 @@ class ReplayRequest(Body):
         default=(), max_length=10_000, description="the decisions of the episode, from the first"
     )
     frames: tuple[FrameTurn, ...] = Field(
-        min_length=1, description="turns to draw the environment after; 0 is the start of the episode"
+        default=(), description="turns to draw the environment after; 0 is the start of the episode"
+    )
+    snapshots: tuple[FrameTurn, ...] = Field(
+        default=(),
+        max_length=256,
+        description="turns to take a snapshot of the environment after, from which rollouts can start",
     )
     side: FrameSide = FRAME_SIDE
 
-    @field_validator("frames")
+    @field_validator("frames", "snapshots")
     @classmethod
-    def _turns_of_the_episode(cls, frames: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    def _turns_of_the_episode(cls, turns: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         # Without turns, they were refused themselves.
-        if "turns" in info.data and max(frames) > (last := len(info.data["turns"])):
-            raise ValueError(f"there is no turn {max(frames)}; the episode has 0 (its start) to {last}")
-        return frames
+        if "turns" in info.data and max(turns, default=0) > (last := len(info.data["turns"])):
+            raise ValueError(f"there is no turn {max(turns)}; the episode has 0 (its start) to {last}")
+        return turns
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> "ReplayRequest":
+        if not self.frames and not self.snapshots:
+            raise ValueError("name turns in frames, in snapshots, or in both")
+        return self
 
 
 class ReplayFrame(Body):
@@ -66,7 +77,15 @@ class ReplayFrame(Body):
     png: str = Field(description="a PNG file in base64")
 
 
-class ReplayFrames(Body):
+class ReplaySnapshot(Body):
+    """The environment after a turn."""
+
+    turn: int
+    snapshot: str = Field(description="as from POST /env/snapshot; a rollout can start from it")
+
+
+class ReplayReply(Body):
     """Answer of POST /replay, in the order of the turns."""
 
-    frames: tuple[ReplayFrame, ...]
+    frames: tuple[ReplayFrame, ...] = ()
+    snapshots: tuple[ReplaySnapshot, ...] = ()

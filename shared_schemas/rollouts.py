@@ -77,6 +77,11 @@ class Start(Body):
 
     seed: Seed | None = None
     snapshot: str | None = Field(default=None, min_length=1)
+    draws_seed: Seed | None = Field(
+        default=None,
+        description="with a snapshot: its world's further draws come from a generator of this seed, and not "
+        "from the one in the snapshot",
+    )
     parent_rollout_id: Id | None = None
     parent_turn: int | None = Field(default=None, ge=0)
 
@@ -86,6 +91,8 @@ class Start(Body):
             raise ValueError("give either seed or snapshot")
         if self.snapshot is None and (self.parent_rollout_id, self.parent_turn) != (None, None):
             raise ValueError("a parent goes with a snapshot, not with a seed")
+        if self.snapshot is None and self.draws_seed is not None:
+            raise ValueError("draws_seed goes with a snapshot; those of a seed's world come from it")
         return self
 
 
@@ -187,7 +194,8 @@ class RolloutRequest(Body):
     snapshot_turns: tuple[Turn, ...] = Field(
         default=(),
         max_length=64,
-        description="decisions before which the step gets a snapshot of the environment, for branches",
+        description="decisions before which the step gets a snapshot of the environment, for branches; where "
+        "a limit prevents the decision, the trajectory gets it as final_snapshot",
     )
     final_view: bool = Field(
         default=False,
@@ -214,8 +222,12 @@ class RolloutRequest(Body):
             raise ValueError(f"turn {twice} is named more than once; each is kept once")
         # Invalid limits are missing here; they are reported by themselves.
         most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
-        if turns and max(turns) > most:
-            raise ValueError(f"turn {max(turns)} is above limits.max_decisions, {most}: it is never reached")
+        # The one after the last may be named: its snapshot is the trajectory's.
+        if turns and max(turns) > most + 1:
+            raise ValueError(
+                f"turn {max(turns)} is above limits.max_decisions, {most}, and the one after: it is never "
+                "reached"
+            )
         return turns
 
 

@@ -451,6 +451,11 @@ class Trajectory(Body):
         description="the prompt of the decision that a limit prevented, with one token that is not carried "
         "out; if it was requested and the server returns tokens",
     )
+    final_snapshot: str | None = Field(
+        default=None,
+        description="of the environment before the decision that a limit prevented, if snapshot_turns names "
+        "that decision",
+    )
 
     @property
     def cut_short(self) -> bool:

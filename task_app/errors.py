@@ -98,6 +98,19 @@ class NotRestorable(InvalidRequest):
         )
 
 
+class NotReseedable(InvalidRequest):
+    """The environment has no reseed()."""
+
+    code = "not_reseedable"
+
+    def __init__(self, name: str, *, where: str) -> None:
+        super().__init__(
+            f"environment {name!r} cannot be given other draws: it has no reseed()",
+            where=where,
+            hint="leave draws_seed out: its draws then are those of the snapshot's generator, if it has any",
+        )
+
+
 class UnknownId(TaskAppError):
     code = "unknown_id"
     status = 404

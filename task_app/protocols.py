@@ -173,6 +173,20 @@ class RestorableEnvironment(Environment, Protocol):
 
 
 @runtime_checkable
+class ReseedableEnvironment(RestorableEnvironment, Protocol):
+    """A RestorableEnvironment whose steps draw random numbers, and which can be given others.
+
+    Without it, episodes that begin at one snapshot share the draws that the snapshot's generator holds.
+    """
+
+    def reseed(self, seed: int) -> None:
+        """Take all further draws from a generator of this seed; what was observed stays as it is.
+
+        Raises EpisodeOver before the first reset.
+        """
+
+
+@runtime_checkable
 class ConversationalEnvironment(Environment, Protocol):
     """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
 

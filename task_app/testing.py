@@ -20,6 +20,7 @@ from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
+    ReseedableEnvironment,
     RestorableEnvironment,
     ToolRequest,
     takes_answers,
@@ -208,6 +209,24 @@ class EnvironmentContract:
             if outcome.terminated or outcome.truncated:
                 other.restore(environment.snapshot())
                 raises_episode_over(other, calls)
+                return
+
+    def test_equal_draws_from_a_moment_on_give_equal_episodes(self) -> None:
+        environment, other = self.make(), self.make()
+        if not isinstance(environment, ReseedableEnvironment):
+            return  # snapshots and draws are optional
+        assert isinstance(other, ReseedableEnvironment), "make() makes one kind of environment"
+        environment.reset(self.seed)
+        state = environment.snapshot()
+        source = random.Random(self.seed)
+        for one in (environment, other):
+            one.restore(state)
+            one.reseed(self.seed + 1)
+        for _ in range(self.decisions):
+            calls = self._calls(environment, source)
+            outcome = decide(environment, calls)
+            check(decide(other, calls) == outcome, "equal reseed() and calls gave different episodes")
+            if outcome.terminated or outcome.truncated:
                 return
 
     def test_what_is_no_moment_of_it_is_refused(self) -> None:

@@ -19,6 +19,7 @@
     ├── LearnerBusy                the learner's process works for another call, or another orchestrator
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
+    │   │   └── ReplayDeparts      it went otherwise when it was played again (collect/wire.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
     │   └── Refused                it finds something wrong in a request (collect/wire.py)
     ├── BadAddress, UnknownTurn, ReadOnly    a request to the dashboard cannot be met (pages/page.py)

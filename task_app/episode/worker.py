@@ -74,7 +74,8 @@ class RLRolloutWorker:
         step_rewards: decides whether the steps' metadata carries decision_rewards.
         prompts: makes the prompts; by default chosen from the environment and the task.
         multi_turn: limits of a conversation.
-        keep: called before every decision; the snapshot that it returns becomes part of the step.
+        keep: called before every decision, and before one that a limit prevents; the snapshot that it returns
+            becomes part of the step, or of the trajectory.
         final_view: ask the policy for one more token where a limit cuts the episode short.
         threads: run resets and slow steps; by default the event loop's own threads do.
         clock: a monotonic clock in seconds.
@@ -115,6 +116,7 @@ class RLRolloutWorker:
         self._keep = keep
         self._wants_final_view = final_view
         self._final_view: PolicyLogprobs | None = None
+        self._final_snapshot: str | None = None
         self._threads = threads
         self._clock = clock
         self._multi_turn = multi_turn or MultiTurn()
@@ -171,8 +173,11 @@ class RLRolloutWorker:
             facts = await self._decide()
             # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
             await asyncio.sleep(0)
-        if self._wants_final_view and self._is_cut_short(reason):
-            self._final_view = await self._view_after()
+        if self._is_cut_short(reason):
+            if self._wants_final_view:
+                self._final_view = await self._view_after()
+            if reason is not StopReason.ENVIRONMENT_DONE:
+                self._final_snapshot = await self._snapshot()
         self._finish(reason)
 
     def trajectory(self) -> Trajectory:
@@ -198,6 +203,7 @@ class RLRolloutWorker:
             stop_reason=self._stop_reason,
             wall_s=self._wall_s,
             final_view=self._final_view,
+            final_snapshot=self._final_snapshot,
             **self._prompts.trajectory_fields(),
         )
 
@@ -237,9 +243,7 @@ class RLRolloutWorker:
             return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
         choice, action = reply
         reply_s = self._clock()
-        snapshot = (
-            await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
-        )
+        snapshot = await self._snapshot()
         try:
             effect = await self._execute_action_in_environment(choice, action)
         except CriticalError as exc:
@@ -260,6 +264,10 @@ class RLRolloutWorker:
             environment_s=self._clock() - reply_s - effect.interaction_s,
         )
         return self._record(decision)
+
+    async def _snapshot(self) -> str | None:
+        """The snapshot before the next decision, if one is due there."""
+        return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
 
     def _is_cut_short(self, reason: StopReason) -> bool:
         truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated

@@ -1,13 +1,13 @@
-"""Pictures for people: an environment as it is now, and a recorded episode, which is played again for them.
+"""Pictures for people, and recorded episodes that are played again: for their pictures and their snapshots.
 
 Environments are reproducible, so a replay needs only the seed and the tool calls. A replay that departs from
-the record is refused: its pictures would show another episode.
+the record is refused: it would be another episode.
 """
 
 import io
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,13 +16,25 @@ from PIL import Image
 
 from service_kit.errors import RequestDeadline
 from shared_schemas.replay import ReplayRequest, ReplayTurn
-from shared_schemas.rollouts import Rollout
+from shared_schemas.rollouts import EnvSpec, Rollout
+from shared_schemas.trajectory import StepMetadata
 from task_app.episode.actions import tool_request
 from task_app.errors import Conflict, InvalidRequest, TaskAppError, UnknownId, boundary
 from task_app.plugins import PlugBoards
-from task_app.protocols import Environment
+from task_app.protocols import (
+    PAST_DECISIONS_SHOWN,
+    ConversationalEnvironment,
+    DecisionOutcome,
+    Environment,
+    PastDecision,
+    RestorableEnvironment,
+    ToolRequest,
+)
+from task_app.rollouts.assembly import refuse_unrestorable
 from task_app.rollouts.results import Record
+from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import take_step_rewards
+from task_app.snapshots.envelope import to_text
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
 Picture = npt.NDArray[np.uint8]
@@ -77,10 +89,36 @@ class NoPictures(TaskAppError):
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A replayed episode after a turn.
+
+    Attributes:
+        turn: 0 is its start.
+        step_idx: env steps so far.
+        past: the last decisions, which the next prompt may show.
+    """
+
+    turn: int
+    step_idx: int = 0
+    over: bool = False
+    past: tuple[PastDecision, ...] = ()
+
+    def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> "Moment":
+        past = (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:]
+        over = outcome.terminated or outcome.truncated
+        return Moment(self.turn + 1, self.step_idx + len(outcome.env_rewards), over, past)
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
-    """A fresh environment that can be drawn, and the record of the episode to play in it."""
+    """A fresh environment, and the record of the episode to play in it.
+
+    Attributes:
+        spec: of the environment, with every setting written out.
+    """
 
     environment: Environment
+    spec: EnvSpec
     record: Sequence[ReplayTurn]
     seed: int
 
@@ -99,39 +137,60 @@ class Replay:
             raise InvalidRequest(f"turn is {turn}; the episode has 0 (its start) to {last}", where="turn")
         return [turn]
 
-    def pictures(
-        self, turns: Sequence[int], side: int, *, until_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> list[Picture]:
-        """Draw the environment after each of the turns. A decision takes milliseconds: call it in a thread.
+    def moments(
+        self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[Moment]:
+        """Play the record, and stop after each of the turns. A decision takes milliseconds: use a thread.
 
         Args:
-            turns: rising, from 0 (the start).
-            side: of the square pictures, in pixels.
+            turns: at least one.
             until_s: on `clock`; later than this the replay gives up.
 
         Raises:
-            ReplayDeparts, RequestDeadline, CriticalError: there are no pictures.
+            ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.
         """
-        environment, drawn = self.environment, frozenset(turns)
-        assert isinstance(environment, Pictured), "replay_of and replay_in check it"
         with boundary("environment.reset"):
-            environment.reset(self.seed)
-        pictures = [environment.frame(side, side)] if 0 in drawn else []
-        for turn, recorded in enumerate(self.record[: max(turns)], start=1):
+            self.environment.reset(self.seed)
+        moment = Moment(0)
+        if 0 in turns:
+            yield moment
+        for recorded in self.record[: max(turns)]:
             if clock() > until_s:
                 raise RequestDeadline(
-                    f"the replay had reached decision {turn} when its time was over",
+                    f"the replay had reached decision {moment.turn + 1} when its time was over",
                     hint="ask for a single turn near the start, or for smaller pictures",
                 )
-            self._play(turn, recorded)
-            if turn in drawn:
-                with boundary("environment.frame"):
-                    pictures.append(environment.frame(side, side))
-        return pictures
+            moment = self._after(moment, recorded)
+            if moment.turn in turns:
+                yield moment
 
-    def _play(self, turn: int, recorded: ReplayTurn) -> None:
+    def picture(self, side: int) -> Picture:
+        """The environment as it is at this moment; `side` of the square in pixels."""
+        assert isinstance(self.environment, Pictured), "replay_of and replay_in check it"
+        with boundary("environment.frame"):
+            return self.environment.frame(side, side)
+
+    def snapshot(self, moment: Moment, *, at_most_bytes: int) -> str:
+        """The environment at this moment, as a start of rollouts; no switches of rewards are in it."""
+        assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
+        facts = EnvironmentFacts(
+            env=self.spec,
+            seed=self.seed,
+            step_idx=moment.step_idx,
+            turn=moment.turn,
+            over=moment.over,
+            step_rewards=None,
+            metadata=StepMetadata(),
+            past=moment.past,
+            rl_run_id=None,
+        )
+        with boundary("environment.snapshot"):
+            state = self.environment.snapshot()
+        return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=at_most_bytes))
+
+    def _after(self, moment: Moment, recorded: ReplayTurn) -> Moment:
         if recorded.terminate:
-            return
+            return replace(moment, turn=moment.turn + 1, over=True)
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
         refused = recorded.invalid_reason if not requests else None
         with boundary("environment.step"):
@@ -141,9 +200,11 @@ class Replay:
             recorded.env_rewards,
         ):
             raise ReplayDeparts(
-                f"the replay departed from the recorded episode at decision {turn}",
-                hint="is the environment reproducible? equal seeds and calls must give equal episodes",
+                f"the replay departed from the recorded episode at decision {moment.turn + 1}",
+                hint="is the environment reproducible, and of the same version? equal seeds and calls must "
+                "give equal episodes",
             )
+        return moment.after(requests, outcome)
 
 
 def replay_of(record: Record, boards: PlugBoards) -> Replay:
@@ -167,7 +228,9 @@ def replay_of(record: Record, boards: PlugBoards) -> Replay:
         raise UnknownId("picture of rollout", rollout_id, where="rollout_id", hint=hint)
     episode = Rollout.model_validate_json(record.result_json).trajectory
     assert episode is not None, "a finished rollout has a trajectory"
-    return Replay(environment, [ReplayTurn.of(step) for step in episode.steps], record.seed)
+    spec = EnvSpec(env_name=record.env.env_name, config=config)
+    turns = [ReplayTurn.of(step) for step in episode.steps]
+    return Replay(environment, boards.resolve(spec), turns, record.seed)
 
 
 def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
@@ -175,13 +238,20 @@ def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
 
     Raises:
         InvalidRequest: there is no such environment, or not with this config.
-        NoPictures: the environment draws none.
+        NoPictures, NotRestorable: the environment draws none, or has no snapshots, and they are asked for.
     """
     config, _ = take_step_rewards(request.config, where="config")
     environment = boards.environment(request.env_name, config)
-    if not isinstance(environment, Pictured):
+    if request.frames and not isinstance(environment, Pictured):
         raise NoPictures(f"environment {environment.name!r} draws no pictures", where="env_name")
-    return Replay(environment, request.turns, request.seed)
+    if request.snapshots:
+        refuse_unrestorable(environment, where="snapshots")
+        if isinstance(environment, ConversationalEnvironment):
+            raise InvalidRequest(
+                f"{environment.name!r} is a conversation, which no snapshot holds", where="snapshots"
+            )
+    spec = EnvSpec(env_name=request.env_name, config=config)
+    return Replay(environment, boards.resolve(spec), request.turns, request.seed)
 
 
 def _turns(last: int, every: int) -> list[int]:

@@ -16,13 +16,21 @@ from task_app.episode.conversation import Conversation
 from task_app.episode.prompts import FreshPrompts, Prompts
 from task_app.episode.state_keys import EpisodeStateKeys, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
-from task_app.errors import DeadlineExceeded, InvalidRequest, NotRestorable, SnapshotRefused, boundary
+from task_app.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotReseedable,
+    NotRestorable,
+    SnapshotRefused,
+    boundary,
+)
 from task_app.interactions.service import Interactions
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import (
     ConversationalEnvironment,
     Environment,
     PastDecision,
+    ReseedableEnvironment,
     RestorableEnvironment,
     steps_quickly,
     takes_answers,
@@ -58,6 +66,8 @@ class Assembly:
         if request.reward_function is not None:
             self.boards.reward_function(request.reward_function, where=where)
         environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
+        if request.start.draws_seed is not None and not isinstance(environment, ReseedableEnvironment):
+            raise NotReseedable(environment.name, where=where + "start.draws_seed")
         seed, start = self._start(request, env, context, where=where)
         keep = self._keep(request, env, environment, context, seed, switches, where=where)
         return RLRolloutWorker(

@@ -9,7 +9,12 @@ from starlette.responses import Response
 
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
-from task_app.protocols import ConversationalEnvironment, takes_answers
+from task_app.protocols import (
+    ConversationalEnvironment,
+    ReseedableEnvironment,
+    RestorableEnvironment,
+    takes_answers,
+)
 from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, observation_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
@@ -63,6 +68,8 @@ async def create_session(services: Services, body: EnvCreate) -> dict[str, Any]:
             "tools": tools,
             "conversation": conversation,
             "takes_answers": conversation and takes_answers(session.environment),
+            "restorable": isinstance(session.environment, RestorableEnvironment),
+            "reseedable": isinstance(session.environment, ReseedableEnvironment),
             "state_keys": sorted(services.boards.state_keys(session.spec.env_name, session.environment)),
         },
         "step_idx": 0,

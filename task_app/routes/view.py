@@ -17,7 +17,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, Response
 
-from shared_schemas.replay import FRAME_SIDE, FrameSide, ReplayFrame, ReplayFrames, ReplayRequest
+from shared_schemas.replay import (
+    FRAME_SIDE,
+    FrameSide,
+    ReplayFrame,
+    ReplayReply,
+    ReplayRequest,
+    ReplaySnapshot,
+)
 from task_app.errors import InvalidRequest, UnknownId, boundary
 from task_app.observing.replaying import Pictured, animated_gif, png, replay_in, replay_of
 from task_app.services import services_of
@@ -202,7 +209,8 @@ async def frames(
         turns = replay.turns(every) if turn is None else replay.only(turn)
 
         def draw() -> bytes:
-            pictures = replay.pictures(turns, side, until_s=time.monotonic() + settings.max_replay_s)
+            moments = replay.moments(turns, until_s=time.monotonic() + settings.max_replay_s)
+            pictures = [replay.picture(side) for _ in moments]
             return animated_gif(pictures, frame_s=frame_s) if turn is None else png(pictures[0])
 
         drawn = await services.threads.run("replay", draw)
@@ -211,29 +219,31 @@ async def frames(
 
 
 @frames_router.post("/replay")
-async def replay(request: Request, body: ReplayRequest) -> ReplayFrames:
-    """PNGs of an episode that is recorded in the body, after each of the turns in `frames`.
+async def replay(request: Request, body: ReplayRequest) -> ReplayReply:
+    """PNGs and snapshots of an episode that is recorded in the body, after each of the turns named.
 
     The episode is played again from its seed and calls. 409 `replay_departs`: it is another one than the
-    record says; 404 `no_pictures`: its environment draws none. At most `max_frames` in one request.
+    record says; 404 `no_pictures`, 400 `not_restorable`: its environment draws none, or has no snapshots. At
+    most `max_frames` pictures in one request.
     """
     services = services_of(request)
-    settings, turns = services.settings, sorted({*body.frames})
-    if len(turns) > settings.max_frames:
+    settings, drawn, kept = services.settings, {*body.frames}, {*body.snapshots}
+    if len(drawn) > settings.max_frames:
         raise InvalidRequest(
-            f"{len(turns)} frames are asked for; at most {settings.max_frames} in one request", where="frames"
+            f"{len(drawn)} frames are asked for; at most {settings.max_frames} in one request", where="frames"
         )
     async with request.app.state.replays:
         replay = replay_in(body, services.boards)
 
-        def draw() -> list[bytes]:
-            until_s = time.monotonic() + settings.max_replay_s
-            return [png(picture) for picture in replay.pictures(turns, body.side, until_s=until_s)]
+        def play() -> ReplayReply:
+            frames, snapshots = [], []
+            for moment in replay.moments(drawn | kept, until_s=time.monotonic() + settings.max_replay_s):
+                if moment.turn in drawn:
+                    picture = base64.b64encode(png(replay.picture(body.side))).decode("ascii")
+                    frames.append(ReplayFrame(turn=moment.turn, png=picture))
+                if moment.turn in kept:
+                    text = replay.snapshot(moment, at_most_bytes=settings.max_snapshot_bytes)
+                    snapshots.append(ReplaySnapshot(turn=moment.turn, snapshot=text))
+            return ReplayReply(frames=tuple(frames), snapshots=tuple(snapshots))
 
-        drawn = await services.threads.run("replay", draw)
-    return ReplayFrames(
-        frames=tuple(
-            ReplayFrame(turn=turn, png=base64.b64encode(file).decode("ascii"))
-            for turn, file in zip(turns, drawn, strict=True)
-        )
-    )
+        return await services.threads.run("replay", play)

@@ -28,7 +28,14 @@ from task_app.protocols import (
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import Contents, open_envelope, seal
-from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, restore, restore_in_thread
+from task_app.snapshots.starts import (
+    EpisodeStart,
+    StartView,
+    refusal_of,
+    reseed,
+    restore,
+    restore_in_thread,
+)
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
@@ -124,7 +131,10 @@ class EnvironmentSnapshot:
         """The start of an episode that continues from the snapshot."""
 
         async def begin(environment: Environment) -> StartView:
-            return StartView(await restore_in_thread(environment, self.state, threads), self.facts.past)
+            observation = await restore_in_thread(environment, self.state, threads)
+            if start.draws_seed is not None:
+                reseed(environment, start.draws_seed)
+            return StartView(observation, self.facts.past)
 
         return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
 

@@ -6,8 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
-from task_app.errors import NotRestorable, SnapshotRefused, boundary
-from task_app.protocols import Environment, Observation, PastDecision, RestorableEnvironment
+from task_app.errors import NotReseedable, NotRestorable, SnapshotRefused, boundary
+from task_app.protocols import (
+    Environment,
+    Observation,
+    PastDecision,
+    ReseedableEnvironment,
+    RestorableEnvironment,
+)
 from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads, in_thread
 
@@ -55,6 +61,14 @@ def restore(environment: Environment, state: bytes) -> Observation:
             return environment.restore(state)
         except ValueError as exc:
             raise refusal_of(environment.name, exc) from exc
+
+
+def reseed(environment: Environment, seed: int) -> None:
+    """Have the environment take its further draws from this seed; a generator is made in microseconds."""
+    if not isinstance(environment, ReseedableEnvironment):
+        raise NotReseedable(environment.name, where="start.draws_seed")
+    with boundary("environment.reseed"):
+        environment.reseed(seed)
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:

@@ -9,11 +9,12 @@ from PIL import Image, ImageSequence
 
 from service_kit.errors import RequestDeadline
 from shared_schemas.replay import ReplayRequest, ReplayTurn
+from shared_schemas.rollouts import EnvSpec
 from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
 
 CRAFTER = {
     "start": {"seed": 17},
@@ -140,11 +141,12 @@ async def test_a_replay_ends_when_its_time_is_over():
     async with running_app(default_plug_boards()) as client:
         await accept(client, rollout("a", **CRAFTER))
         trajectory = (await all_of(client, 1))["a"].trajectory
-    replay = Replay(CrafterEnvironment(), [ReplayTurn.of(step) for step in trajectory.steps], 17)
+    turns = [ReplayTurn.of(step) for step in trajectory.steps]
+    replay = Replay(CrafterEnvironment(), EnvSpec(env_name="crafter"), turns, 17)
     ticks = iter(range(100))
     with pytest.raises(RequestDeadline, match="decision 3"):
-        replay.pictures([6], 18, until_s=1.0, clock=lambda: next(ticks))
-    assert len(replay.pictures([0, 6], 18, until_s=1.0, clock=lambda: 0.0)) == 2
+        list(replay.moments([6], until_s=1.0, clock=lambda: next(ticks)))
+    assert [moment.turn for moment in replay.moments([0, 6], until_s=1.0, clock=lambda: 0.0)] == [0, 6]
 
 
 async def played(client, **changes):
@@ -188,17 +190,83 @@ async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_dr
         beyond = await client.post("/replay", json=body | {"frames": [len(body["turns"]) + 1]})
         many = await client.post("/replay", json=body | {"frames": [0, 1, 2]})
         strict = await client.post("/replay", json=body | {"rollout_id": "a"})
+        idle = await client.post("/replay", json=body | {"frames": []})
     assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
     assert "at decision 2" in departs.json()["detail"]
     assert (undrawn.status_code, undrawn.json()["code"]) == (404, "no_pictures")
+    assert idle.status_code == 422 and "name turns in frames, in snapshots, or in both" in idle.text
     for answer, where in ((beyond, "frames"), (many, "frames"), (strict, "rollout_id")):
         assert (answer.status_code, answer.json()["where"]) == (422, where)
 
 
+async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record():
+    async with running_app(default_plug_boards()) as client:
+        trajectory, body = await played(client, **CRAFTER)
+        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [3]})
+        (moment,) = answer.json()["snapshots"]
+        rest = await continued(client, "b", moment["snapshot"])
+    assert moment["turn"] == 3
+    assert did(rest)[:3] == did(trajectory)[3:]
+
+
+async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer_episode():
+    async with running_app(default_plug_boards()) as client:
+        trajectory, _ = await played(client, **CRAFTER)
+        short = {"limits": {"max_decisions": 3}, "snapshot_turns": [4]}
+        await accept(client, rollout("short", **CRAFTER | short))
+        first = (await all_of(client, 2))["short"].trajectory
+        rest = await continued(client, "b", first.final_snapshot)
+    assert trajectory.final_snapshot is None
+    assert did(first) + did(rest)[:3] == did(trajectory)
+
+
+async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_same():
+    night = CRAFTER | {"limits": {"max_decisions": 30}}
+    async with running_app(default_plug_boards()) as client:
+        _, body = await played(client, **CRAFTER)
+        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [0]})
+        start = answer.json()["snapshots"][0]["snapshot"]
+        own = await continued(client, "own", start, night)
+        one, again, other = [
+            await continued(client, name, start, night, draws_seed=seed)
+            for name, seed in (("one", 1), ("again", 1), ("other", 2))
+        ]
+        refused = await client.post(
+            "/rollouts",
+            json={"rollouts": [rollout("seeded", start={"seed": 17, "draws_seed": 1})]},
+        )
+    assert seen(one) == seen(again)
+    assert seen(one)[0] == seen(other)[0] == seen(own)[0], "what was seen stays"
+    assert seen(own) != seen(one) != seen(other)
+    assert "draws_seed goes with a snapshot" in refused.text
+
+
+async def continued(client, name, snapshot, changes=CRAFTER, **draws):
+    start = {"snapshot": snapshot, "parent_rollout_id": "a", "parent_turn": 3, **draws}
+    await accept(client, rollout(name, **changes | {"start": start}))
+    ended, cursor = {}, None
+    while name not in ended:
+        one = await page(client, cursor)
+        cursor = one.cursor
+        ended |= {item.rollout_id: item for item in one.rollouts}
+    return ended[name].trajectory
+
+
+def did(trajectory):
+    return [
+        (step.step_info.executed_actions, step.env_rewards, step.observation_data.messages)
+        for step in trajectory.steps
+    ]
+
+
+def seen(trajectory):
+    return [step.observation_data.messages for step in trajectory.steps]
+
+
 def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
     environment = PicturedCounting()
-    replay = Replay(environment, [ReplayTurn(terminate=True)], 3)
-    first, last = replay.pictures([0, 1], 18, until_s=1.0, clock=lambda: 0.0)
+    replay = Replay(environment, EnvSpec(env_name="counting"), [ReplayTurn(terminate=True)], 3)
+    first, last = [replay.picture(18) for _ in replay.moments([0, 1], until_s=1.0, clock=lambda: 0.0)]
     assert np.array_equal(first, last)
 
 

@@ -12,7 +12,7 @@ from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
 from shared_schemas.base import OpenBody
-from shared_schemas.replay import ReplayFrame, ReplayFrames, ReplayRequest
+from shared_schemas.replay import ReplayFrame, ReplayReply, ReplayRequest
 from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
@@ -73,6 +73,8 @@ class About(OpenBody):
 class _InstanceInfo(OpenBody):
     conversation: bool = False
     takes_answers: bool = True
+    restorable: bool = False
+    reseedable: bool = False
     state_keys: tuple[str, ...] = ()
 
 
@@ -87,7 +89,8 @@ class Instance(OpenBody):
         id: for `snapshot` and `terminate`.
         observation: of an environment: `achievements_counts` has a counter of every achievement.
         info: `conversation`: the task app keeps its history; `takes_answers`: words without a call are
-            accepted; `state_keys`: the names of its state keys.
+            accepted; `restorable`, `reseedable`: it has snapshots, and can be given other draws after one;
+            `state_keys`: the names of its state keys.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
@@ -204,9 +207,21 @@ class TaskAppClient:
         for first in range(0, len(turns), self._limits.max_frames):
             body["frames"] = turns[first : first + self._limits.max_frames]
             # Once: a replay that took too long would do so again.
-            reply = await self._answer(ReplayFrames, "POST", "/replay", body=body, attempts=1)
+            reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
             frames += reply.frames
         return frames
+
+    async def snapshots(self, record: ReplayRequest) -> dict[int, str]:
+        """Return the snapshots of an episode after the turns that `record.snapshots` names.
+
+        Raises:
+            ReplayDeparts: its replay departs from the record, as in an environment of another version.
+            Refused: the environment has no snapshots.
+            TaskAppError: anything else that went wrong.
+        """
+        body = record.model_dump(mode="json", exclude_defaults=True)
+        reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+        return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
         """Let go of what `create` made."""

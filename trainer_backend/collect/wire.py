@@ -43,8 +43,14 @@ class NoPictures(TaskAppError):
     code = "no_pictures"
 
 
+class ReplayDeparts(NoPictures):
+    """An episode that is played again is not the recorded one."""
+
+    code = "replay_departs"
+
+
 # By the code of the problem that a task app answers with.
-_REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures)} | {"replay_departs": NoPictures}
+_REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDeparts)}
 
 
 def json_in(text: str) -> Any:

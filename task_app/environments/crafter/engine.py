@@ -22,7 +22,7 @@ from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES, Rules
 from task_app.environments.crafter.state import GameState, capture, rebuild
 from task_app.environments.crafter.view import COLUMNS, ROWS, LocalView, local_view
-from task_app.environments.crafter.world import World
+from task_app.environments.crafter.world import World, seeded_bits
 from task_app.environments.crafter.worldgen import generate_world
 
 __all__ = [
@@ -266,6 +266,10 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         )
         digest.update(json.dumps(rest).encode())
         return digest.hexdigest()
+
+    def reseed(self, seed: int) -> None:
+        """Go on with the random numbers of another seed, for all that has not happened yet."""
+        self._world.draw_from(seeded_bits(seed))
 
     def fork(self) -> "CrafterEngine":
         """An independent copy with the same future."""

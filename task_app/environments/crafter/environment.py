@@ -69,6 +69,9 @@ class CrafterEnvironment:
         self._engine = engine
         return self._observe(reward, news)
 
+    def reseed(self, seed: int) -> None:
+        self._require_engine().reseed(seed)
+
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         engine = self._require_running()
         actions, reason = self._plan(calls, invalid_reason)

@@ -87,10 +87,7 @@ class World:
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
         """Use `materials` ([CELLS], with a border of 0) and a seeded bit generator."""
-        self.bits = bits
-        self.random = np.random.RandomState(bits)
-        self.uniform = self.random.random_sample
-        self.word = bits.random_raw
+        self.draw_from(bits)
         self.materials = materials
         self.material_counts = count_materials(materials)
         self.at: list[Thing | None] = [None] * CELLS
@@ -98,6 +95,13 @@ class World:
         self.chunk_order: dict[int, None] = {}
         self.population = [0] * (CHUNK_COUNT * KIND_COUNT)
         self.daylight = 0.0
+
+    def draw_from(self, bits: np.random.MT19937) -> None:
+        """Take all further random numbers from this bit generator."""
+        self.bits = bits
+        self.random = np.random.RandomState(bits)
+        self.uniform = self.random.random_sample
+        self.word = bits.random_raw
 
     def set_material(self, cell: int, material: int) -> None:
         """Change the ground of a cell inside the world."""

@@ -74,7 +74,7 @@ async def test_a_snapshot_that_would_not_be_taken_back_fails_its_rollout_by_name
     ("turns", "told"),
     [
         ([5, 5], "turn 5 is named more than once; each is kept once"),
-        ([2, 6], "turn 6 is above limits.max_decisions, 5: it is never reached"),
+        ([2, 7], "turn 7 is above limits.max_decisions, 5, and the one after: it is never reached"),
     ],
 )
 async def test_turns_that_are_named_twice_or_never_reached_are_refused_with_the_place(turns, told):
