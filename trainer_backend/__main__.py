@@ -10,11 +10,13 @@ from rich.text import Text
 
 from service_kit.errors import ServiceError
 from trainer_backend.core.presets import PRESETS
+from trainer_backend.core.truth import noise_of
 from trainer_backend.job.load import dump_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.new_job import load_new_job
+from trainer_backend.rundir.truth_file import truth_of
 from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal.output import (
     JOB_HELP,
@@ -167,6 +169,10 @@ def recredit(
     checkpoint: Annotated[
         Path | None, typer.Option(help="a checkpoint: compare the gradients at it too")
     ] = None,
+    truth: Annotated[
+        bool, typer.Option("--truth", help="score them against RUN/truth.jsonl, which `turnwise truth` wrote")
+    ] = False,
+    truth_file: Annotated[Path | None, typer.Option(help="the same with another file of it")] = None,
     out: Annotated[Path | None, typer.Option(help="the folder to write; absent: RUN/recredit")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -176,10 +182,61 @@ def recredit(
 
     tables, folder = recredit_run(
         run, advantage or (), iteration or (), checkpoint, out, overrides or (),
+        truth=truth_file or (truth_of(run) if truth else None),
         reporter=ConsoleReporter(_out),
     )  # fmt: skip
     _out.print(tables)
     tell(_out, f"written: {folder}")
+
+
+@app.command("truth")
+def measure_the_truth(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    decisions: Annotated[int, typer.Option(min=1, help="stored decisions to measure")] = 200,
+    continuations: Annotated[
+        int, typer.Option(min=2, help="pairs of continuations for each: the noise falls with their root")
+    ] = 16,
+    horizon: Annotated[
+        int | None, typer.Option(min=1, help="decisions of a continuation; absent: to the episode's end")
+    ] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="stop once so many decisions were played")] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=1, help="whose rollouts; absent: the newest whose policy is stored")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="plays on instead of the policy that sampled the rollouts")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the choice of decisions, and of all draws")] = 0,
+    out: Annotated[Path | None, typer.Option(help="the file to write; absent: RUN/truth.jsonl")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure what stored decisions were truly worth, by playing on from before and after them.
+
+    A repeated command goes on where it was stopped. `turnwise recredit RUN --truth` then scores estimators.
+    """
+    from trainer_backend.credit.truth_scores import noise_lines
+    from trainer_backend.evaluation.truth import TruthOptions, measure_truth
+
+    opened = open_run(run)
+    loaded = opened.job_with(overrides or ())
+    warn(_err, loaded)
+    options = TruthOptions(
+        decisions, continuations, horizon, budget, iteration, checkpoint, out or truth_of(run), seed
+    )
+    with _err.status("measuring") as status:
+
+        def show(done: int, total: int) -> None:
+            status.update(f"measuring: {done}/{total} decisions")
+
+        measured = asyncio.run(measure_truth(opened, loaded.config, options, show))
+    truths = list(measured.file.truths.values())
+    if truths:
+        _out.print(noise_lines(measured.file.setting, noise_of(truths)))
+    if measured.is_over_budget:
+        tell(_out, f"the budget is spent after {len(truths)} of {decisions} decisions")
+    if measured.lost:
+        tell(_out, f"{measured.lost} decisions could not be played; the same command tries them again")
+    tell(_out, f"written: {options.out}")
 
 
 @app.command("inspect")

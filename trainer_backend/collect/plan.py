@@ -139,6 +139,24 @@ def inferences(
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """One of the rollouts that play on from a moment.
+
+    Attributes:
+        group_id: of all that play on from there; the rollout's id follows from it and from `sibling`.
+        seed_parts: its sampling seed follows from them.
+        max_decisions: the most that it may take, if that is fewer than its episode has left.
+        snapshot_turns: as in a request, counted from its start.
+    """
+
+    group_id: str
+    sibling: int
+    seed_parts: tuple[int | str, ...]
+    max_decisions: int | None = None
+    snapshot_turns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Planner:
     """Turns the tables of a job into rollout requests.
 
@@ -304,27 +322,43 @@ class Planner:
         return requests
 
     def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
-        assert parent.trajectory is not None
-        invalid = invalid_before(parent.trajectory, turn)
-        used_s = seconds_before(parent.trajectory, turn)
-        origin = self.source.of_group(parent.group_id, parent.trajectory.seed)
         group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
+        start = Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1)
         seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
-        rollout_id = f"{group_id}/{sibling}"
+        return self.continuation(parent, start, Continuation(group_id, sibling, seed_parts))
+
+    def continuation(self, parent: Rollout, start: Start, what: Continuation) -> RolloutRequest:
+        """A rollout in which the actor plays on from a moment of a finished one, in the rest of its limits.
+
+        Args:
+            start: `parent_turn` is how many of the parent's decisions came before it.
+        """
+        episode, done = parent.trajectory, start.parent_turn
+        assert episode is not None and done is not None, "it goes on from a decision of a finished rollout"
+        limits = self.players.limits(
+            decisions_done=done,
+            invalid=invalid_before(episode, done + 1),
+            used_s=seconds_before(episode, done + 1),
+        )
+        if what.max_decisions is not None and what.max_decisions < limits.max_decisions:
+            limits = limits.model_copy(update={"max_decisions": what.max_decisions})
+        origin = self.source.of_group(parent.group_id, episode.seed)
+        rollout_id = f"{what.group_id}/{what.sibling}"
         return RolloutRequest(
             rollout_id=rollout_id,
             run_id=self.run_id,
             iteration=parent.iteration,
-            group_id=group_id,
-            sibling=sibling,
-            start=Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1),
+            group_id=what.group_id,
+            sibling=what.sibling,
+            start=start,
             env=self.players.env(origin),
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            policy=self.players.sampled_by(ACTOR, rollout_id, *seed_parts),
+            policy=self.players.sampled_by(ACTOR, rollout_id, *what.seed_parts),
             step_rewards=self.table.step_rewards,
             multi_turn=self.players.multi_turn.for_requests(),
-            limits=self.players.limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
+            limits=limits,
+            snapshot_turns=what.snapshot_turns,
         )
 
     def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:

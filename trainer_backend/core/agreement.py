@@ -35,10 +35,29 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
     return math.fsum(a * b for a, b in zip(first, second, strict=True)) / norms
 
 
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Spearman's: Pearson's of the ranks, where equal values share the mean of theirs."""
+    return correlation(_ranks(left), _ranks(right))
+
+
 def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Share of decisions with the same sign, among those where neither is 0; None where there is none."""
     same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
     return sum(same) / len(same) if same else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    first = 0
+    while first < len(order):
+        last = first
+        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
+            last += 1
+        for place in range(first, last + 1):
+            ranks[order[place]] = (first + last) / 2
+        first = last + 1
+    return ranks
 
 
 def _centred(values: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ from trainer_backend.core.agreement import correlation, sign_agreement, spread_o
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
+from trainer_backend.credit.truth_scores import TRUTH, TruthScores
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
@@ -34,6 +35,7 @@ from trainer_backend.rundir.rollout_files import (
     read_values_after,
     write_rollouts,
 )
+from trainer_backend.rundir.truth_file import TruthFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +145,17 @@ def with_records(rollout: Rollout) -> Rollout:
 # "Same sign" is the share of decisions where two estimators agree, among those where neither is 0.
 
 Agreement = Callable[[Sequence[float], Sequence[float]], float | None]
+# Of the gradients of two estimators.
+Cosines = Mapping[tuple[str, str], float]
 
 
-def recredit_tables(credited: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> Group:
-    """Tables of spread, correlation, sign agreement and, where there are some, cosines of gradients."""
+def recredit_tables(
+    credited: Recredited, cosines: Cosines | None = None, scores: TruthScores | None = None
+) -> Group:
+    """Tables of spread, correlation, sign agreement and, where there are some, cosines of gradients.
+
+    With scores against the truth, these come last.
+    """
     advantages = {name: credited.advantages(name) for name in credited.credits}
     parts: list[Table | Text | str] = []
     if advantages:
@@ -155,9 +164,11 @@ def recredit_tables(credited: Recredited, cosines: Mapping[tuple[str, str], floa
         parts += [_pairs("correlation", advantages, correlation), ""]
         parts += [_pairs("same sign", advantages, sign_agreement)]
     if cosines:
-        parts += ["", _table("cosine of gradients", list(advantages), lambda a, b: cosines.get((a, b)))]
+        names = [*([] if scores is None else [TRUTH]), *advantages]
+        title = "cosine of gradients" if scores is None else "cosine of gradients of the measured decisions"
+        parts += ["", _table(title, names, lambda a, b: cosines.get((a, b)))]
     parts += [Text(f"{name}: {reason}", style="yellow") for name, reason in credited.refused.items()]
-    return Group(*parts)
+    return Group(*parts) if scores is None else Group(*parts, "", scores.tables())
 
 
 def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
@@ -194,14 +205,19 @@ _POINTS = 4_000
 
 
 def write_recredit(
-    credited: Recredited, folder: Path, cosines: Mapping[tuple[str, str], float] | None = None
+    credited: Recredited, folder: Path, cosines: Cosines | None = None, scores: TruthScores | None = None
 ) -> None:
-    """`figures.json`, `agreement.html`, and NAME.parquet for each estimator: the rollouts with its credit."""
+    """Write the results of `recredit`.
+
+    `figures.json`, `agreement.html`, `truth.html` with scores against the truth, and NAME.parquet for each
+    estimator: the rollouts with its credit.
+    """
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "figures.json").write_text(
-            json.dumps(figures(credited, cosines), indent=1), encoding="utf-8"
-        )
+        numbers = figures(credited, cosines) | ({} if scores is None else {TRUTH: scores.figures()})
+        (folder / "figures.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+        if scores is not None:
+            (folder / "truth.html").write_bytes(agreement_page({TRUTH: scores.true, **scores.advantages}))
         if len(credited.credits) > 1:
             (folder / "agreement.html").write_bytes(
                 agreement_page({name: credited.advantages(name) for name in credited.credits})
@@ -226,9 +242,7 @@ def agreement_page(advantages: Mapping[str, Sequence[float]]) -> bytes:
     return saved_page("agreement", charts, first=first, panels=[chart.panel for chart in charts])
 
 
-def figures(
-    credited: Recredited, cosines: Mapping[tuple[str, str], float] | None = None
-) -> dict[str, object]:
+def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:
     """All numbers of the tables."""
     advantages = {name: credited.advantages(name) for name in credited.credits}
     pairs = list(combinations(advantages, 2))
@@ -263,30 +277,82 @@ def recredit_run(
     out: Path | None,
     overrides: Sequence[str],
     *,
+    truth: Path | None = None,
     reporter: Reporter,
 ) -> tuple[Group, Path]:
     """Tables, and the folder that was written.
 
     Args:
+        truth: the file of `turnwise truth`, which the estimators are held against.
         reporter: hears of the processes that compute gradients at the checkpoint.
     """
     run = open_run(path)
     job = run.job_with(overrides).config
     for name in names:
         estimator(name)
+    file = None if truth is None else _truth_of(truth, run, iterations)
+    if file is not None:
+        iterations = [file.setting.iteration]
     stored = stored_iterations(run, iterations)
     credit = CreditAssignment.of(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
+    scores = None if file is None else TruthScores(file, _by_rollout(credited))
     cosines = None
     if checkpoint is not None:
         from trainer_backend.run.gradient_cosines import cosines_at
 
-        cosines = cosines_at(
-            checkpoint, job, run, _played(credit, credited), _advantages(credited), reporter=reporter
-        )
+        advantages = _advantages(credited) if file is None else _of_measured(credited, file)
+        cosines = cosines_at(checkpoint, job, run, _played(credit, credited), advantages, reporter=reporter)
     folder = out or run.path / "recredit"
-    write_recredit(credited, folder, cosines)
-    return recredit_tables(credited, cosines), folder
+    write_recredit(credited, folder, cosines, scores)
+    return recredit_tables(credited, cosines, scores), folder
+
+
+def _truth_of(path: Path, run: RunDirectory, iterations: Sequence[int]) -> TruthFile:
+    """
+    Raises:
+        RunDirectoryError: see `TruthFile.read`; nothing is measured yet, or only another iteration.
+    """
+    file = TruthFile.read(path, run)
+    if not file.truths:
+        raise RunDirectoryError(f"{path}: no decision is measured yet; `turnwise truth` goes on with it")
+    if iterations and set(iterations) != {file.setting.iteration}:
+        asked = ", ".join(map(str, iterations))
+        raise RunDirectoryError(
+            f"{path} is the truth of iteration {file.setting.iteration}, and --iteration asks for {asked}"
+        )
+    return file
+
+
+def _by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
+    names = [rollout.rollout_id for rollout in credited.rollouts]
+    return {
+        name: {rollout_id: item.advantages_T for rollout_id, item in zip(names, credits, strict=True)}
+        for name, credits in credited.credits.items()
+    }
+
+
+def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpisode]]:
+    """Advantages of the measured decisions, the truth's too; all others have none."""
+    names = [rollout.rollout_id for rollout in credited.rollouts]
+    first = next(iter(credited.credits.values()), [])
+
+    def masked(rollout_id: str, row_T: Sequence[float]) -> list[float]:
+        return [
+            value if (rollout_id, turn) in file.truths else 0.0 for turn, value in enumerate(row_T, start=1)
+        ]
+
+    truth = [
+        [
+            item.advantage if (item := file.truths.get((rollout_id, turn))) is not None else 0.0
+            for turn in range(1, len(credit.advantages_T) + 1)
+        ]
+        for rollout_id, credit in zip(names, first, strict=True)
+    ]
+    return {TRUTH: list[OfEpisode](truth)} | {
+        name: [masked(rollout_id, item.advantages_T) for rollout_id, item in zip(names, credits, strict=True)]
+        for name, credits in credited.credits.items()
+    }
 
 
 def _played(credit: CreditAssignment, credited: Recredited) -> list[CreditedEpisode]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from service_kit.errors import ServiceError
@@ -31,6 +31,7 @@ from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
+Result = TypeVar("Result")
 # A typical tool call in tokens of a model that was not trained for this job's tokenizer.
 _TOOL_CALL_TOKENS = 64
 
@@ -131,7 +132,7 @@ async def evaluate(
     configure_logs_from()
     data = await asyncio.to_thread(data_of, job)
     server = player if isinstance(player, Inference) else None
-    with _task_app_log() as log:
+    with task_app_log() as log:
         async with task_apps(job, log, server, data=data) as apps:
             collector = Collector(
                 apps,
@@ -141,7 +142,9 @@ async def evaluate(
             planner_for = partial(Planner.of, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data)
             play = partial(_play, collector, tell)
             if isinstance(player, Checkpoint):
-                collection = await _play_checkpoint(job, player.folder, planner_for, play)
+                collection = await by_checkpoint(
+                    job, player.folder, lambda server: play(planner_for(server).evaluation("checkpoint"))
+                )
             else:
                 collection = await play(_plan(player, planner_for, job.warmup))
         if keep is not None:
@@ -151,7 +154,7 @@ async def evaluate(
 
 
 @contextmanager
-def _task_app_log() -> Iterator[Path]:
+def task_app_log() -> Iterator[Path]:
     """Yield the log file of an own task app, which is deleted unless it may explain a failure."""
     folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
     log, is_kept = folder / "task_app.log", False
@@ -180,7 +183,10 @@ def _plan(
     return planner.evaluation("model", policy_config=plain)
 
 
-async def _play_checkpoint(job: JobConfig, folder: Path, planner_for: PlannerFor, play: Play) -> Collection:
+async def by_checkpoint(
+    job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
+) -> Result:
+    """Serve the model of a folder as the job's actor while `work` has it play."""
     # torch is imported here alone: other policies are evaluated without it.
     from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 
@@ -188,7 +194,7 @@ async def _play_checkpoint(job: JobConfig, folder: Path, planner_for: PlannerFor
         server = PolicyServer(job.job.name, listener, job.inference)
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
         with policy.serving() as inference:
-            return await policy.while_serving(play(planner_for(inference).evaluation("checkpoint")))
+            return await policy.while_serving(work(inference))
 
 
 async def _play(collector: Collector, tell: Tell | None, plan: Sequence[RolloutRequest]) -> Collection:

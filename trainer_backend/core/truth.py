@@ -1,0 +1,293 @@
+"""The true advantage of stored decisions, and how near estimators come to it. Pure.
+
+The truth of a decision is measured by pairs of continuations (`credit.truth` plays them): in pair k the
+policy plays on from after the decision, and once more from before it, with the same random numbers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
+
+Floats = npt.NDArray[np.float64]
+
+# A decision's sign counts as known where its truth is further from 0 than so many standard errors.
+_KNOWN = 2.0
+_RESAMPLES = 200
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrueAdvantage:
+    """The measured truth of one stored decision, in reward units.
+
+        advantage = mean_k d_k,   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
+
+    s' is the stored next state. In pair k the policy chose anew before the decision, earned r_k and came to
+    s'_k. G_k(s) is the discounted return of the policy from s on; both of a pair draw the same random
+    numbers, and so do the env steps of the decision itself. Where the policy chose as stored, d_k is 0
+    without playing on. So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
+
+    Attributes:
+        rollout_id, turn: of the stored decision.
+        reward: its r_t.
+        error: standard error of `advantage`: sample std of d_k over sqrt(K).
+        action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
+        pairs: K, pairs of which both sides were played.
+        failed: pairs that infrastructure failed; they are in no mean.
+        others: pairs in which the policy chose otherwise than stored.
+        decisions: what it cost, in decisions that were played.
+
+    Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
+    common random numbers: Glasserman and Yao, Management Science 38 (1992).
+    """
+
+    rollout_id: str
+    turn: int
+    reward: float
+    advantage: float
+    error: float
+    action_value: float | None
+    pairs: int
+    failed: int
+    others: int
+    decisions: int
+
+    @property
+    def state_value(self) -> float | None:
+        """V = Q - advantage; None where Q was not played."""
+        return None if self.action_value is None else self.action_value - self.advantage
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sign of the advantage is beyond the noise of its measurement."""
+        return abs(self.advantage) > _KNOWN * self.error and self.advantage != 0.0
+
+
+def mean_difference(differences_K: Sequence[float]) -> tuple[float, float]:
+    """Mean of the pairs' differences, and its standard error.
+
+    Raises:
+        ValueError: fewer than two pairs have no standard error.
+    """
+    count = len(differences_K)
+    if count < 2:
+        raise ValueError(f"a standard error needs at least two pairs, got {count}")
+    mean = math.fsum(differences_K) / count
+    deviations = math.hypot(*(value - mean for value in differences_K))
+    return mean, deviations / math.sqrt(count - 1) / math.sqrt(count)
+
+
+def even_order(count: int, seed: int) -> Iterator[int]:
+    """All indices below `count`; those at the beginning are spread evenly over the whole range.
+
+    Any first n of a sorted list are then nearly a stratified sample of it: each stratum has its share of
+    them, up to about one. A longer sample begins with a shorter one, so that a measurement can be continued.
+
+    Args:
+        seed: of where the order begins.
+
+    Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
+    Sequences, 1974, chapter 2.3.
+    """
+    free = set(range(count))
+    place = np.random.default_rng(seed).random()
+    while free:
+        index = min(int(place * count), count - 1)
+        if index in free:
+            free.discard(index)
+            yield index
+        place = (place + _GOLDEN) % 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How well a truth is known.
+
+    Attributes:
+        decisions: measured ones.
+        spread: std of the true advantages over decisions, in reward units: that of the measured ones, less
+            what their noise adds.
+        error: root mean square of their standard errors.
+        known: share of the decisions whose sign is beyond the noise.
+        failed: pairs that were lost.
+        played: decisions that the measurement took.
+    """
+
+    decisions: int
+    spread: float
+    error: float
+    known: float
+    failed: int
+    played: int
+
+    @property
+    def ratio(self) -> float | None:
+        """The standard error against the spread; None where nothing but noise was seen."""
+        return self.error / self.spread if self.spread > 0.0 else None
+
+
+def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
+    """Of at least one decision."""
+    noise = math.fsum(item.error**2 for item in truths) / len(truths)
+    variance = spread_of([item.advantage for item in truths]).std ** 2
+    return Noise(
+        len(truths),
+        math.sqrt(max(variance - noise, 0.0)),
+        math.sqrt(noise),
+        sum(item.is_known for item in truths) / len(truths),
+        failed=sum(item.failed for item in truths),
+        played=sum(item.decisions for item in truths),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions.
+
+    Attributes:
+        name: which decisions.
+        mean: of scale * A - truth, in reward units.
+        error: its standard error over decisions.
+    """
+
+    name: str
+    decisions: int
+    mean: float
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TruthScore:
+    """An estimator's advantages A against the truth T of the same decisions.
+
+    Attributes:
+        correlation: Pearson's of A and T; None where one of them is constant. The bounds are those of its
+            95 % interval, by resampling episodes.
+        noiseless: what the correlation would be without the noise of T: divided by sqrt(1 - noise / variance
+            of T); None where T is nothing but noise.
+        rank: Spearman's correlation.
+        sign_agreement: share with the sign of T, among decisions whose sign is known and whose A is not 0.
+        scale: the c that brings c * A nearest to T: a learning rate makes up for an estimator's unit.
+        error: mean squared error of scale * A, less the noise of T, in squared reward units.
+        explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
+        variance: of scale * A.
+        zero_share: share of decisions without a signal.
+        biases: by turn and by reward.
+
+    Source: the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
+    """
+
+    decisions: int
+    correlation: float | None
+    low: float | None
+    high: float | None
+    noiseless: float | None
+    rank: float | None
+    sign_agreement: float | None
+    scale: float
+    error: float
+    explained: float | None
+    variance: float
+    zero_share: float
+    biases: tuple[Bias, ...]
+
+
+def truth_score(advantages: Sequence[float], truths: Sequence[TrueAdvantage]) -> TruthScore:
+    """Score one estimator.
+
+    Args:
+        advantages: [N] of the measured decisions, in their order.
+        truths: [N], at least one.
+    """
+    true = [item.advantage for item in truths]
+    noise = math.fsum(item.error**2 for item in truths) / len(truths)
+    square = math.fsum(value * value for value in advantages)
+    scale = math.fsum(a * t for a, t in zip(advantages, true, strict=True)) / square if square else 0.0
+    scaled = [scale * value for value in advantages]
+    apart = [a - t for a, t in zip(scaled, true, strict=True)]
+    error = math.fsum(value * value for value in apart) / len(apart) - noise
+    true_square = math.fsum(value * value for value in true) / len(true) - noise
+    known = [(a, t) for a, t, item in zip(advantages, true, truths, strict=True) if item.is_known]
+    low, high = _interval(advantages, truths)
+    found = correlation(advantages, true)
+    return TruthScore(
+        decisions=len(truths),
+        correlation=found,
+        low=low,
+        high=high,
+        noiseless=_without_noise(found, true, noise),
+        rank=rank_correlation(advantages, true),
+        sign_agreement=sign_agreement([a for a, _ in known], [t for _, t in known]),
+        scale=scale,
+        error=error,
+        explained=1.0 - error / true_square if true_square > 0.0 else None,
+        variance=spread_of(scaled).std ** 2,
+        zero_share=spread_of(advantages).zero_frac,
+        biases=_biases(apart, truths),
+    )
+
+
+def _without_noise(found: float | None, true: Sequence[float], noise: float) -> float | None:
+    variance = spread_of(true).std ** 2
+    if found is None or variance <= noise:
+        return None
+    return found / math.sqrt(1.0 - noise / variance)
+
+
+def _interval(
+    advantages: Sequence[float], truths: Sequence[TrueAdvantage]
+) -> tuple[float | None, float | None]:
+    """95 % interval of the correlation: whole episodes are drawn with replacement."""
+    number: dict[str, int] = {}
+    episode_N = np.array([number.setdefault(item.rollout_id, len(number)) for item in truths])
+    if len(number) < 2:
+        return None, None
+    pairs_N2 = np.array([(a, item.advantage) for a, item in zip(advantages, truths, strict=True)])
+    random = np.random.default_rng(0)
+    drawn = (
+        np.bincount(random.integers(len(number), size=len(number)), minlength=len(number))
+        for _ in range(_RESAMPLES)
+    )
+    values = [_weighted_correlation(pairs_N2, counts[episode_N].astype(float)) for counts in drawn]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < _RESAMPLES // 2:
+        return None, None
+    low, high = np.quantile(finite, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _weighted_correlation(pairs_N2: Floats, weights_N: Floats) -> float:
+    if not weights_N.any():
+        return math.nan
+    centred = pairs_N2 - np.average(pairs_N2, axis=0, weights=weights_N)
+    covariance = (centred * weights_N[:, None]).T @ centred
+    norm = math.sqrt(covariance[0, 0] * covariance[1, 1])
+    return float(covariance[0, 1] / norm) if norm > 0.0 else math.nan
+
+
+def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bias, ...]:
+    """By thirds of the turns, and by whether the decision earned something."""
+    turns = sorted(item.turn for item in truths)
+    first, second = turns[len(turns) // 3], turns[2 * len(turns) // 3]
+    parts: Mapping[str, Sequence[float]] = {
+        f"turns below {first}": [d for d, item in zip(apart, truths, strict=True) if item.turn < first],
+        f"turns {first} to {second - 1}": [
+            d for d, item in zip(apart, truths, strict=True) if first <= item.turn < second
+        ],
+        f"turns from {second}": [d for d, item in zip(apart, truths, strict=True) if item.turn >= second],
+        "no reward": [d for d, item in zip(apart, truths, strict=True) if item.reward == 0.0],
+        "a reward": [d for d, item in zip(apart, truths, strict=True) if item.reward != 0.0],
+    }
+    return tuple(_bias(name, values) for name, values in parts.items() if values)
+
+
+def _bias(name: str, values: Sequence[float]) -> Bias:
+    if len(values) < 2:
+        return Bias(name, len(values), values[0], None)
+    mean, error = mean_difference(values)
+    return Bias(name, len(values), mean, error)

@@ -1,0 +1,112 @@
+"""`turnwise recredit --truth`: every estimator against the measured truth of the same decisions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from trainer_backend.core.truth import Noise, TrueAdvantage, TruthScore, noise_of, truth_score
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
+
+TRUTH = "truth"
+
+
+class TruthScores:
+    """Estimators and the truth, over the measured decisions.
+
+    Args:
+        file: at least one decision is measured.
+        advantages: by estimator, the advantages of each rollout; what the truth has measured is among them.
+
+    Attributes:
+        advantages: by estimator, of the measured decisions.
+        true: of them.
+    """
+
+    def __init__(self, file: TruthFile, advantages: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        self.setting, truths = file.setting, list(file.truths.values())
+        self.noise = noise_of(truths)
+        self.true = [item.advantage for item in truths]
+        self.advantages = {name: _at(of_rollouts, truths) for name, of_rollouts in advantages.items()}
+        self.scores = {name: truth_score(values, truths) for name, values in self.advantages.items()}
+
+    def figures(self) -> dict[str, object]:
+        """All numbers of the tables."""
+        return {
+            "setting": self.setting.model_dump(mode="json"),
+            "noise": {**asdict(self.noise), "ratio": self.noise.ratio},
+            "estimators": {name: asdict(score) for name, score in self.scores.items()},
+        }
+
+    def tables(self) -> Group:
+        """A row an estimator, the nearest first; then where each lies beside the truth."""
+        return Group(
+            noise_lines(self.setting, self.noise), "", _scores(self.scores), "", _biases(self.scores)
+        )
+
+
+def _at(of_rollouts: Mapping[str, Sequence[float]], truths: Sequence[TrueAdvantage]) -> list[float]:
+    values = []
+    for item in truths:
+        row_T = of_rollouts.get(item.rollout_id, ())
+        if item.turn > len(row_T):
+            raise RunDirectoryError(
+                f"decision {item.turn} of rollout {item.rollout_id!r} was measured, and is stored no more"
+            )
+        values.append(row_T[item.turn - 1])
+    return values
+
+
+def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
+    """What was measured, and how well it is known."""
+    horizon = "to the end of their episodes" if setting.horizon is None else f"of {setting.horizon} decisions"
+    draws = "own draws of the world" if setting.fresh_draws else "the draws that the stored episode met"
+    against = f", {noise.ratio:.2f} of their spread {noise.spread:.3f}" if noise.ratio is not None else ""
+    lost = f"; {noise.failed} pairs were lost, and count nowhere" if noise.failed else ""
+    return Text(
+        f"{noise.decisions} decisions of iteration {setting.iteration}, by {setting.continuations} pairs of "
+        f"continuations {horizon} with {draws}, gamma {setting.gamma:g}, policy {setting.checkpoint}: "
+        f"{noise.played} decisions were played{lost}.\n"
+        f"True advantages have a standard error of {noise.error:.3f}{against}; the sign of "
+        f"{noise.known:.0%} is known (beyond two standard errors)."
+    )
+
+
+def _scores(scores: Mapping[str, TruthScore]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    titles = (
+        "against the truth", "correlation", "95 %", "without noise", "rank", "same sign", "explained",
+        "scale", "variance", "share of 0",
+    )  # fmt: skip
+    for title in titles:
+        table.add_column(title, justify="left" if title == titles[0] else "right")
+    for name, score in sorted(scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
+        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} to {score.high:+.2f}"
+        table.add_row(
+            name, _number(score.correlation), bounds, _number(score.noiseless), _number(score.rank),
+            "-" if score.sign_agreement is None else f"{score.sign_agreement:.0%}",
+            _number(score.explained), f"{score.scale:.3f}", f"{score.variance:.4f}",
+            f"{score.zero_share:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _biases(scores: Mapping[str, TruthScore]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    names = [bias.name for bias in next(iter(scores.values())).biases] if scores else []
+    for title in ("bias", *names):
+        table.add_column(title, justify="left" if title == "bias" else "right")
+    for name, score in scores.items():
+        cells = [
+            f"{bias.mean:+.3f}" + ("" if bias.error is None else f" ± {bias.error:.3f}")
+            for bias in score.biases
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
