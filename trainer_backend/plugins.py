@@ -9,6 +9,7 @@ from typing import TypeVar
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.adaptive import AdaptiveSchedule
 from trainer_backend.core.advantages.branch import branch
+from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.advantages.gae import gae, gae_token
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
@@ -46,39 +47,107 @@ _ANCHOR_KEYS = _OF_SCORES | frozenset(
     | {"context_alpha"}
 )
 _OF_ANCHORS = "compares a decision with those that reached its state, itself among them"
-ESTIMATORS: dict[str, EstimatorPlug] = {
-    "grpo": EstimatorPlug(grpo, _OF_SCORES, divides_by_std=True, bias="divides by a standard deviation"),
-    "grpo_no_std": EstimatorPlug(
-        grpo_no_std, _OF_SCORES, bias="counts an episode in its own baseline: (G - 1) / G"
+_SPREAD = "their sample standard deviation, or 1 where it is 0"
+_OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
+_AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
+_LATER = ("later", "what later decisions changed, discounted by gamma and lambda")
+_GIGPO = Derivation(
+    (
+        "episode_advantage = (score - score_baseline) / score_scale",
+        "step_advantage = (return - baseline) / scale",
+        "advantage = episode_weight * episode_advantage + step_weight * step_advantage",
     ),
-    "rloo": EstimatorPlug(rloo, _OF_SCORES),
-    "stepwise": EstimatorPlug(stepwise),
+    (
+        ("score_baseline", "mean of the group"),
+        ("baseline", "mean of {compared} other[s] in the same state and itself"),
+    ),
+)
+ESTIMATORS: dict[str, EstimatorPlug] = {
+    "grpo": EstimatorPlug(
+        grpo,
+        Derivation(("advantage = (score - baseline) / scale",), (_OF_GROUP, ("scale", _SPREAD))),
+        _OF_SCORES,
+        divides_by_std=True,
+        bias="divides by a standard deviation",
+    ),
+    "grpo_no_std": EstimatorPlug(
+        grpo_no_std,
+        Derivation(("advantage = score - baseline",), (_OF_GROUP,)),
+        _OF_SCORES,
+        bias="counts an episode in its own baseline: (G - 1) / G",
+    ),
+    "rloo": EstimatorPlug(
+        rloo,
+        Derivation(("advantage = score - baseline",), (("baseline", "mean of {compared} sibling[s]"),)),
+        _OF_SCORES,
+    ),
+    "stepwise": EstimatorPlug(stepwise, Derivation(("advantage = return - baseline",), (_AT_TURN,))),
     "branch": EstimatorPlug(
-        branch, frozenset({"branches_per_episode", "branch_rollouts"}), needs_branches=True
+        branch,
+        Derivation(
+            ("advantage = return - baseline",),
+            (_AT_TURN, ("baseline", "mean of {branches} branch[es] from before this decision")),
+        ),
+        frozenset({"branches_per_episode", "branch_rollouts"}),
+        needs_branches=True,
     ),
     "reinforce_pp": EstimatorPlug(
-        reinforce_pp, divides_by_std=True, compares_siblings=False, bias="divides by a standard deviation"
+        reinforce_pp,
+        Derivation(
+            ("advantage = (return - baseline) / scale",),
+            (
+                ("baseline", "mean of {compared} other decision[s] of the batch and itself"),
+                ("scale", _SPREAD),
+            ),
+        ),
+        divides_by_std=True,
+        compares_siblings=False,
+        bias="divides by a standard deviation",
     ),
     "reinforce_pp_baseline": EstimatorPlug(
-        reinforce_pp_baseline, _OF_SCORES, divides_by_std=True, bias="divides by a standard deviation"
+        reinforce_pp_baseline,
+        Derivation(
+            ("advantage = (score - baseline - batch_baseline) / scale",),
+            (
+                _OF_GROUP,
+                ("batch_baseline", "mean of score - baseline over the decisions of the batch"),
+                ("scale", _SPREAD),
+            ),
+        ),
+        _OF_SCORES,
+        divides_by_std=True,
+        bias="divides by a standard deviation",
     ),
     "gae": EstimatorPlug(
         gae,
+        Derivation(
+            ("td_error = reward + discount * next_value - value", "advantage = td_error + later"), (_LATER,)
+        ),
         frozenset({"gae_lambda", "bootstrap_truncated"}),
         needs_values="decision",
         compares_siblings=False,
     ),
     "gae_token": EstimatorPlug(
         gae_token,
+        Derivation(
+            ("advantage = td_error + later",),
+            (("td_error", "what the decision changed, mean over its tokens"), _LATER),
+        ),
         frozenset({"gae_lambda", "gae_token_lambda", "bootstrap_truncated"}),
         needs_values="token",
         compares_siblings=False,
     ),
     "gigpo": EstimatorPlug(
-        gigpo, _ANCHOR_KEYS | {"omega"}, needs_state_keys=True, divides_by_std=True, bias=_OF_ANCHORS
+        gigpo,
+        _GIGPO,
+        _ANCHOR_KEYS | {"omega"},
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=_OF_ANCHORS,
     ),
     "gigpo_additive": EstimatorPlug(
         gigpo_additive,
+        _GIGPO,
         _ANCHOR_KEYS | {"step_advantage_w"},
         needs_state_keys=True,
         divides_by_std=True,

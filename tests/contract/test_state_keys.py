@@ -30,7 +30,8 @@ def test_gigpo_compares_decisions_that_were_made_in_one_state(trained: Any, tmp_
     ]
     assert all(decision["state_key"].startswith("1:") for decision in decisions)
     for decision in decisions:
-        joined = (decision["episode_advantage"] + decision["step_advantage"]) / 2
+        parts = decision["advantage_parts"]
+        joined = (parts["episode_advantage"] + parts["step_advantage"]) / 2
         assert decision["advantage"] == pytest.approx(joined)
     algorithm = job.algorithm.model_copy(update={"state_hashing_function": "text"})
     by_text = job.model_copy(update={"algorithm": algorithm})

@@ -47,8 +47,10 @@ def test_episode_scores_are_outcomes_where_the_job_says_so_and_step_returns_come
     # Outcomes 1 and 1/2: A_E = 1/4, -1/4. Returns 1/2, 1 and 3/4, 1/2 (gamma 1/2), of which the first meet in
     # one state: A_S = -1/8, 1/8, and 0 in states that nobody shares.
     first, second = credits(two_dialogues(), **GIGPO, episode_score="outcome")
-    assert first.parts == {"episode_advantage": [0.25, 0.25], "step_advantage": [-0.125, 0.0]}
-    assert second.parts == {"episode_advantage": [-0.25, -0.25], "step_advantage": [0.125, 0.0]}
+    assert first.parts["episode_advantage"] == [0.25, 0.25]
+    assert first.parts["step_advantage"] == [-0.125, 0.0]
+    assert second.parts["episode_advantage"] == [-0.25, -0.25]
+    assert second.parts["step_advantage"] == [0.125, 0.0]
     assert (first.advantages_T, second.advantages_T) == ([0.0625, 0.125], [-0.0625, -0.125])
     assert (first.rewards_T, second.rewards_T) == ([0.0, 1.0], [0.5, 0.5])
     for summed in (

@@ -1,6 +1,7 @@
 """`turnwise recredit` and `turnwise inspect` on the tiny trained run."""
 
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -132,3 +133,4 @@ def test_the_commands_print_and_name_the_folder(trained, tmp_path):
     assert done.exit_code == 0 and "written:" in done.output
     shown = CliRunner().invoke(app, ["inspect", "train/2/0/0", "--run", str(directory.path)])
     assert shown.exit_code == 0 and "decision 1" in shown.output
+    assert re.search(r"advantage \S+ = return \S+ - baseline \S+; baseline: mean of 3 siblings", shown.output)

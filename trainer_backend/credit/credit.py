@@ -96,8 +96,8 @@ class _Estimate:
     trained: Sequence[OfEpisode]
     targets: list[CriticTargets | None]
 
-    def credits(self, gamma: float) -> list[Credit]:
-        return [self._credit(index, gamma) for index in range(len(self.episodes))]
+    def credits(self, algorithm: AlgorithmTable) -> list[Credit]:
+        return [self._credit(index, algorithm) for index in range(len(self.episodes))]
 
     def actor_metrics(self, gamma: float) -> dict[str, float]:
         """Metrics of the actor's samples, where it has any, and the estimator's own of all samples."""
@@ -110,14 +110,15 @@ class _Estimate:
         paid = [self.earned[index].paid_T for index in own]
         return decision_metrics([self.trajectories[index] for index in own], paid) | metrics
 
-    def _credit(self, index: int, gamma: float) -> Credit:
+    def _credit(self, index: int, algorithm: AlgorithmTable) -> Credit:
         """Return the credit that is stored with one episode; with a critic, returns are its targets."""
         episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
-        discounted_T = discounted_returns(episode.rewards_T, gamma)
+        discounted_T = discounted_returns(episode.rewards_T, algorithm.gamma)
         return Credit(
             episode.rewards_T,
             advantages.per_episode[index],
             discounted_T if targets is None else firsts(targets.returns),
+            algorithm.advantage,
             {name: values[index] for name, values in advantages.parts.items()},
             state_keys_T=episode.state_keys_T,
             branch_returns_T=episode.branch_returns_T,
@@ -182,11 +183,11 @@ class CreditAssignment:
             **kl_metrics(estimate.earned),
             "group/flat": float(len(flat)),
         }
-        return Credited(episodes, estimate.credits(self.algorithm.gamma), metrics, flat)
+        return Credited(episodes, estimate.credits(self.algorithm), metrics, flat)
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
         """The credits of `credit` alone, without what only an update and its logs need; else the same."""
-        return self._estimate(rollouts, measured).credits(self.algorithm.gamma)
+        return self._estimate(rollouts, measured).credits(self.algorithm)
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
         """Stop 7 for those that finished.

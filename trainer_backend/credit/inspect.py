@@ -13,6 +13,7 @@ from shared_schemas.trajectory import StepData, Trajectory, UserReward
 from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.pages.credit_view import credit_figures, credit_lines
 from trainer_backend.pages.episode_view import (
     action_text,
     interaction_texts,
@@ -25,14 +26,6 @@ from trainer_backend.pages.episode_view import (
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, rollout_ids
 
-_CREDIT = (
-    ("r_t", "reward"),
-    ("return", "return_to_go"),
-    ("V", "value"),
-    ("A_E", "episode_advantage"),
-    ("A_S", "step_advantage"),
-    ("advantage", "advantage"),
-)
 _KEY_SHOWN = 10
 
 
@@ -105,6 +98,8 @@ def _parts(
             yield Text("\n".join(lines[step.turn]))
         if step.turn <= len(credits):
             yield _credit(credits[step.turn - 1])
+            for equation, words in credit_lines(credits[step.turn - 1]):
+                yield Text(f"{equation}; {words}" if words else equation)
     if rest := last_messages(episode):
         yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
 
@@ -199,10 +194,10 @@ def _earned(step: StepData) -> str:
 
 def _credit(columns: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
-    known = [(title, columns[name]) for title, name in _CREDIT if columns.get(name) is not None]
-    for title, _ in known:
-        table.add_column(title, justify="right")
-    cells = [f"{value:+.3f}" for _, value in known]
+    figures = credit_figures(columns, "{:+.3f}".format)
+    for figure in figures:
+        table.add_column(figure.name, justify="right")
+    cells = [figure.value for figure in figures]
     if columns.get("token_logprobs"):
         table.add_column("nats to reference", justify="right")
         own, reference = columns["token_logprobs"], columns["token_reference_logprobs"]

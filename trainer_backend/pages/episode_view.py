@@ -4,14 +4,15 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.trajectory import StepData, Trajectory, exact_tokens, prompts
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.pages.figures import number, signed, spaced
+from trainer_backend.pages.credit_view import Columns, Figure, credit_figures, credit_lines
+from trainer_backend.pages.figures import MINUS, number, signed, spaced
 
 
 def new_messages(step: StepData) -> list[str]:
@@ -191,16 +192,6 @@ def calls_of(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
     return tuple(Call(call.function.name, call.function.arguments) for call in calls)
 
 
-Columns = Mapping[str, Any]  # of one decision in a Parquet file
-
-_CREDIT = (
-    ("reward", "r_t", "what this decision earned"),
-    ("return_to_go", "return-to-go", "discounted sum of r from here on"),
-    ("value", "V", "the return that the critic expected"),
-    ("episode_advantage", "A_E", "its episode against the siblings"),
-    ("step_advantage", "A_S", "the decision against others made in the same state"),
-    ("advantage", "advantage", "what the update was given"),
-)
 _DID_CHARS = 160
 BAR_WIDTH = 64.0
 
@@ -237,20 +228,12 @@ class DecisionLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A number with its name and the meaning of the name."""
-
-    name: str
-    value: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
 class DecisionView:
     """All of one decision.
 
     Attributes:
         credit: its rewards and advantages in training; empty if it was not trained on.
+        derivation: how the advantage follows from its parts: equations with numbers, each with words.
         measures: counts and rewards, each with its meaning.
         prompt: the messages that the model saw.
         fresh: the prompt is written anew for each decision, so no message is marked as new.
@@ -261,6 +244,7 @@ class DecisionView:
 
     turn: int
     credit: tuple[Figure, ...]
+    derivation: tuple[tuple[str, str], ...]
     measures: tuple[Figure, ...]
     unlocked: tuple[str, ...]
     prompt: tuple[MessageView, ...]
@@ -306,7 +290,8 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
     )
     return DecisionView(
         turn=turn,
-        credit=tuple(_credit(stored)),
+        credit=tuple(credit_figures(stored, signed)),
+        derivation=tuple((line.replace("-", MINUS), words) for line, words in credit_lines(stored)),
         measures=tuple(_measures(step)),
         unlocked=tuple(map(spaced, step_deltas(step).unique)),
         prompt=tuple(prompt_of(episode, turn)),
@@ -328,14 +313,6 @@ def bar_of(advantage: float, largest: float) -> Bar:
     middle = BAR_WIDTH / 2
     width = round(middle * min(1.0, abs(advantage) / largest), 1) if largest else 0.0
     return Bar("up", middle, width) if advantage >= 0 else Bar("down", middle - width, width)
-
-
-def _credit(stored: Columns) -> list[Figure]:
-    return [
-        Figure(title, signed(stored[name]), meaning)
-        for name, title, meaning in _CREDIT
-        if stored.get(name) is not None
-    ]
 
 
 def _measures(step: StepData) -> list[Figure]:

@@ -16,12 +16,15 @@ import pyarrow.parquet as pq
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
+from trainer_backend.core.advantages.derivation import PARTS
 from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import replace_text, replacement, write_errors
 
+# A part with a column of its own: the critic's values are read again (`read_values`).
+_OWN_COLUMNS = ("value",)
 _DECISION = pa.struct(
     [
         ("turn", pa.int32()),
@@ -35,8 +38,7 @@ _DECISION = pa.struct(
         ("reward", pa.float64()),
         ("return_to_go", pa.float64()),
         ("advantage", pa.float64()),
-        ("episode_advantage", pa.float64()),
-        ("step_advantage", pa.float64()),
+        ("advantage_parts", pa.struct([(name, pa.float64()) for name in PARTS if name not in _OWN_COLUMNS])),
         ("state_key", pa.string()),
         ("value", pa.float64()),
         ("branch_returns", pa.list_(pa.float64())),
@@ -68,6 +70,7 @@ _SCHEMA = pa.schema(
         ("truncated", pa.bool_()),
         ("failure_code", pa.string()),
         ("value_after", pa.float64()),
+        ("estimator", pa.string()),
         ("decisions", pa.list_(_DECISION)),
         ("rollout", pa.string()),
     ]
@@ -90,7 +93,8 @@ class Credit:
     advantages_T: the advantages of the update; if they differ by token, their means.
     returns_T: G_t, the discounted sum of r from t on; with a critic advantage plus value (of a decision's
         first token); empty if not computed.
-    parts: components of the advantages, by column of `decisions`, where the estimator reports them.
+    estimator: its name, `algorithm.advantage`.
+    parts: what the advantages were made of, by the names of `core.advantages.derivation.PARTS`.
     state_keys_T: the states that were compared; empty without a comparison.
     branch_returns_T: the returns of the branches that start before each decision; empty without branches.
     token_advantages, token_values: values by sampled token, where the estimator distinguishes tokens.
@@ -100,7 +104,8 @@ class Credit:
     rewards_T: Sequence[float]
     advantages_T: Sequence[float]
     returns_T: Sequence[float] = ()
-    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    estimator: str | None = None
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     state_keys_T: Sequence[str] = ()
     branch_returns_T: Sequence[Sequence[float]] = ()
     token_advantages: ByToken | None = None
@@ -109,7 +114,10 @@ class Credit:
 
     def of(self, t: int) -> dict[str, Any]:
         """Return the columns of decision t."""
-        columns: dict[str, Any] = {name: values[t] for name, values in self.parts.items()}
+        parts = {name: values[t] for name, values in self.parts.items()}
+        columns: dict[str, Any] = {name: parts.pop(name) for name in _OWN_COLUMNS if name in parts}
+        if parts:
+            columns["advantage_parts"] = parts
         for name, column in (("state_key", self.state_keys_T), ("return_to_go", self.returns_T)):
             if column:
                 columns[name] = column[t]
@@ -217,10 +225,15 @@ def rollout_ids(path: Path) -> list[str]:
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """Return the columns of each decision of one rollout, which the file must hold; none for a failed one."""
+    """Return the columns of each decision of one rollout, which the file must hold; none for a failed one.
+
+    With them stands `estimator`, which is a column of the rollout; files of an earlier version lack it.
+    """
     with _read_errors(path):
-        table = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
-        return table.column("decisions")[0].as_py() or []
+        columns = [name for name in ("decisions", "estimator") if name in pq.read_schema(path).names]
+        table = pq.read_table(path, columns=columns, filters=[("rollout_id", "=", rollout_id)])
+        (row,) = table.to_pylist()
+        return [{**decision, "estimator": row.get("estimator")} for decision in row["decisions"] or ()]
 
 
 def read_values(path: Path) -> dict[str, OfEpisode]:
@@ -302,6 +315,7 @@ def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:
         "decision_count": len(trajectory.steps),
         "stop_reason": str(trajectory.stop_reason),
         "value_after": credit.value_after if credit else None,
+        "estimator": credit.estimator if credit else None,
         "decisions": [_decision(step, credit) for step in trajectory.steps],
     }
     return row

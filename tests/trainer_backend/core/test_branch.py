@@ -22,6 +22,9 @@ def test_a_decision_is_held_against_the_mean_of_its_branches_and_the_others_agai
     b = episode([2.0, 0.0], [[], []], name="b")
     found = branch([a, b], HALF)
     assert found.per_episode == [[3.0 - 2.0, 4.0 - 1.5, 4.0 - 0.0], [2.0 - 3.0, 0.0 - 4.0]]
+    assert found.parts["baseline"] == [[2.0, 1.5, 0.0], [3.0, 4.0]]
+    assert found.parts["branches"] == [[None, 2.0, None], [None, None]]
+    assert found.parts["compared"] == [[1.0, None, 1.0], [1.0, 1.0]]
     assert found.diagnostics["advantages/branched"] == 1.0
     assert found.diagnostics["advantages/branched_share"] == 1 / 5
     assert found.diagnostics["advantages/branched_abs"] == 2.5

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer_backend.core.advantages.derivation import PARTS, substituted
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.critic import ByToken
 from trainer_backend.errors import AdvantageError
@@ -66,8 +67,40 @@ def test_every_decision_has_one_finite_advantage(drawn):
         assert [len(row_T) for row_T in found.per_episode] == [len(item.rewards_T) for item in episodes], name
         assert all(math.isfinite(value) for row_T in found.per_episode for value in row_T), name
         assert all(math.isfinite(value) for value in found.diagnostics.values()), name
+
+
+@given(
+    drawn=BATCH,
+    after=st.integers(-8, 8),
+    changes=st.sampled_from([{}, {"fnorm": "one"}, {"context_depth": 1}, {"episode_baseline": "step"}]),
+)
+def test_the_equations_of_its_derivation_give_its_advantages_back(drawn, after, changes):
+    episodes = [replace(item, truncated=True, value_after=float(after)) for item in batch_of(drawn)]
+    config = replace(CONFIG, bootstrap_truncated=True, step_advantage_w=0.75, **changes)
+    for name, plug in ESTIMATORS.items():
+        found = computed(name, episodes, config)
+        assert found.parts.keys() <= PARTS.keys(), name
         for part in found.parts.values():
             assert [len(row_T) for row_T in part] == [len(item.rewards_T) for item in episodes], name
+        for i, item in enumerate(episodes):
+            for t, reward in enumerate(item.rewards_T):
+                numbers = {part: rows[i][t] for part, rows in found.parts.items()} | {"reward": reward}
+                numbers["advantage"] = found.per_episode[i][t]
+                for given_by_parts, number in equated(plug.derivation, numbers):
+                    largest = max(1.0, *(abs(value) for value in numbers.values() if value is not None))
+                    assert abs(given_by_parts - number) <= 1e-12 * largest, (name, numbers)
+
+
+def equated(derivation, numbers):
+    """Both sides of each equation whose numbers are known; the last one's are."""
+    for equation in derivation.equations:
+        result, right = equation.split(" = ")
+        try:
+            arithmetic = substituted(right, lambda name: f"({numbers[name]!r})")
+        except KeyError:
+            assert equation != derivation.equations[-1], "the advantage always follows"
+            continue
+        yield eval(arithmetic, {"__builtins__": {}}), numbers[result]
 
 
 @EACH

@@ -45,6 +45,15 @@ def test_the_advantage_of_a_decision_is_the_mean_of_its_tokens_and_its_value_tha
     assert found.parts["value"] == [[1.0, 2.0]]
 
 
+def test_the_parts_of_a_decision_are_the_means_of_what_its_own_and_what_later_tokens_changed():
+    # As above: the surprises of the first decision are 2 - 1/2 = 3/2 (its second token's at 1/2) and -1, mean
+    # 1/4; the next decision's advantage, 2, counts 1/4 for the last token and 1/8 for the first, mean 3/8.
+    config = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
+    parts = gae_token([episode([1.0, 4.0], [[1.0, 3.0], [2.0]])], config).parts
+    assert parts["td_error"] == [[0.25, 2.0]]
+    assert parts["later"] == [[0.375, 0.0]]
+
+
 @given(DECISIONS, SHARE)
 def test_a_critic_that_says_0_and_lambda_1_give_every_token_the_return_to_go_of_its_decision(
     decisions, gamma

@@ -57,6 +57,29 @@ def test_a_decision_shows_the_credit_that_is_stored_and_leaves_out_what_is_not()
     assert decision_view(PLAYED, CREDIT, 1).state_key == "k"
 
 
+def test_a_decision_says_how_its_advantage_follows_from_its_parts():
+    parts = {"return": 1.5, "baseline": -0.5, "compared": 3.0, "branches": None}
+    stored = CREDIT[0] | {"estimator": "stepwise", "advantage_parts": parts}
+    assert decision_view(PLAYED, [stored], 1).derivation == (
+        (
+            "advantage 2 = return 1.5 − baseline −0.5",  # noqa: RUF001
+            "baseline: mean of 3 siblings at this turn (0 for one that has ended)",
+        ),
+    )
+    assert decision_view(PLAYED, CREDIT, 1).derivation == (), "an earlier version stored no parts"
+    gone = stored | {"estimator": "an estimator of a later version"}
+    assert decision_view(PLAYED, [gone], 1).derivation == ()
+
+
+def test_parts_that_an_earlier_version_stored_as_columns_are_shown():
+    stored = {"advantage": 0.5, "episode_advantage": 0.25, "step_advantage": 0.75}
+    assert [figure.name for figure in decision_view(PLAYED, [stored], 1).credit] == [
+        "A_E",
+        "A_S",
+        "advantage",
+    ]
+
+
 def test_a_fresh_prompt_is_all_new_and_is_not_called_so():
     view = decision_view(PLAYED, [], 2)
     assert view.fresh

@@ -129,6 +129,28 @@ def test_a_critics_values_come_back_as_they_were_by_decision_or_by_token(tmp_pat
     assert [decision["token_advantages"] for decision in row["decisions"]] == [[0.25, 0.75], [-0.5]]
 
 
+def test_the_parts_of_advantages_are_stored_with_their_estimator_and_missing_ones_are_null(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    parts = {"return": [1.0, 0.1], "compared": [None, 3.0], "value": [0.25, 0.5]}
+    item = rollout(1, [WOOD, COW])
+    write_rollouts(path, [item], [Credit([1.0, 2.0], [0.5, -0.5], estimator="branch", parts=parts)])
+    first, second = read_decisions(path, item.rollout_id)
+    assert first["estimator"] == second["estimator"] == "branch"
+    stored = [
+        {name: value for name, value in decision["advantage_parts"].items() if value is not None}
+        for decision in (first, second)
+    ]
+    assert stored == [{"return": 1.0}, {"return": 0.1, "compared": 3.0}]
+    assert (first["value"], second["value"]) == (0.25, 0.5), "in its own column, where recredit reads it"
+
+
+def test_a_file_of_a_version_without_parts_has_no_estimator(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    rows = [{"rollout_id": "r", "decisions": [{"turn": 1, "episode_advantage": 0.5}]}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert read_decisions(path, "r") == [{"turn": 1, "episode_advantage": 0.5, "estimator": None}]
+
+
 def test_a_file_of_a_version_without_critics_has_no_values(tmp_path: Path):
     path = tmp_path / "a.parquet"
     rows = [{"rollout_id": "r", "status": "finished", "decisions": [{"turn": 1}]}]

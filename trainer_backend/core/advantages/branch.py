@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, Parts
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
@@ -32,7 +32,7 @@ def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advan
         config: gamma is read.
 
     Returns:
-        [T] advantages for each episode, and counts.
+        [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: no branches were played; the return of one is not finite; see `siblings`.
@@ -42,10 +42,9 @@ def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advan
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
     """
     others = stepwise(episodes, config)
-    advantages = [
-        _of_episode(episode, others_T, config.gamma)
-        for episode, others_T in zip(episodes, others.per_episode, strict=True)
-    ]
+    rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
+    of_episodes = [_of_episode(*row, config.gamma) for row in rows]
+    advantages = [own_T for own_T, _ in of_episodes]
     measured = [
         (own, other)
         for episode, own_T, other_T in zip(episodes, advantages, others.per_episode, strict=True)
@@ -59,10 +58,13 @@ def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advan
         "advantages/branched_abs": _mean([abs(own) for own, _ in measured]),
         "advantages/branched_abs_stepwise": _mean([abs(other) for _, other in measured]),
     }
-    return Advantages(advantages, diagnostics)
+    return Advantages(advantages, diagnostics, _parts(episodes, others, [row_T for _, row_T in of_episodes]))
 
 
-def _of_episode(episode: EpisodeRewards, others_T: Sequence[float], gamma: float) -> list[float]:
+def _of_episode(
+    episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
+) -> tuple[list[float], list[float | None]]:
+    """[T] advantages and [T] baselines, where those of `stepwise` are given."""
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -70,18 +72,30 @@ def _of_episode(episode: EpisodeRewards, others_T: Sequence[float], gamma: float
             hint="They are played while a run trains with that estimator.",
         )
     returns_T = discounted_returns(episode.rewards_T, gamma)
-    rows = zip(returns_T, episode.branch_returns_T, others_T, strict=True)
-    return [
-        _against(own, branches, place(episode.rollout_id, t + 1)) if branches else other
-        for t, (own, branches, other) in enumerate(rows)
+    advantages_T, own_T = list(others_T), list(baselines_T)
+    for t, branches in enumerate(episode.branch_returns_T):
+        if branches:
+            baseline = _mean(branches)
+            if not math.isfinite(baseline):
+                where = place(episode.rollout_id, t + 1)
+                raise AdvantageError(f"the returns of its branches are {list(branches)}", where=where)
+            advantages_T[t], own_T[t] = returns_T[t] - baseline, baseline
+    return advantages_T, own_T
+
+
+def _parts(
+    episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
+) -> Parts:
+    """Those of `stepwise` with these baselines; what a baseline is the mean of is counted in its own part."""
+    compared = [
+        [
+            None if branches else others
+            for branches, others in zip(episode.branch_returns_T, row_T, strict=True)
+        ]
+        for episode, row_T in zip(episodes, others.parts["compared"], strict=True)
     ]
-
-
-def _against(own: float, branches: Sequence[float], where: str) -> float:
-    baseline = _mean(branches)
-    if not math.isfinite(baseline):
-        raise AdvantageError(f"the returns of its branches are {list(branches)}", where=where)
-    return own - baseline
+    branches = [[len(row) or None for row in episode.branch_returns_T] for episode in episodes]
+    return {**others.parts, "baseline": baselines, "compared": compared, "branches": branches}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.errors import AdvantageError, place
 
@@ -75,6 +76,9 @@ class AdvantageConfig:
     context_alpha: float = 1.0
 
 
+Parts = Mapping[str, Sequence[Sequence[float | None]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Advantages:
     """The advantages of an estimator.
@@ -83,13 +87,15 @@ class Advantages:
     per_token: in the same order those of its sampled tokens, from an estimator that tells them apart: then it
         is these that are trained, and per_episode has the mean of each decision's.
     diagnostics: counts by metric name (`advantages/...`).
-    parts: what the advantages were made of, each in the shape of per_episode, by name: for people who look
-        at single decisions.
+    parts: what the advantages were made of, by the names of `derivation.PARTS`, each in the shape of
+        per_episode; None where a decision has no such part. With them and the rewards, the equations of the
+        plug's derivation give the advantages, to 1e-12 of the largest number. They are stored with the
+        rollouts and shown beside the advantage.
     """
 
     per_episode: list[list[float]]
     diagnostics: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, list[list[float]]] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
     per_token: list[ByToken] | None = None
 
 
@@ -100,6 +106,7 @@ Estimator = Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages]
 class EstimatorPlug:
     """An estimator on the plug board.
 
+    derivation: how its advantages follow from their parts.
     takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
     needs_state_keys: whether decisions must carry the name of their state.
     needs_values: what it reads a critic's values of; None: it needs no critic.
@@ -111,6 +118,7 @@ class EstimatorPlug:
     """
 
     compute: Estimator
+    derivation: Derivation
     takes: frozenset[str] = frozenset()
     needs_state_keys: bool = False
     needs_values: ValueLevel | None = None
@@ -139,25 +147,44 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
     return groups
 
 
-# [G] advantages of the [G] scores of a group; all 0 where the group has no spread, so also for one score.
-Relative = Callable[[list[float]], list[float]]
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Scores beside each other: advantage = (score - baseline) / scale, but for rounding where all are equal.
+
+    advantages, baselines: [G] of each score.
+    scale: 1 where the scores have no spread, and so for one score; the advantages are then 0.
+    """
+
+    advantages: Sequence[float]
+    baselines: Sequence[float]
+    scale: float = 1.0
 
 
-def against_siblings(episodes: Sequence[EpisodeRewards], relative_G: Relative) -> Advantages:
-    """[T] equal advantages for each episode: `relative_G` of the scores of its group.
+def against_siblings(
+    episodes: Sequence[EpisodeRewards], compare: Callable[[list[float]], Comparison]
+) -> Advantages:
+    """[T] equal advantages for each episode, with their parts: `compare` of the [G] scores of its group.
 
     Raises:
         AdvantageError: see `siblings`.
     """
+    names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
+    parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}
     flat = 0
     groups = siblings(episodes)
     for members in groups.values():
-        values_G = relative_G([episodes[index].score for index in members])
-        flat += len(members) > 1 and not any(values_G)
-        for index, value in zip(members, values_G, strict=True):
-            advantages[index] = [value] * len(episodes[index].rewards_T)
-    return Advantages(advantages, group_counts(groups, flat=flat))
+        scores_G = [episodes[index].score for index in members]
+        compared = compare(scores_G)
+        flat += len(members) > 1 and not any(compared.advantages)
+        rows = zip(members, scores_G, compared.advantages, compared.baselines, strict=True)
+        for index, score, advantage, baseline in rows:
+            decisions = len(episodes[index].rewards_T)
+            advantages[index] = [advantage] * decisions
+            of_episode = (score, baseline, len(members) - 1.0, compared.scale)
+            for name, value in zip(names, of_episode, strict=True):
+                parts[name][index] = [value] * decisions
+    return Advantages(advantages, group_counts(groups, flat=flat), parts)
 
 
 def group_counts(groups: Mapping[str, Sequence[int]], *, flat: int) -> dict[str, float]:

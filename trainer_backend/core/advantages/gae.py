@@ -32,7 +32,7 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         config: gamma, gae_lambda and bootstrap_truncated are read.
 
     Returns:
-        [T] advantages for each episode; the part `value`; with bootstrap_truncated how many episodes were
+        [T] advantages for each episode; their parts; with bootstrap_truncated how many episodes were
         truncated, and how many of them went on with a value.
 
     Raises:
@@ -56,7 +56,24 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         )
         for episode in episodes
     ]
-    return Advantages(advantages, counts, _parts(episodes))
+    rows = zip(episodes, advantages, strict=True)
+    return Advantages(advantages, counts, _by_name([_parts(*row, config) for row in rows]))
+
+
+def _parts(
+    episode: EpisodeRewards, advantages_T: Sequence[float], config: AdvantageConfig
+) -> dict[str, list[float]]:
+    """[T] by name."""
+    gamma, carried = config.gamma, config.gamma * config.gae_lambda
+    next_T = [*episode.values_T[1:], _value_after(episode, config)]
+    columns = zip(episode.rewards_T, next_T, episode.values_T, strict=True)
+    return {
+        "value": list(episode.values_T),
+        "next_value": next_T,
+        "discount": [gamma] * len(next_T),
+        "td_error": [reward + gamma * after - value for reward, after, value in columns],
+        "later": [*(carried * advantage for advantage in advantages_T[1:]), 0.0],
+    }
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -80,7 +97,8 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
         config: gamma, gae_lambda, gae_token_lambda and bootstrap_truncated are read.
 
     Returns:
-        Advantages of every sampled token, and [T] their means; else as `gae`.
+        Advantages of every sampled token, and [T] their means; the parts are those of the means, but `value`
+        is that of the first token; else as `gae`.
 
     Raises:
         AdvantageError: see `siblings`; no values of tokens, or one that is not finite.
@@ -91,12 +109,28 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     """
     counts = _counts(episodes, config)
     of_tokens = [_of_tokens(episode, config) for episode in episodes]
-    return Advantages(
-        [item.means_T for item in of_tokens],
-        counts,
-        _parts(episodes),
-        of_tokens,
-    )
+    rows = zip(episodes, of_tokens, strict=True)
+    parts = _by_name([_parts_of_tokens(*row, config) for row in rows])
+    return Advantages([item.means_T for item in of_tokens], counts, parts, of_tokens)
+
+
+def _parts_of_tokens(
+    episode: EpisodeRewards, of_tokens: ByToken, config: AdvantageConfig
+) -> dict[str, list[float]]:
+    """[T] by name. Later decisions reach token j of n by gae_token_lambda^(n - 1 - j); here their mean."""
+    carried, inside = config.gamma * config.gae_lambda, config.gae_token_lambda
+    firsts_T = of_tokens.firsts_T
+    later_T = [
+        carried * _mean_power(inside, len(row)) * following
+        for row, following in zip(of_tokens.rows_T, [*firsts_T[1:], 0.0], strict=True)
+    ]
+    td_errors_T = [mean - later for mean, later in zip(of_tokens.means_T, later_T, strict=True)]
+    return {"value": list(episode.values_T), "td_error": td_errors_T, "later": later_T}
+
+
+def _mean_power(base: float, count: int) -> float:
+    """Mean of base^k for k = 0 .. count - 1."""
+    return 1.0 if base == 1.0 else (1.0 - base**count) / (count * (1.0 - base))
 
 
 def generalised_advantages(
@@ -192,8 +226,9 @@ def _refuse_no_share(**shares: float) -> None:
             raise ValueError(f"{name} must lie in [0, 1], got {share}")
 
 
-def _parts(episodes: Sequence[EpisodeRewards]) -> dict[str, list[list[float]]]:
-    return {"value": [list(episode.values_T) for episode in episodes]}
+def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
+    """Those of all episodes by name, from those by name of each."""
+    return {name: [of_episode[name] for of_episode in parts] for name in (parts[0] if parts else ())}
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:

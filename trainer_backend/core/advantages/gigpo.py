@@ -20,7 +20,8 @@ from trainer_backend.core.advantages.spread import SCALES, Scale, relative
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
 
-Combine = Callable[[float, float], float]  # A_E, A_S
+# [D] numbers of all decisions of the batch, one episode after the other, by the name of the part.
+Columns = dict[str, list[float]]
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -41,7 +42,8 @@ def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
         config: gamma, omega, fnorm, episode_baseline, context_depth, context_alpha are read.
 
     Returns:
-        [T] advantages for each episode; parts `episode_advantage` and `step_advantage`; how often states met.
+        [T] advantages for each episode; their parts (with context_depth not those of A_S); how often
+        states met.
 
     Raises:
         AdvantageError: see `siblings`; state keys that are not one a decision.
@@ -52,8 +54,7 @@ def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
     """
     if not 0.0 <= config.omega <= 1.0:
         raise ValueError(f"omega must lie in [0, 1], got {config.omega}")
-    omega = config.omega
-    return _gigpo(episodes, config, lambda of_episode, of_step: omega * of_episode + (1.0 - omega) * of_step)
+    return _gigpo(episodes, config, (config.omega, 1.0 - config.omega))
 
 
 def gigpo_additive(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -65,28 +66,27 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) 
     """
     if not 0.0 <= config.step_advantage_w < math.inf:
         raise ValueError(f"step_advantage_w must be finite and at least 0, got {config.step_advantage_w}")
-    w = config.step_advantage_w
-    return _gigpo(episodes, config, lambda of_episode, of_step: of_episode + w * of_step)
+    return _gigpo(episodes, config, (1.0, config.step_advantage_w))
 
 
-def _gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig, combine: Combine) -> Advantages:
+def _gigpo(
+    episodes: Sequence[EpisodeRewards], config: AdvantageConfig, weights: tuple[float, float]
+) -> Advantages:
+    """The weighted sum; `weights` are those of A_E and A_S."""
     groups = siblings(episodes)
     _refuse_missing_keys(episodes)
     scale = SCALES[config.fnorm]
     returns_D = _returns(episodes, config)
-    of_episodes, flat = _episode_advantages(episodes, groups, config.episode_baseline, scale)
-    of_episodes_D = [
-        value
-        for value, episode in zip(of_episodes, episodes, strict=True)
-        for _ in range(len(episode.rewards_T))
-    ]
-    of_steps_D, diagnostics = _step_advantages(episodes, returns_D, config, scale)
-    combined_D = list(map(combine, of_episodes_D, of_steps_D))
-    diagnostics |= _agreement(of_episodes_D, of_steps_D) | group_counts(groups, flat=flat)
-    parts = {
-        "episode_advantage": _by_episode(of_episodes_D, episodes),
-        "step_advantage": _by_episode(of_steps_D, episodes),
-    }
+    parts_D, flat = _of_episodes(episodes, groups, config.episode_baseline, scale)
+    of_steps_D, diagnostics = _of_steps(episodes, returns_D, config, scale)
+    parts_D |= of_steps_D
+    pairs = list(zip(parts_D["episode_advantage"], parts_D["step_advantage"], strict=True))
+    diagnostics |= _agreement(pairs) | group_counts(groups, flat=flat)
+    for name, weight in zip(("episode_weight", "step_weight"), weights, strict=True):
+        parts_D[name] = [weight] * len(returns_D)
+    of_episode, of_step = weights
+    combined_D = [of_episode * own + of_step * step for own, step in pairs]
+    parts = {name: _by_episode(values_D, episodes) for name, values_D in parts_D.items()}
     return Advantages(_by_episode(combined_D, episodes), diagnostics, parts)
 
 
@@ -108,36 +108,43 @@ def _by_episode(values_D: Sequence[float], episodes: Sequence[EpisodeRewards]) -
     ]
 
 
-def _episode_advantages(
+def _of_episodes(
     episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
-) -> tuple[list[float], int]:
-    """A_E of each episode, and how many groups of two or more have no spread."""
-    advantages, flat = [0.0] * len(episodes), 0
+) -> tuple[Columns, int]:
+    """A_E with its parts, and how many groups of two or more have no spread."""
+    rows = [(0.0, 0.0, 0.0, 0.0)] * len(episodes)
+    flat = 0
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
         # Counted by step, a score stands in the mean and the std once for every decision of its episode.
         times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
         counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
-        of_counted = relative(counted, scale) if len(members) > 1 else [0.0] * len(counted)
-        for index, times, end in zip(members, times_G, accumulate(times_G), strict=True):
-            advantages[index] = of_counted[end - times]
-        flat += len(members) > 1 and not any(advantages[index] for index in members)
-    return advantages, flat
+        compared = relative(counted, scale)
+        for index, score, end in zip(members, scores_G, accumulate(times_G), strict=True):
+            rows[index] = (score, compared.baselines[0], compared.scale, compared.advantages[end - 1])
+        flat += len(members) > 1 and not any(compared.advantages)
+    names = ("score", "score_baseline", "score_scale", "episode_advantage")
+    return {
+        name: [row[k] for row, episode in zip(rows, episodes, strict=True) for _ in episode.rewards_T]
+        for k, name in enumerate(names)
+    }, flat
 
 
-def _step_advantages(
-    episodes: Sequence[EpisodeRewards], returns_D: Sequence[float], config: AdvantageConfig, scale: Scale
-) -> tuple[list[float], dict[str, float]]:
-    """[D] A_S of each decision, and how often states met (of the current state alone, k = 0)."""
+def _of_steps(
+    episodes: Sequence[EpisodeRewards], returns_D: list[float], config: AdvantageConfig, scale: Scale
+) -> tuple[Columns, dict[str, float]]:
+    """A_S with its parts, and how often states met (of the current state alone, k = 0)."""
     anchors = _anchors(episodes, 0)
-    depths = [_relative_at(anchors, returns_D, scale)]
-    for depth in range(1, config.context_depth + 1):
-        depths.append(_relative_at(_anchors(episodes, depth), returns_D, scale))
-    if len(depths) == 1:
-        return depths[0], _anchor_sizes(anchors)
+    own = _relative_at(anchors, returns_D, scale)
+    if config.context_depth == 0:
+        return {"return": returns_D, **own}, _anchor_sizes(anchors)
+    depths = [own["step_advantage"]] + [
+        _relative_at(_anchors(episodes, depth), returns_D, scale)["step_advantage"]
+        for depth in range(1, config.context_depth + 1)
+    ]
     weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
     joined = [_weighted_mean(values, weights) for values in zip(*depths, strict=True)]
-    return joined, _anchor_sizes(anchors)
+    return {"step_advantage": joined}, _anchor_sizes(anchors)
 
 
 def _anchors(episodes: Sequence[EpisodeRewards], depth: int) -> list[list[int]]:
@@ -153,14 +160,22 @@ def _anchors(episodes: Sequence[EpisodeRewards], depth: int) -> list[list[int]]:
     return [decisions for of_group in anchors.values() for decisions in of_group.values()]
 
 
-def _relative_at(anchors: Sequence[Sequence[int]], returns_D: Sequence[float], scale: Scale) -> list[float]:
-    advantages_D = [0.0] * len(returns_D)
+def _relative_at(anchors: Sequence[Sequence[int]], returns_D: list[float], scale: Scale) -> Columns:
+    """A_S with its parts; a decision alone in its state is its own baseline."""
+    count = len(returns_D)
+    advantages_D, baselines_D = [0.0] * count, list(returns_D)
+    compared_D, scale_D = [0.0] * count, [1.0] * count
     for decisions in anchors:
         if len(decisions) > 1:
-            values = relative([returns_D[d] for d in decisions], scale)
-            for d, value in zip(decisions, values, strict=True):
-                advantages_D[d] = value
-    return advantages_D
+            compared = relative([returns_D[d] for d in decisions], scale)
+            for d, advantage, baseline in zip(
+                decisions, compared.advantages, compared.baselines, strict=True
+            ):
+                advantages_D[d], baselines_D[d] = advantage, baseline
+                compared_D[d], scale_D[d] = len(decisions) - 1.0, compared.scale
+    return {
+        "step_advantage": advantages_D, "baseline": baselines_D, "compared": compared_D, "scale": scale_D
+    }  # fmt: skip
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -181,15 +196,15 @@ def _anchor_sizes(anchors: Sequence[Sequence[int]]) -> dict[str, float]:
     }
 
 
-def _agreement(of_episodes_D: Sequence[float], of_steps_D: Sequence[float]) -> dict[str, float]:
-    """Metrics: mean sizes of the two advantages, and how often their signs agree where neither is 0."""
-    products = [of_episode * of_step for of_episode, of_step in zip(of_episodes_D, of_steps_D, strict=True)]
+def _agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Metrics: mean sizes of A_E and A_S, and how often their signs agree where neither is 0."""
+    products = [of_episode * of_step for of_episode, of_step in pairs]
     agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
     decisions = max(len(products), 1)
     return {
-        "anchors/episode_advantage_mean": math.fsum(map(abs, of_episodes_D)) / decisions,
-        "anchors/step_advantage_mean": math.fsum(map(abs, of_steps_D)) / decisions,
-        "anchors/step_advantage_zero_frac": of_steps_D.count(0.0) / decisions,
+        "anchors/episode_advantage_mean": math.fsum(abs(own) for own, _ in pairs) / decisions,
+        "anchors/step_advantage_mean": math.fsum(abs(step) for _, step in pairs) / decisions,
+        "anchors/step_advantage_zero_frac": sum(step == 0.0 for _, step in pairs) / decisions,
         "anchors/sign_agreement": agreeing / telling if telling else 1.0,
     }
 

@@ -26,7 +26,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
         config: not read.
 
     Returns:
-        [T] equal advantages for each episode, and counts.
+        [T] equal advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
@@ -28,7 +29,7 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
         config: gamma is read.
 
     Returns:
-        [T] advantages for each episode, and counts.
+        [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.
@@ -38,7 +39,15 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
     part of the reward there, is training.kl_reward_coef.
     """
     returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
-    return _standardised_over_the_batch(episodes, returns)
+    found, baseline = _standardised_over_the_batch(episodes, returns)
+    others = sum(map(len, returns)) - 1.0
+    parts = {
+        "return": returns,
+        "baseline": baseline,
+        "compared": [[others] * len(row_T) for row_T in returns],
+        **found.parts,
+    }
+    return replace(found, parts=parts)
 
 
 def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -50,24 +59,32 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageC
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """
-    centred = [[0.0] * len(episode.rewards_T) for episode in episodes]
+    scores = [[0.0] * len(episode.rewards_T) for episode in episodes]
+    baselines, compared, centred = list(scores), list(scores), list(scores)
     for members in siblings(episodes).values():
         scores_G = [episodes[index].score for index in members]
         mean = math.fsum(scores_G) / len(scores_G)
         for index, score in zip(members, scores_G, strict=True):
-            centred[index] = [score - mean] * len(episodes[index].rewards_T)
-    return _standardised_over_the_batch(episodes, centred)
+            decisions = len(episodes[index].rewards_T)
+            scores[index], baselines[index] = [score] * decisions, [mean] * decisions
+            compared[index], centred[index] = [len(members) - 1.0] * decisions, [score - mean] * decisions
+    found, baseline = _standardised_over_the_batch(episodes, centred)
+    parts = {"score": scores, "baseline": baselines, "compared": compared, "batch_baseline": baseline}
+    return replace(found, parts={**parts, **found.parts})
 
 
 def _standardised_over_the_batch(
     episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]]
-) -> Advantages:
+) -> tuple[Advantages, list[list[float]]]:
+    """The advantages, with the part `scale`, and the baseline of each decision."""
     groups = siblings(episodes)
-    flat_values = [value for row_T in values for value in row_T]
-    of_decisions = iter(relative(flat_values, standardised))
+    compared = relative([value for row_T in values for value in row_T], standardised)
+    of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]
     flat = sum(
         len(members) > 1 and not any(value for index in members for value in advantages[index])
         for members in groups.values()
     )
-    return Advantages(advantages, group_counts(groups, flat=flat))
+    scale = [[compared.scale] * len(row_T) for row_T in values]
+    baselines = [[next(of_baselines) for _ in row_T] for row_T in values]
+    return Advantages(advantages, group_counts(groups, flat=flat), {"scale": scale}), baselines

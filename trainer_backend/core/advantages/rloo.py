@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
+    Comparison,
     EpisodeRewards,
     against_siblings,
 )
@@ -27,7 +28,7 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
         config: not read.
 
     Returns:
-        [T] equal advantages for each episode, and counts.
+        [T] equal advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.
@@ -38,9 +39,13 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     return against_siblings(episodes, _leave_one_out)
 
 
-def _leave_one_out(scores_G: Sequence[float]) -> list[float]:
-    """[G] own score minus the mean of the others'; 0 where all are equal, up to rounding, and for one."""
+def _leave_one_out(scores_G: Sequence[float]) -> Comparison:
+    """Own score minus the mean of the others'; 0 where all are equal, up to rounding, and for one."""
+    others = len(scores_G) - 1
+    total = math.fsum(scores_G)
+    baselines_G = [(total - score) / others if others else score for score in scores_G]
     if max(scores_G) - min(scores_G) <= SPREAD_TOLERANCE * max(map(abs, scores_G)):
-        return [0.0] * len(scores_G)
-    total, others = math.fsum(scores_G), len(scores_G) - 1
-    return [score - (total - score) / others for score in scores_G]
+        return Comparison([0.0] * len(scores_G), baselines_G)
+    return Comparison(
+        [score - baseline for score, baseline in zip(scores_G, baselines_G, strict=True)], baselines_G
+    )

@@ -3,38 +3,39 @@
 import math
 from collections.abc import Callable, Sequence
 
-from trainer_backend.core.advantages.episodes import EpisodeRewards, siblings
+from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
 
 # Scores closer than this, relative to the largest, differ by rounding alone; dividing by their
 # std would blow that rounding up to advantages of size 1.
 SPREAD_TOLERANCE = 1e-12
 
-Scale = Callable[[list[float]], list[float]]
+# Divisor of the deviations of some values from their mean.
+Scale = Callable[[Sequence[float]], float]
 
 
-def relative(scores: Sequence[float], scale: Scale) -> list[float]:
+def relative(scores: Sequence[float], scale: Scale) -> Comparison:
     """Deviations of scores from their mean, scaled; all 0 where there is no spread, so also for one score.
 
     fsum: the order of the scores changes no bit.
     """
-    if not scores:
-        return []
-    if max(scores) - min(scores) <= SPREAD_TOLERANCE * max(map(abs, scores)):
-        return [0.0] * len(scores)
-    mean = math.fsum(scores) / len(scores)
-    return scale([score - mean for score in scores])
+    count = len(scores)
+    mean = math.fsum(scores) / max(count, 1)
+    if not scores or max(scores) - min(scores) <= SPREAD_TOLERANCE * max(map(abs, scores)):
+        return Comparison([0.0] * count, [mean] * count)
+    deviations = [score - mean for score in scores]
+    divisor = scale(deviations)
+    return Comparison([deviation / divisor for deviation in deviations], [mean] * count, divisor)
 
 
-def unscaled(deviations: list[float]) -> list[float]:
+def unscaled(deviations: Sequence[float]) -> float:
     """Leave the deviations as they are: Fnorm = 1."""
-    return deviations
+    return 1.0
 
 
-def standardised(deviations: list[float]) -> list[float]:
-    """Divided by their sample std (n - 1); no epsilon, so the unit of the scores does not matter."""
+def standardised(deviations: Sequence[float]) -> float:
+    """Their sample std (n - 1); no epsilon, so the unit of the scores does not matter."""
     # hypot, not a sum of squares: squares of tiny rewards underflow to 0.
-    std = math.hypot(*deviations) / math.sqrt(len(deviations) - 1)
-    return [deviation / std for deviation in deviations]
+    return math.hypot(*deviations) / math.sqrt(len(deviations) - 1)
 
 
 SCALES: dict[str, Scale] = {"std": standardised, "one": unscaled}

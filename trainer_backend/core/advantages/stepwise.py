@@ -28,7 +28,7 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
         config: gamma is read.
 
     Returns:
-        [T] advantages for each episode, and counts.
+        [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.
@@ -36,26 +36,33 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
 
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
-    advantages: list[list[float]] = [[] for _ in episodes]
+    returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
+    baselines: list[list[float]] = [[] for _ in episodes]
+    compared: list[list[float]] = [[] for _ in episodes]
     flat_groups = lone_decisions = 0
     groups = siblings(episodes)
     for members in groups.values():
-        returns_GT = [discounted_returns(episodes[index].rewards_T, config.gamma) for index in members]
-        for index, row_T in zip(members, _leave_one_out(returns_GT), strict=True):
-            advantages[index] = row_T
+        returns_GT = [returns[index] for index in members]
+        for index, row_T in zip(members, _baselines(returns_GT), strict=True):
+            baselines[index] = row_T
+            compared[index] = [len(members) - 1.0] * len(row_T)
         if len(members) == 1:
             lone_decisions += len(returns_GT[0])
         else:
             flat_groups += all(row_T == returns_GT[0] for row_T in returns_GT)
-    counts = group_counts(groups, flat=flat_groups)
-    return Advantages(advantages, counts | {"advantages/lone_decisions": float(lone_decisions)})
+    advantages = [
+        [own - baseline for own, baseline in zip(own_T, baselines_T, strict=True)]
+        for own_T, baselines_T in zip(returns, baselines, strict=True)
+    ]
+    counts = group_counts(groups, flat=flat_groups) | {"advantages/lone_decisions": float(lone_decisions)}
+    return Advantages(advantages, counts, {"return": returns, "baseline": baselines, "compared": compared})
 
 
-def _leave_one_out(returns_GT: Sequence[Sequence[float]]) -> list[list[float]]:
-    """[G][T_i] of [G][T_i]; fsum, so that the order of the siblings changes no bit."""
+def _baselines(returns_GT: Sequence[Sequence[float]]) -> list[list[float]]:
+    """[G][T_i] of [G][T_i]: means of the others; fsum, so that the order of the siblings changes no bit."""
     others = len(returns_GT) - 1
     if others == 0:
-        return [[0.0] * len(returns_GT[0])]
+        return [list(returns_GT[0])]
     longest = max(len(returns_T) for returns_T in returns_GT)
     total_T = [math.fsum(row_T[t] for row_T in returns_GT if t < len(row_T)) for t in range(longest)]
-    return [[own - (total_T[t] - own) / others for t, own in enumerate(row_T)] for row_T in returns_GT]
+    return [[(total_T[t] - own) / others for t, own in enumerate(row_T)] for row_T in returns_GT]

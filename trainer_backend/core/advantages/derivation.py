@@ -1,0 +1,82 @@
+"""How an advantage follows from its parts: in equations for a check, in a line of words for people."""
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+# Every part that an estimator may report, and its meaning. Names of parts in equations are these alone.
+PARTS: dict[str, str] = {
+    "return": "discounted sum of rewards from here on, as the estimator compares it",
+    "score": "score of the whole episode",
+    "baseline": "what the return or score is compared with",
+    "compared": "number of others that the baseline is made of; 0: its own return or score stands there",
+    "branches": "number of branches that the baseline is the mean of",
+    "scale": "divisor; 1 where what is compared has no spread",
+    "batch_baseline": "mean over the batch, subtracted beside the baseline",
+    "value": "V of the state before the decision",
+    "next_value": "V of the state after it",
+    "discount": "weight of next_value",
+    "td_error": "what the decision changed: reward and discounted next_value against value",
+    "later": "share of the later decisions' TD errors",
+    "episode_advantage": "the whole episode's part, A_E",
+    "score_baseline": "what the score is compared with, where the return has a baseline of its own",
+    "score_scale": "divisor of the score's difference; 1 where the scores have no spread",
+    "episode_weight": "weight of episode_advantage",
+    "step_advantage": "the part of this decision alone, A_S",
+    "step_weight": "weight of step_advantage",
+}
+_NAME = re.compile(r"[a-z_]+")
+
+Numbers = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """An estimator's way from the parts of a decision to its advantage.
+
+    Attributes:
+        equations: such as "advantage = return - baseline". On the right stand names of PARTS, `reward` (r_t),
+            + - * / and parentheses; the last equation gives the advantage.
+        words: pairs such as ("baseline", "mean of {compared} sibling[s]"): a name, and what its number is. A
+            part stands for its name in braces, and [s] is left out where it is 1. Words with a part that the
+            decision does not have are not said.
+    """
+
+    equations: tuple[str, ...]
+    words: tuple[tuple[str, str], ...] = ()
+
+    def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
+        """Each equation whose numbers are all known, with its numbers; and words about them.
+
+        ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
+
+        Args:
+            numbers: of one decision, by name: its parts, `reward` and `advantage`.
+            show: a number as text.
+        """
+        known = {name: value for name, value in numbers.items() if value is not None}
+        return [
+            (substituted(equation, lambda name: f"{name} {show(known[name])}"), self._said(names, known))
+            for equation in self.equations
+            if (names := set(_NAME.findall(equation))) <= known.keys()
+        ]
+
+    def _said(self, names: Set[str], known: Mapping[str, float]) -> str:
+        said = [(name, _phrase(words, known)) for name, words in self.words if name in names]
+        return "; ".join(f"{name}: {phrase}" for name, phrase in said if phrase)
+
+
+def substituted(equation: str, number: Callable[[str], str]) -> str:
+    """The equation with a text for each name."""
+    return _NAME.sub(lambda match: number(match[0]), equation)
+
+
+def _phrase(words: str, known: Mapping[str, float]) -> str:
+    """The words with their counts; empty where one is not known."""
+    counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
+    if None in counts.values():
+        return ""
+    if 0 in counts.values():
+        return "its own, as there is nothing to compare with"
+    plural = "" if 1 in counts.values() else r"\1"
+    return re.sub(r"\[(\w+)\]", plural, words).format_map({name: f"{n:g}" for name, n in counts.items()})
