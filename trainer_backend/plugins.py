@@ -26,7 +26,13 @@ from trainer_backend.core.allocation import (
     LinearSchedule,
     StepSchedule,
 )
-from trainer_backend.core.losses import LossPlug, cispo_loss, clipped_policy_loss, policy_gradient_loss
+from trainer_backend.core.losses import (
+    LossPlug,
+    cispo_loss,
+    clipped_policy_loss,
+    policy_gradient_loss,
+    sapo_loss,
+)
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
@@ -154,11 +160,26 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         bias=_OF_ANCHORS,
     ),
 }
+_CLIP_KEYS = frozenset({"clip_low", "clip_high", "clip_dual"})
 LOSSES: dict[str, LossPlug] = {
-    "clipped": LossPlug(clipped_policy_loss, takes=frozenset({"clip_low", "clip_high", "clip_dual"})),
+    "clipped": LossPlug(clipped_policy_loss, takes=_CLIP_KEYS),
+    # arXiv:2503.14476, sections 2.3 and 3.1 to 3.3. refill_rounds as verl's recipe, of ten batches at most.
+    "dapo": LossPlug(
+        clipped_policy_loss,
+        takes=_CLIP_KEYS,
+        values={
+            "training.clip_low": 0.2,
+            "training.clip_high": 0.28,
+            "training.aggregation": "token_mean",
+            "training.skip_flat_groups": True,
+            "training.refill_rounds": 9,
+            "training.kl_coef": 0.0,
+            "training.entropy_coef": 0.0,
+        },
+    ),
     "gspo": LossPlug(
         clipped_policy_loss,
-        takes=frozenset({"clip_low", "clip_high", "clip_dual"}),
+        takes=_CLIP_KEYS,
         values={
             "algorithm.ratio_level": "decision",
             "training.clip_low": 3e-4,
@@ -170,6 +191,11 @@ LOSSES: dict[str, LossPlug] = {
         cispo_loss,
         takes=frozenset({"clip_low", "clip_high"}),
         values={"training.clip_low": 1.0, "training.clip_high": 4.0, "training.aggregation": "token_mean"},
+    ),
+    "sapo": LossPlug(
+        sapo_loss,
+        takes=frozenset({"tau_pos", "tau_neg"}),
+        values={"training.aggregation": "decision_mean"},
     ),
     "policy_gradient": LossPlug(policy_gradient_loss),
 }

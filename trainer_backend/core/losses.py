@@ -22,14 +22,19 @@ class LossConfig:
 
     clip_dual: with it, a token of negative advantage is also held once its ratio is above this, however
         far the policy has been pulled towards it.
+    tau_pos, tau_neg: of `sapo_loss`, which has no range: how fast a gradient fades as the ratio leaves 1,
+        where the advantage is positive, and where it is not.
 
     Raises:
-        ValueError: clip_low is outside [0, 1], clip_high is negative, clip_dual is not above 1 + clip_high.
+        ValueError: clip_low is outside [0, 1], clip_high is negative, clip_dual is not above 1 + clip_high, a
+            tau is not positive.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
@@ -38,6 +43,9 @@ class LossConfig:
             raise ValueError(f"clip_high must be finite and at least 0, got {self.clip_high}")
         if self.clip_dual is not None and not 1.0 + self.clip_high < self.clip_dual < float("inf"):
             raise ValueError(f"clip_dual must be finite and above 1 + clip_high, got {self.clip_dual}")
+        for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
+            if not 0.0 < tau < float("inf"):
+                raise ValueError(f"{name} must be finite and above 0, got {tau}")
 
 
 PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", LossConfig], "Tensor"]
@@ -48,17 +56,17 @@ RatioLevel = Literal["token", "decision", "episode"]
 class LossPlug:
     """A loss on the plug board.
 
-    takes: the clip keys of `[training]` that it reads.
+    takes: the keys of `[training]` that it reads.
     values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
     """
 
     compute: PolicyLoss
     takes: frozenset[str] = frozenset()
-    values: Mapping[str, float | str] = field(default_factory=dict)
+    values: Mapping[str, float | bool | str] = field(default_factory=dict)
 
     @property
     def clips(self) -> bool:
-        """Whether it has a ratio, and holds it within a range."""
+        """Whether it has a ratio, and holds it near 1."""
         return bool(self.takes)
 
 
@@ -113,6 +121,32 @@ def cispo_loss(
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return -weighted_sum(clipped * _masked(advantages, weights) * _masked(logprobs, weights), weights)
+
+
+def sapo_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+) -> Tensor:
+    """A soft gate in place of the clip, negated: the gradient fades as a ratio leaves 1, and never stops.
+
+        loss     = -sum(w * gate(ratio) * A)
+        gate(r)  = 4 / tau * sigmoid(tau * (r - 1)),     tau = tau_pos where A > 0, else tau_neg
+        gradient = -w * 4 p (1 - p) * ratio * A of each logprob,     p = sigmoid(tau * (ratio - 1))
+
+    At ratio 1 that is the policy gradient for every tau. A higher tau fades faster; the paper lets tau_neg be
+    the higher one, as what pushes a token down lifts all the others. Arguments and result as in
+    `clipped_policy_loss`; of the config only the taus are read.
+
+    Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8; it weighs sequences alike, which are a decision's
+    tokens here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
+    """
+    ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
+    masked_advantages = _masked(advantages, weights)
+    gate = _soft_gate(ratio, config.tau_pos).where(masked_advantages > 0, _soft_gate(ratio, config.tau_neg))
+    return -weighted_sum(gate * masked_advantages, weights)
+
+
+def _soft_gate(ratio: Tensor, tau: float) -> Tensor:
+    return (tau * (ratio - 1.0)).sigmoid() * (4.0 / tau)
 
 
 def policy_gradient_loss(

@@ -101,6 +101,12 @@ class TrainingTable(Table):
     clip_dual: float | None = Field(
         default=None, gt=1, description="upper clip of ratios with a negative advantage"
     )
+    tau_pos: float = Field(
+        default=1.0,
+        gt=0,
+        description="sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages",
+    )
+    tau_neg: float = Field(default=1.05, gt=0, description="sapo: the same for negative advantages")
     entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the model that RL started from"

@@ -64,7 +64,11 @@ def objectives_of(
         kind="decoupled",
         loss=policy_loss(algorithm.loss).compute,
         clip=LossConfig(
-            clip_low=training.clip_low, clip_high=training.clip_high, clip_dual=training.clip_dual
+            clip_low=training.clip_low,
+            clip_high=training.clip_high,
+            clip_dual=training.clip_dual,
+            tau_pos=training.tau_pos,
+            tau_neg=training.tau_neg,
         ),
         ratio_level=algorithm.ratio_level,
         weighting=_actors_weighting(training),

@@ -1,4 +1,4 @@
-"""Dual clip, CISPO, plain policy gradient and ratios of whole units, by hand and by identity."""
+"""Dual clip, CISPO, SAPO, plain policy gradient and ratios of whole units, by hand and by identity."""
 
 import math
 
@@ -14,6 +14,7 @@ from trainer_backend.core.losses import (
     clipped_policy_loss,
     log_ratio,
     policy_gradient_loss,
+    sapo_loss,
     unit_means,
 )
 
@@ -65,13 +66,13 @@ def test_the_plain_policy_gradient_does_not_look_at_the_ratio():
     assert gradient == [-0.25, -0.25, 0.25, 0.25]
 
 
-@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, policy_gradient_loss])
+@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, sapo_loss, policy_gradient_loss])
 def test_where_nothing_has_moved_yet_all_losses_have_the_policy_gradient(loss):
     _, gradient = loss_and_gradient(loss, new=OLD)
     assert gradient == pytest.approx([-a / 4 for a in ADVANTAGES.tolist()])
 
 
-@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, policy_gradient_loss])
+@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, sapo_loss, policy_gradient_loss])
 def test_what_stands_where_the_weight_is_0_touches_neither_loss_nor_gradient(loss):
     new = torch.tensor([-0.5, float("nan")], requires_grad=True)
     value = loss(
@@ -127,3 +128,60 @@ def test_cispo_of_the_paper_has_no_lower_bound_and_holds_above():
     weights = torch.full((2,), 0.5)
     cispo_loss(logprobs, torch.full((2,), -1.0), torch.tensor([1.0, -1.0]), weights, one_sided).backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.5 * math.exp(-2), 0.5 * 5.0], rel=1e-6)
+
+
+def test_the_soft_gate_by_hand():
+    # ratio 1 + ln 3 at tau 1: sigmoid 3/4, gate 3; ratio 1 + 2 ln 3 at tau 1/2: sigmoid 3/4, gate 6
+    ratios = torch.tensor([1 + math.log(3), 1 + 2 * math.log(3)], dtype=torch.float64)
+    logprobs = ratios.log().requires_grad_()
+    advantages, weights = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 0.25])
+    config = LossConfig(tau_pos=1.0, tau_neg=0.5)
+    loss = sapo_loss(logprobs, torch.zeros(2, dtype=torch.float64), advantages, weights, config)
+    assert loss.item() == pytest.approx(-(0.5 * 3 * 2 - 0.25 * 6 * 1))
+    loss.backward()
+    # -w * 4 * 3/4 * 1/4 * ratio * A
+    expected = [-0.5 * 0.75 * (1 + math.log(3)) * 2, 0.25 * 0.75 * (1 + 2 * math.log(3))]
+    assert logprobs.grad.tolist() == pytest.approx(expected)
+
+
+LOG_RATIOS = st.lists(st.floats(-6, 6), min_size=4, max_size=4)
+TAUS = st.floats(0.1, 8)
+
+
+@given(LOG_RATIOS, TAUS, TAUS)
+def test_sapo_is_trls_formula_and_its_gradient_that_of_finite_differences(moves, tau_pos, tau_neg):
+    old, advantages, weights = (column.double() for column in (OLD, ADVANTAGES, WEIGHTS))
+    config = LossConfig(tau_pos=tau_pos, tau_neg=tau_neg)
+
+    def trl(logprobs):
+        temperatures = torch.where(advantages > 0, old.new_tensor(tau_pos), old.new_tensor(tau_neg))
+        soft = torch.sigmoid(temperatures * ((logprobs - old).exp() - 1)) * 4 / temperatures
+        return (-soft * advantages).mean()
+
+    new = (old + torch.tensor(moves, dtype=torch.float64)).requires_grad_()
+    loss = sapo_loss(new, old, advantages, weights, config)
+    assert loss.item() == pytest.approx(trl(new).item(), rel=1e-12)
+    loss.backward()
+    for k in range(4):
+        step = torch.zeros(4, dtype=torch.float64)
+        step[k] = 1e-6
+        with torch.no_grad():
+            ahead, behind = (sapo_loss(new + d, old, advantages, weights, config) for d in (step, -step))
+        assert new.grad[k].item() == pytest.approx((ahead - behind).item() / 2e-6, rel=1e-5, abs=1e-7)
+
+
+def test_the_gradient_of_a_far_ratio_fades_and_faster_with_a_higher_tau():
+    far = OLD + torch.tensor([2.0, -1.0, 25.0, 1.0])
+    slow, fast = (
+        loss_and_gradient(sapo_loss, new=far, config=LossConfig(tau_pos=tau, tau_neg=tau))[1]
+        for tau in (0.5, 2.0)
+    )
+    assert slow[2] == fast[2] == 0.0, "beyond the limit of log-ratios"
+    # tokens 1 and 4 are far above 1
+    assert 0 < abs(fast[0]) < abs(slow[0]) and 0 < abs(fast[3]) < abs(slow[3])
+
+
+@pytest.mark.parametrize("taus", [{"tau_pos": 0.0}, {"tau_neg": -1.0}, {"tau_pos": math.inf}])
+def test_a_temperature_that_is_not_positive_is_refused(taus):
+    with pytest.raises(ValueError, match="tau_"):
+        LossConfig(**taus)

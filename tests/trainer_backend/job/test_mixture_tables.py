@@ -233,7 +233,7 @@ def test_a_fixed_policy_without_a_schedule_is_refused_with_what_to_write():
                 "rollout_only": {"model_path": "x", "objective": "single_ratio"},
             },
             "algorithm.loss = 'policy_gradient' has none: they would count as the actor's own; use objective "
-            "= 'decoupled' or 'reinforce', or one of the losses clipped, gspo, cispo",
+            "= 'decoupled' or 'reinforce', or one of the losses clipped, dapo, gspo, cispo, sapo",
         ),
         ({"training": {"kl_reward_coef": 0.1}}, "training.kl_reward_coef makes the actor pay for"),
         (

@@ -43,6 +43,7 @@ def job_of(algorithm, training=None):
             "training.value_trunk_gradient needs a critic, which algorithm.advantage = 'grpo' has not; known "
             "to: gae, gae_token",
         ),
+        ({"loss": "clipped"}, {"tau_neg": 2.0}, "training.tau_neg is not read by .*; known to: sapo"),
         ({"loss": "cispo"}, {"clip_dual": 3.0}, "training.clip_dual is not read by algorithm.loss = 'cispo'"),
         (
             {"advantage": "gigpo", "default_step_reward": -0.01},
@@ -107,10 +108,21 @@ def test_gamma_is_the_tasks_and_may_stand_beside_any_estimator():
 
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "decision_mean"}
 CISPO = {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"}
+SAPO = {"tau_pos": 1.0, "tau_neg": 1.05, "aggregation": "decision_mean"}
+DAPO = {
+    "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "skip_flat_groups": True,
+    "refill_rounds": 9, "kl_coef": 0.0, "entropy_coef": 0.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("loss", "training", "level"), [("gspo", GSPO, "decision"), ("cispo", CISPO, "token")]
+    ("loss", "training", "level"),
+    [
+        ("gspo", GSPO, "decision"),
+        ("cispo", CISPO, "token"),
+        ("sapo", SAPO, "token"),
+        ("dapo", DAPO, "token"),
+    ],
 )
 def test_a_loss_of_a_paper_brings_its_values_and_they_survive_being_written_and_read(loss, training, level):
     loaded = job_of({"loss": loss})
@@ -118,7 +130,9 @@ def test_a_loss_of_a_paper_brings_its_values_and_they_survive_being_written_and_
     for config in (loaded.config, again.config):
         assert config.training.model_dump(include=training.keys()) == training
         assert config.algorithm.ratio_level == level
-    assert (loaded.warnings, again.config) == ((), loaded.config)
+    named_bias = ["training.refill_rounds"] if loss == "dapo" else []
+    assert [warning.partition(" ")[0] for warning in loaded.warnings] == named_bias
+    assert again.config == loaded.config
 
 
 def test_what_the_job_says_goes_over_the_paper_and_is_told():

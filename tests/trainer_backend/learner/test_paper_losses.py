@@ -43,7 +43,10 @@ def paper_term(loss, log_probs, advantage):
         return advantage * log_probs
     if loss == "cispo":  # arXiv:2506.13585 eq. 4: the weight is held above alone
         return ratios.detach().clamp(max=5.0) * advantage * log_probs
-    low, high = (3e-4, 4e-4) if loss == "gspo" else (0.2, 0.25)
+    if loss == "sapo":  # arXiv:2511.20347 eq. 5 and 6
+        tau = 1.0 if advantage > 0 else 1.05
+        return 4 / tau / (1 + (-tau * (ratios - 1)).exp()) * advantage
+    low, high = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(loss, (0.2, 0.25))
     if loss == "gspo":  # arXiv:2507.18071 eq. 5 and 7: one ratio, the geometric mean of the sequence's
         ratios = ratios.log().mean().exp().expand(len(log_probs))
     return torch.minimum(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage)  # PPO, eq. 7
