@@ -12,6 +12,7 @@ from pydantic import SecretStr, ValidationError
 from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
 from task_app.complaints import invalid, most_specific, validated
+from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
@@ -127,8 +128,12 @@ def _operators_server(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _crafter(config: CrafterConfig) -> Environment:
+    return BalrogEnvironment(config) if config.text == "balrog" else CrafterEnvironment(config)
+
+
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
-    "crafter": EnvironmentPlugin(CrafterConfig, CrafterEnvironment, CRAFTER_STATE_KEYS),
+    "crafter": EnvironmentPlugin(CrafterConfig, _crafter, CRAFTER_STATE_KEYS),
     "dialogue": EnvironmentPlugin(DialogueConfig, DialogueEnvironment),
     "documents": EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment),
 }

@@ -187,7 +187,18 @@ class ReseedableEnvironment(RestorableEnvironment, Protocol):
 
 
 @runtime_checkable
-class ConversationalEnvironment(Environment, Protocol):
+class AnsweredEnvironment(Environment, Protocol):
+    """An Environment in which words without a call are a decision too, or the only kind of decision."""
+
+    def answer(self, text: str) -> DecisionOutcome:
+        """Carry out a decision without a call; if it is not allowed, `invalid_reason` says why.
+
+        Raises EpisodeOver after the end.
+        """
+
+
+@runtime_checkable
+class ConversationalEnvironment(AnsweredEnvironment, Protocol):
     """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
 
     The prompt is then the history; `messages` serves policy routes alone. Each of several calls in a message
@@ -205,7 +216,7 @@ class ConversationalEnvironment(Environment, Protocol):
     def answer(self, text: str) -> DecisionOutcome:
         """Carry out a decision without a call; where only tools count, `invalid_reason` says so.
 
-        `result` is the user's next message, unless an interaction answers. Raises EpisodeOver after the end.
+        `result` is the user's next message, unless an interaction answers.
         """
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
 from task_app.protocols import (
+    AnsweredEnvironment,
     ConversationalEnvironment,
     DecisionOutcome,
     Environment,
@@ -39,10 +40,12 @@ class EnvironmentContract:
     Attributes:
         seed: of the world.
         decisions: longest episode that is played.
+        words: an answer for an environment that takes words, if it offers nothing to call.
     """
 
     seed = 3
     decisions = 200
+    words = "words without a call"
 
     def make(self) -> Environment:
         """A new environment with the config to test."""
@@ -55,7 +58,8 @@ class EnvironmentContract:
         talks = isinstance(environment, ConversationalEnvironment)
         check(talks or bool(environment.outcome_definition), "outcome_definition is empty")
         tools = environment.tools()
-        check(talks or len(tools) > 0, "tools() offers nothing to call")
+        takes_words = isinstance(environment, AnsweredEnvironment)
+        check(takes_words or len(tools) > 0, "tools() offers nothing to call, and no answer is taken")
         names = [tool.function.name for tool in tools]
         check(len(set(names)) == len(names), f"tools() offers a name twice: {names}")
         json.dumps([tool.model_dump(mode="json") for tool in tools])
@@ -123,7 +127,7 @@ class EnvironmentContract:
         environment = self.make()
         first = environment.reset(self.seed)
         calls = self._calls(environment, random.Random(0))
-        past = [PastDecision(calls, decide(environment, calls))]
+        past = [PastDecision(calls, self._decide(environment, calls))]
         bad_calls = (ToolRequest("no_such_tool", None, "{oops"),)
         if not (past[0].outcome.terminated or past[0].outcome.truncated):
             past.append(PastDecision(bad_calls, environment.step(bad_calls)))
@@ -155,7 +159,7 @@ class EnvironmentContract:
         roles = [message.role for message in opening]
         check(roles[-1:] == ["user"], f"opening() has the roles {roles}; the last one must be 'user'")
         check("system" not in roles[1:], f"opening() has the roles {roles}; 'system' may only be the first")
-        decide(environment, self._calls(environment, random.Random(0)))
+        self._decide(environment, self._calls(environment, random.Random(0)))
         check(environment.opening() == opening, "opening() changed with a step")
 
     def test_every_call_of_a_conversation_has_its_text(self) -> None:
@@ -178,7 +182,7 @@ class EnvironmentContract:
             count = len(environment.step(bad_calls, invalid_reason=reason).results)
             check(count == len(bad_calls), f"{len(bad_calls)} refused calls have {count} results")
         environment.reset(self.seed)
-        outcome = environment.answer("words without a call")
+        outcome = environment.answer(self.words)
         check_outcome(outcome)
         counts = takes_answers(environment) or outcome.invalid_reason is not None
         check(
@@ -200,9 +204,10 @@ class EnvironmentContract:
                     restored == observation, f"restore() shows another observation after {decision} decisions"
                 )
             calls = self._calls(environment, source)
-            outcome = decide(environment, calls)
+            outcome = self._decide(environment, calls)
             check(
-                decide(other, calls) == outcome, "the restored moment went on differently for the same calls"
+                self._decide(other, calls) == outcome,
+                "the restored moment went on differently for the same calls",
             )
             check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
             observation = outcome.observation
@@ -268,12 +273,18 @@ class EnvironmentContract:
         decisions = []
         for _ in range(self.decisions):
             calls = self._calls(environment, source)
-            outcome = decide(environment, calls)
+            outcome = self._decide(environment, calls)
             decisions.append((calls, outcome))
             if outcome.terminated or outcome.truncated:
                 break
         check(math.isfinite(environment.outcome_reward()), "outcome_reward() is not finite")
         return decisions
+
+    def _decide(self, environment: Environment, calls: Calls) -> DecisionOutcome:
+        """Carry out the calls; an environment that takes words gets some instead of no calls."""
+        if not calls and isinstance(environment, AnsweredEnvironment):
+            return environment.answer(self.words)
+        return environment.step(calls)
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
         """A random call of a tool; no call if there is no tool."""
@@ -282,13 +293,6 @@ class EnvironmentContract:
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         name, arguments = random_call(tools, source, longest=4)
         return (ToolRequest(name, arguments, json.dumps(arguments)),)
-
-
-def decide(environment: Environment, calls: Calls) -> DecisionOutcome:
-    """Carry out the calls; a conversation gets text instead of no calls."""
-    if not calls and isinstance(environment, ConversationalEnvironment):
-        return environment.answer("words without a call")
-    return environment.step(calls)
 
 
 def check(holds: bool, sentence: str) -> None:

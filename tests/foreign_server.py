@@ -54,12 +54,12 @@ class ForeignServer:
         """One action, which depends on nothing but the prompt."""
         name = ACTIONS[len(json.dumps(body["messages"])) % len(ACTIONS)]
         function = {"name": "interact_many", "arguments": json.dumps({"actions": [name]})}
-        message = {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [{"id": "call_abc", "type": "function", "function": function}],
-        }
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+        calls = [{"id": "call_abc", "type": "function", "function": function}]
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        return self.say(body, message, finish_reason="tool_calls")
+
+    def say(self, body: dict[str, Any], message: dict[str, Any], *, finish_reason: str = "stop") -> Response:
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
         return JSONResponse(
             {
                 "id": "chatcmpl-1",
@@ -78,6 +78,11 @@ def error(status: int, message: str) -> Response:
 
 def busy(server: ForeignServer, body: dict[str, Any]) -> Response:
     return error(429, "Rate limit reached")
+
+
+def words(content: str | None) -> Answer:
+    """An answer without a call."""
+    return lambda server, body: server.say(body, {"role": "assistant", "content": content})
 
 
 def nonsense(server: ForeignServer, body: dict[str, Any]) -> Response:

@@ -38,7 +38,7 @@ class Choice:
 class Action:
     """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment.
 
-    `text` is an answer without a call, which only a conversational environment accepts; `invalid_reason`
+    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; `invalid_reason`
     tells other environments what is wrong. `text` is None if the reply could not be read.
     """
 

@@ -42,6 +42,7 @@ from task_app.errors import (
 from task_app.plugins import ENVIRONMENTS, default_plug_boards
 from task_app.protocols import (
     AgentPolicy,
+    AnsweredEnvironment,
     ConversationalEnvironment,
     DecisionOutcome,
     Environment,
@@ -407,7 +408,7 @@ async def execute(
     if action.terminate:
         # No env step runs, so its reward is not paid again.
         return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-    if action.text is not None and isinstance(environment, ConversationalEnvironment):
+    if action.text is not None and isinstance(environment, AnsweredEnvironment):
         step = partial(environment.answer, action.text)
     else:
         step = partial(environment.step, action.requests, invalid_reason=action.invalid_reason)

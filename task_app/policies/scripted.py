@@ -54,6 +54,8 @@ class RandomPolicy(ByChance):
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
+        if answers := _answers(observation):
+            return _words(self._random.choice(answers))
         if not available_tools_specs:
             return _answer({"actions": random_actions(self._random, self.config.max_actions)})
         name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
@@ -73,12 +75,16 @@ class CrafterTeacher(ByChance):
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
-        limit = _limit(self.config.max_actions, available_tools_specs)
+        answers = _answers(observation)
+        limit = 1 if answers else _limit(self.config.max_actions, available_tools_specs)
         actions = self.actions(observation.data, max_actions=limit)
-        if self.config.epsilon and self._random.random() < self.config.epsilon:
-            # A detour from the teacher's way: played, but not to be imitated.
-            return _answer({"actions": random_actions(self._random, limit)}, exploratory=True)
-        return _answer({"actions": actions})
+        # A detour from the teacher's way: played, but not to be imitated.
+        detour = bool(self.config.epsilon) and self._random.random() < self.config.epsilon
+        if detour:
+            actions = random_actions(self._random, limit)
+        if answers:
+            return _words(answers[ACTIONS.index(actions[0])], exploratory=detour)
+        return _answer({"actions": actions}, exploratory=detour)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
         """The actions of the rules as plain names: at most `max_actions` (default: the configured number)."""
@@ -99,6 +105,17 @@ class CrafterTeacher(ByChance):
 
 def random_actions(source: random.Random, count: int) -> list[str]:
     return [source.choice(ACTIONS) for _ in range(count)]
+
+
+def _answers(observation: Any) -> list[str]:
+    """The words that an environment takes instead of calls, in the order of ACTIONS; none: it takes calls."""
+    words: list[str] = getattr(observation, "data", {}).get("answers", [])
+    return words
+
+
+def _words(text: str, *, exploratory: bool = False) -> PolicyAnswer:
+    action: dict[str, Any] = {"type": "text", "content": text}
+    return (action | {"exploratory": True} if exploratory else action), None, None, None
 
 
 def _limit(limit: int, tools: list[dict[str, Any]] | None) -> int:

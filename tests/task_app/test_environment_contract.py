@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
@@ -25,6 +26,14 @@ class TestCompactCrafterThatEnds(EnvironmentContract):
 
     def make(self) -> Environment:
         return CrafterEnvironment(CrafterConfig(text="compact", max_actions=4, length=100))
+
+
+class TestBalrogsCrafter(EnvironmentContract):
+    decisions = 60
+    words = "Move East"
+
+    def make(self) -> Environment:
+        return BalrogEnvironment(CrafterConfig(text="balrog", history=3, length=50))
 
 
 class TestDialogue(EnvironmentContract):

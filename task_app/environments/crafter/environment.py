@@ -3,11 +3,11 @@ steps."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
@@ -30,11 +30,24 @@ _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 class CrafterConfig(Body):
     """Settings of one Crafter environment."""
 
-    text: Literal["full", "compact"] = Field(
-        default="full", description="full: the usual layout; compact: 25 to 60 words for small models"
+    text: Literal["full", "compact", "balrog"] = Field(
+        default="full",
+        description="full: the usual layout; compact: 25 to 60 words for small models; balrog: the messages "
+        "of that benchmark, answered by the name of one action",
     )
     max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in one call (maxItems)")
     length: int = Field(default=10_000, ge=1, le=1_000_000, description="env steps before truncation")
+    history: int = Field(
+        default=16, ge=1, le=100, description="balrog: observations in a prompt, the present one included"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> Self:
+        unused = "max_actions" if self.text == "balrog" else "history"
+        if getattr(self, unused) != type(self).model_fields[unused].default:
+            fact = "where a decision is one action" if self.text == "balrog" else "it is for 'balrog'"
+            raise ValueError(f"{unused} has no effect with text {self.text!r}: {fact}")
+        return self
 
 
 class CrafterEnvironment:
@@ -73,8 +86,11 @@ class CrafterEnvironment:
         self._require_engine().reseed(seed)
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        self._require_running()
+        return self._carry_out(*self._plan(calls, invalid_reason, max_actions=self.config.max_actions))
+
+    def _carry_out(self, actions: Sequence[str], reason: str | None) -> DecisionOutcome:
         engine = self._require_running()
-        actions, reason = self._plan(calls, invalid_reason)
         before = _Before(engine)
         rewards, has_effect = _run(engine, actions)
         news = before.news(engine, has_effect=has_effect, invalid=reason)
@@ -124,11 +140,13 @@ class CrafterEnvironment:
             raise EpisodeOver()
         return engine
 
-    def _plan(self, calls: Sequence[ToolRequest], invalid_reason: str | None) -> tuple[list[str], str | None]:
+    def _plan(
+        self, calls: Sequence[ToolRequest], invalid_reason: str | None, *, max_actions: int
+    ) -> tuple[list[str], str | None]:
         if invalid_reason is not None:
             return ["noop"], invalid_reason
         try:
-            return read_actions(calls, known=ACTIONS, max_actions=self.config.max_actions), None
+            return read_actions(calls, known=ACTIONS, max_actions=max_actions), None
         except InvalidCall as exc:
             return ["noop"], str(exc)
 
@@ -142,13 +160,15 @@ class CrafterEnvironment:
             counts=self._engine.achievements,
             news=news,
         )
-        text = compact_text(data) if self.config.text == "compact" else full_text(data)
         return Observation(
-            text=text,
+            text=self._text(data),
             data=data,
             achievements_counts=dict(self._engine.achievements),
             reward_last_step=reward,
         )
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        return compact_text(data) if self.config.text == "compact" else full_text(data)
 
 
 class _Before:

@@ -13,7 +13,8 @@ from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
 
 _VITALS = frozenset({"health", "food", "drink", "energy"})
-_TIME_AND_NEWS = frozenset({"step", "max_steps", "news"})
+# The history of BALROG's text is past news, and its answers are the same everywhere.
+_TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answers"})
 # Kinds to walk on: they are everywhere, so the nearest one says nothing.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})
 _CENTRE = (COLUMNS // 2, ROWS // 2)

@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 
+from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory
@@ -72,3 +73,15 @@ def test_the_memory_of_another_episode_is_dropped_even_when_its_start_was_not_se
     used = MapMemory()
     used.facts(seen)
     assert used.facts(other) == MapMemory().facts(other)
+
+
+@pytest.mark.parametrize("policy", [CrafterTeacher(TeacherConfig(epsilon=0.3)), RandomPolicy()])
+async def test_where_an_environment_takes_words_the_action_is_said_in_its_words(policy):
+    environment = BalrogEnvironment(CrafterConfig(text="balrog"))
+    observation = environment.reset(4)
+    for _ in range(60):
+        action, *_ = await policy.get_action(PolicyObservation((), observation.data), [])
+        outcome = environment.answer(action["content"])
+        assert (action["type"], outcome.invalid_reason) == ("text", None)
+        observation = outcome.observation
+    assert environment.outcome_reward() >= 1

@@ -1,0 +1,225 @@
+"""Crafter as BALROG plays it: its texts, its window of past messages, and an action's name as the answer.
+
+A prompt has the same messages as BALROG's `naive` agent sends (github.com/balrog-ai/BALROG, commit af7d1f1);
+the tests compare both letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
+Its quirks stay: a game begins with a noop, and within four columns of the world's left edge or three rows of
+its top one the text says that nothing is in sight.
+"""
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+
+from shared_schemas.messages import Message, ToolSpec
+from task_app.complaints import state_in
+from task_app.environments.crafter import prompt
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.rules import ACTIONS
+from task_app.environments.crafter.view import COLUMNS, ROWS, VOID
+from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
+
+# Names and descriptions of the actions, in the order of ACTIONS.
+_DESCRIPTIONS = {
+    "Noop": "do nothing",
+    "Move West": "move west on flat ground",
+    "Move East": "move east on flat ground",
+    "Move North": "move north on flat ground",
+    "Move South": "move south on flat ground",
+    "Do": "Multiuse action to collect material, drink from lake and hit creature in front",
+    "Sleep": "sleep when energy level is below maximum",
+    "Place Stone": "place a stone in front",
+    "Place Table": "place a table",
+    "Place Furnace": "place a furnace",
+    "Place Plant": "place a plant",
+    "Make Wood Pickaxe": "craft a wood pickaxe with a nearby table and wood in inventory",
+    "Make Stone Pickaxe": "craft a stone pickaxe with a nearby table, wood, and stone in inventory",
+    "Make Iron Pickaxe": "craft an iron pickaxe with a nearby table and furnace, wood, coal, and iron in "
+    "inventory",
+    "Make Wood Sword": "craft a wood sword with a nearby table and wood in inventory",
+    "Make Stone Sword": "craft a stone sword with a nearby table, wood, and stone in inventory",
+    "Make Iron Sword": "craft an iron sword with a nearby table and furnace, wood, coal, and iron in "
+    "inventory",
+}
+ANSWERS = tuple(_DESCRIPTIONS)
+_GOALS = (
+    "Collect Wood", "Place Table", "Eat Cow", "Collect Sapling", "Collect Drink", "Make Wood Pickaxe",
+    "Make Wood Sword", "Place Plant", "Defeat Zombie", "Collect Stone", "Place Stone", "Eat Plant",
+    "Defeat Skeleton", "Make Stone Pickaxe", "Make Stone Sword", "Wake Up", "Place Furnace", "Collect Coal",
+    "Collect Iron", "Make Iron Pickaxe", "Make Iron Sword", "Collect Diamond",
+)  # fmt: skip
+INSTRUCTION = (
+    "You are an agent playing Crafter. The following are the only valid actions you can take in the game, "
+    "followed by a short description of each action:\n\n"
+    + ",\n".join(f"{name}: {description}" for name, description in _DESCRIPTIONS.items())
+    + ".\n\nThese are the game achievements you can get:\n"
+    + "\n".join(f"{number}. {goal}" for number, goal in enumerate(_GOALS, start=1))
+    + "\n\nIn a moment I will present a history of actions and observations from the game.\n"
+    "Your goal is to get as far as possible by completing all the achievements.\n\nPLAY!"
+)
+REMINDER = (
+    "You always have to output one of the above actions at a time and no other text. You always have to "
+    "output an action until the episode terminates."
+)
+_COMPLAINT = (
+    "\n\nYour previous output did not contain a valid action. Defaulted to action: Noop\n\nObservation:\n"
+)
+_SLEEPING = "You are sleeping, and will not be able take actions until energy is full.\n\n\n\n"
+_DEAD = "You died.\n\n\n\n"
+_VITALS = ("health", "food", "drink", "energy")
+_CENTRE = (COLUMNS // 2, ROWS // 2)
+_UNREAD = re.compile(r"[^a-zA-Z\s:]")
+_CLIP = 80
+
+Turn = tuple[Literal["user", "assistant"], str]
+
+
+class BalrogEnvironment(CrafterEnvironment):
+    """One episode of Crafter in BALROG's words: a decision is a text, and runs one env step.
+
+    The prompt holds the last `config.history` observations with the answers between them. An answer that is
+    no action's name runs a noop, and the next observation says so.
+    """
+
+    def __init__(self, config: CrafterConfig) -> None:
+        super().__init__(config)
+        # The turns before the present observation; with it there are at most two for each observation shown.
+        self._history: deque[Turn] = deque(maxlen=2 * config.history - 1)
+        self._data: Mapping[str, Any] = {}
+
+    def reset(self, seed: int) -> Observation:
+        super().reset(seed)
+        self._require_engine().act(ACTIONS.index("noop"))
+        self._history.clear()
+        return self._observe(0.0, prompt.NO_NEWS)
+
+    def snapshot(self) -> bytes:
+        state = super().snapshot()
+        return to_json({"history": list(self._history)}) + b"\n" + state
+
+    def restore(self, state: bytes) -> Observation:
+        line, _, game = state.partition(b"\n")
+        history = state_in(_Head, line).history
+        super().restore(game)
+        self._history.clear()
+        self._history.extend(history)
+        return self._observe(*self._last)
+
+    def answer(self, text: str) -> DecisionOutcome:
+        """Carry out the action that the text names."""
+        word = read_answer(text)
+        known = f"answer with one of the {len(ANSWERS)} names alone, such as {ANSWERS[1]!r}"
+        return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        """Carry out a call of `interact_many`, which no prompt offers, as if its action had been answered."""
+        actions, reason = self._plan(calls, invalid_reason, max_actions=1)
+        return self._play("" if reason else ANSWERS[ACTIONS.index(actions[0])], reason)
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return ()
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        turns = _shown(observation.data["history"], texts=self.config.history - 1)
+        current = f"Current Observation:\n{observation.text}\n\n{REMINDER}"
+        return (
+            Message(role="user", content=INSTRUCTION),
+            *(Message(role=role, content=text) for role, text in turns),
+            Message(role="user", content=current),
+        )
+
+    def _play(self, word: str, reason: str | None) -> DecisionOutcome:
+        self._require_running()
+        self._history.append(("user", situation_text(self._data)))
+        if word:
+            self._history.append(("assistant", word))
+        action = "noop" if reason else ACTIONS[ANSWERS.index(word)]
+        return self._carry_out([action], reason)
+
+    def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
+        observation = super()._observe(reward, news)
+        history = [list(turn) for turn in self._history]
+        self._data = {**observation.data, "answers": list(ANSWERS), "history": history}
+        return replace(observation, data=self._data)
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        return f"{status_text(data)}\n{situation_text(data)}"
+
+
+class _Head(BaseModel):
+    """The first line of a snapshot, before that of the game."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
+
+
+def read_answer(text: str) -> str:
+    """The text without everything but letters, white space and colons; it must be an action's name then."""
+    return _UNREAD.sub("", text.strip())
+
+
+def status_text(data: Mapping[str, Any]) -> str:
+    """Vitals and inventory, which only the present observation shows."""
+    inventory = data["inventory"]
+    vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in _VITALS)
+    items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in _VITALS]
+    held = "\n".join(("Your inventory:", *items)) if items else "You have nothing in your inventory."
+    return f"Your status:\n{vitals}\n\n{held}"
+
+
+def situation_text(data: Mapping[str, Any]) -> str:
+    """The nearest cell of each kind in view and the faced one, after a complaint about a refused answer."""
+    complaint = _COMPLAINT if data["news"]["invalid"] else ""
+    state = _SLEEPING if data["sleeping"] else "" if data["inventory"]["health"] > 0 else _DEAD
+    places = _nearest(data)
+    lines = [f"- {name} {_place(*offset)}" for name, offset in places.items()]
+    seen = "\n".join(("You see:", *lines)) if lines else "You see nothing away from you."
+    faced = "nothing" if data["target"] == VOID or not lines else _kind(data["target"])
+    return f"{complaint}{state}{seen}\n\nYou face {faced} at your front."
+
+
+def _nearest(data: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Offset (dx, dy) of the nearest cell of each kind, in the order in which the columns show the kinds."""
+    x, y = data["position"]
+    if x < _CENTRE[0] or y < _CENTRE[1]:
+        # BALROG cuts its view from an array, and a negative index there leaves nothing.
+        return {}
+    offsets: dict[str, tuple[int, int]] = {}
+    for dx in range(-_CENTRE[0], _CENTRE[0] + 1):
+        for dy in range(-_CENTRE[1], _CENTRE[1] + 1):
+            name = _kind(data["rows"][dy + _CENTRE[1]][dx + _CENTRE[0]])
+            if name == VOID or (dx, dy) == (0, 0):
+                continue
+            if name not in offsets or _steps(dx, dy) < _steps(*offsets[name]):
+                offsets[name] = (dx, dy)
+    return offsets
+
+
+def _kind(name: str) -> str:
+    return "plant" if name == "ripe-plant" else name
+
+
+def _steps(dx: int, dy: int) -> int:
+    return abs(dx) + abs(dy)
+
+
+def _place(dx: int, dy: int) -> str:
+    """`3 steps to your north-west`."""
+    along, across = ("", "south", "north")[(dy > 0) - (dy < 0)], ("", "east", "west")[(dx > 0) - (dx < 0)]
+    steps = _steps(dx, dy)
+    return f"{steps} step{'s' if steps > 1 else ''} to your {'-'.join(filter(None, (along, across)))}"
+
+
+def _shown(turns: Sequence[Sequence[str]], *, texts: int) -> list[tuple[str, str]]:
+    """Past turns as messages; empty answers leave room for more observations than have a text."""
+    shown = []
+    for role, text in reversed(turns):
+        if role == "user":
+            text, texts = f"Observation:\n{text}" if texts > 0 else "Observation:", texts - 1
+        shown.append((role, text))
+    return shown[::-1]

@@ -1,0 +1,152 @@
+"""BALROG's protocol: its prompts letter for letter, its answers, and its measure of progress."""
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from task_app.environments.crafter.balrog import ANSWERS, BalrogEnvironment, read_answer
+from task_app.environments.crafter.environment import CrafterConfig
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS
+from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+
+RECORD = json.loads(Path(__file__).with_name("balrog_games.json").read_text())
+
+
+def fresh(seed: int = 3, **config: Any) -> tuple[BalrogEnvironment, Observation]:
+    environment = BalrogEnvironment(CrafterConfig(text="balrog", **config))
+    return environment, environment.reset(seed)
+
+
+def prompt(environment: BalrogEnvironment, observation: Observation) -> list[list[str | None]]:
+    return [[message.role, message.content] for message in environment.messages(observation, ())]
+
+
+def play(environment: BalrogEnvironment, *answers: str) -> DecisionOutcome:
+    for text in answers:
+        outcome = environment.answer(text)
+    return outcome
+
+
+def digests(environment: BalrogEnvironment, observation: Observation, answers: list[str]) -> Iterator[str]:
+    for text in answers:
+        yield blake2b(json.dumps(prompt(environment, observation)).encode(), digest_size=8).hexdigest()
+        observation = environment.answer(text).observation
+
+
+@pytest.mark.parametrize("game", RECORD["games"], ids=lambda game: f"world {game['seed']}")
+def test_every_prompt_of_a_game_is_the_one_that_balrogs_own_code_made(game):
+    environment, observation = fresh(game["seed"])
+    for turn, text in enumerate(game["answers"]):
+        if str(turn) in game["current"]:  # some whole ones, so that a difference can be read
+            assert prompt(environment, observation)[-1][1] == game["current"][str(turn)]
+        observation = environment.answer(text).observation
+    assert observation.text == game["end"]
+    assert environment.outcome_reward() / len(ACHIEVEMENTS) == game["progression"]
+    environment, observation = fresh(game["seed"])
+    assert list(digests(environment, observation, game["answers"])) == game["digests"]
+
+
+def test_the_recorded_games_show_what_is_easily_got_wrong():
+    texts = [text for game in RECORD["games"] for text in (*game["current"].values(), game["end"])]
+    assert sum(len(game["answers"]) for game in RECORD["games"]) > 600
+    for part in (
+        "You are sleeping, and will not be able take actions until energy is full.\n\n\n\nYou see:",
+        "You died.\n\n\n\nYou see:",
+        "You see nothing away from you.\n\nYou face nothing at your front.",
+        "Your previous output did not contain a valid action. Defaulted to action: Noop",
+    ):
+        assert any(part in text for text in texts), part
+
+
+def test_a_game_begins_after_one_noop_that_is_no_decision():
+    environment, observation = fresh()
+    assert observation.data["step"] == 1
+    assert [role for role, _ in prompt(environment, observation)] == ["user", "user"]
+    assert environment.tools() == ()
+
+
+def test_the_window_holds_sixteen_observations_and_the_answers_between_them():
+    environment, _ = fresh(39)
+    shown = [play(environment, "Noop").observation for _ in range(40)]
+    messages = prompt(environment, shown[-1])
+    assert [role for role, _ in messages] == ["user", *("assistant", "user") * 16]
+    past = [text for role, text in messages[1:-1] if role == "user"]
+    # Past observations have lost their inventory; the present one has it, and the reminder.
+    assert all(text.startswith("Observation:\nYou see") for text in past)
+    assert messages[-1][1].startswith("Current Observation:\nYour status:\n- health: 9/9\n")
+    assert messages[-1][1].endswith("always have to output an action until the episode terminates.")
+
+
+def test_a_shorter_history_is_a_setting():
+    environment, _ = fresh(history=1)
+    observation = play(environment, "Noop", "Do", "Noop").observation
+    assert [role for role, _ in prompt(environment, observation)] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Move West", "move_left"),
+        ("  Move North.\n", "move_up"),
+        ("**Do**", "do"),
+        ("Make Iron Pickaxe!", "make_iron_pickaxe"),
+    ],
+)
+def test_an_answer_is_read_without_what_is_no_letter_space_or_colon(text, action):
+    outcome = fresh()[0].answer(text)
+    assert (outcome.executed_actions, outcome.invalid_reason) == ((action,), None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "move west", "1. Do", "Action: Do", "Do\n\nbecause", "Move\tWest", "Dö"]
+)
+def test_any_other_answer_runs_a_noop_and_the_next_observation_says_so(text):
+    environment, _ = fresh()
+    outcome = environment.answer(text)
+    assert outcome.executed_actions == ("noop",)
+    assert outcome.invalid_reason == (
+        f"{read_answer(text)!r} is no action; answer with one of the 17 names alone, such as 'Move West'"
+    )
+    messages = prompt(environment, outcome.observation)
+    # An empty answer leaves no message, so two observations follow each other.
+    assert [role for role, _ in messages[1:]] == ["user", *["assistant"] * bool(text), "user"]
+    assert "\n\n\nYour previous output did not contain a valid action." in messages[-1][1]
+
+
+def test_every_action_has_its_name():
+    west = {"noop": "Noop", "do": "Do", "move_left": "Move West", "move_up": "Move North"}
+    others = {name: name.replace("_", " ").title() for name in ACTIONS if not name.startswith("move")}
+    named = dict(zip(ACTIONS, ANSWERS, strict=True))
+    assert named.items() >= {**others, **west}.items()
+
+
+def test_a_call_of_one_action_counts_as_its_name_and_a_longer_one_is_refused():
+    environment, _ = fresh()
+    call = {"actions": ["move_left"]}
+    outcome = environment.step([ToolRequest("interact_many", call, json.dumps(call))])
+    assert outcome.observation.data["history"][-1] == ["assistant", "Move West"]
+    longer = {"actions": ["noop", "noop"]}
+    refused = environment.step([ToolRequest("interact_many", longer, json.dumps(longer))])
+    assert refused.invalid_reason == "'actions' holds 2 names; allowed are 1 to 1"
+    assert refused.observation.text.count("did not contain a valid action") == 1
+
+
+def test_a_snapshot_holds_the_window():
+    environment, other = fresh()[0], fresh(5)[0]
+    observation = play(environment, *["Move West", "", "what?", "Do"] * 8).observation
+    assert other.restore(environment.snapshot()) == observation
+    assert prompt(other, observation) == prompt(environment, observation)
+    one, two = play(environment, "Noop", "Sleep"), play(other, "Noop", "Sleep")
+    assert prompt(environment, one.observation) == prompt(other, two.observation)
+
+
+def test_a_setting_without_effect_is_refused():
+    with pytest.raises(ValidationError, match="max_actions has no effect with text 'balrog'"):
+        CrafterConfig(text="balrog", max_actions=4)
+    with pytest.raises(ValidationError, match="history has no effect with text 'compact'"):
+        CrafterConfig(text="compact", history=4)
