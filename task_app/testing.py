@@ -229,8 +229,8 @@ class EnvironmentContract:
             one.reseed(self.seed + 1)
         for _ in range(self.decisions):
             calls = self._calls(environment, source)
-            outcome = decide(environment, calls)
-            check(decide(other, calls) == outcome, "equal reseed() and calls gave different episodes")
+            outcome = self._decide(environment, calls)
+            check(self._decide(other, calls) == outcome, "equal reseed() and calls gave different episodes")
             if outcome.terminated or outcome.truncated:
                 return
 

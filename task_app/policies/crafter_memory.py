@@ -12,11 +12,16 @@ from task_app.environments.crafter.view import COLUMNS, ROWS
 from task_app.environments.crafter.walks import (
     DIRECTIONS,
     GROUND,
+    HIGHEST,
+    LOWEST,
     Cell,
     Ground,
-    Trail,
+    Trails,
     Walk,
+    cell_at,
     find_trails,
+    place_of,
+    step,
     walk_to,
 )
 from task_app.policies.crafter_teacher import decide, purpose
@@ -41,9 +46,14 @@ def _steps(walk: Walk) -> int:
     return sum(leg.count for leg in walk.legs)
 
 
+_Coordinate = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
+
+
 class _Memory(Body):
     step: int = Field(ge=0)
-    cells: list[tuple[int, int, Annotated[str, Field(max_length=100)]]] = Field(max_length=100_000)
+    cells: list[tuple[_Coordinate, _Coordinate, Annotated[str, Field(max_length=100)]]] = Field(
+        max_length=100_000
+    )
 
 
 class MapMemory:
@@ -55,12 +65,12 @@ class MapMemory:
 
     def facts(self, data: Mapping[str, Any]) -> Facts:
         """The facts of this view, with walks to the nearest known things, in view or remembered."""
-        player: Cell = (data["position"][0], data["position"][1])
+        x, y = data["position"]
         if data["step"] == 0 or data["step"] < self._step:
             self._cells = {}  # a new episode
         self._step = data["step"]
-        view = _view_cells(data, player)
-        ground = Ground(self._cells | view, player=player, facing=facing_name(data))
+        view = _view_cells(data, x, y)
+        ground = Ground(self._cells | view, player=cell_at(x, y), facing=facing_name(data))
         trails = find_trails(ground, can_dig=can_dig(data))
         walks = landmark_walks(ground, trails, max_cells=_WHOLE_WALK)
         way = _frontier(ground, trails)
@@ -71,7 +81,7 @@ class MapMemory:
 
     def snapshot(self) -> dict[str, Any]:
         """The memory as JSON-able data."""
-        return {"step": self._step, "cells": [[x, y, name] for (x, y), name in self._cells.items()]}
+        return {"step": self._step, "cells": [[*place_of(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:
         """Replace the memory; ValueError if the state comes from no `snapshot`."""
@@ -80,22 +90,29 @@ class MapMemory:
         except ValidationError as exc:
             raise ValueError("'memory' is no map of cells") from exc
         self._step = memory.step
-        self._cells = {(x, y): name for x, y, name in memory.cells}
+        self._cells = {cell_at(x, y): name for x, y, name in memory.cells}
 
 
-def _view_cells(data: Mapping[str, Any], player: Cell) -> dict[Cell, str]:
-    x0, y0 = player[0] - COLUMNS // 2, player[1] - ROWS // 2
-    return {(x0 + x, y0 + y): name for y, row in enumerate(data["rows"]) for x, name in enumerate(row)}
+def _view_cells(data: Mapping[str, Any], x: int, y: int) -> dict[Cell, str]:
+    """The cells in view of a player at (x, y)."""
+    left, top = x - COLUMNS // 2, y - ROWS // 2
+    return {
+        cell_at(left + column, top + row): name
+        for row, names in enumerate(data["rows"])
+        for column, name in enumerate(names)
+    }
 
 
-def _frontier(ground: Ground, trails: Mapping[Cell, Trail]) -> Cell | None:
+def _frontier(ground: Ground, trails: Trails) -> Cell | None:
     """A near free cell beside unknown cells, rather ahead than behind."""
     dx, dy = DIRECTIONS[ground.facing]
-    px, py = ground.player
+    px, py = place_of(ground.player)
 
     def rank(cell: Cell) -> tuple[float, Cell]:
-        ahead = (cell[0] - px) * dx + (cell[1] - py) * dy
-        return trails[cell].cost + (0 if ahead > 0 else _TURN_BACK_COST), cell
+        x, y = place_of(cell)
+        ahead = (x - px) * dx + (y - py) * dy
+        cost, *_ = trails[cell]
+        return cost + (0 if ahead > 0 else _TURN_BACK_COST), cell
 
     edge = [
         cell
@@ -106,4 +123,4 @@ def _frontier(ground: Ground, trails: Mapping[Cell, Trail]) -> Cell | None:
 
 
 def _opens(ground: Ground, cell: Cell) -> bool:
-    return any((cell[0] + dx, cell[1] + dy) not in ground.cells for dx, dy in DIRECTIONS.values())
+    return any(step(cell, name) not in ground.cells for name in DIRECTIONS)

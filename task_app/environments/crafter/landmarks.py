@@ -5,6 +5,7 @@ All functions are pure and read only `Observation.data`, so they know no more th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from task_app.environments.crafter.view import COLUMNS, ROWS
@@ -16,7 +17,7 @@ from task_app.environments.crafter.walks import (
     Leg,
     Trails,
     Walk,
-    cheapest,
+    cell_at,
     find_trails,
     nearest,
     nearest_facing,
@@ -35,6 +36,17 @@ KINDS = ("way", *PLACES, *THINGS)
 # A walk is shown up to the leg that completes this many cells; a short decision goes no further.
 MAX_CELLS = 4
 _CENTRE = (COLUMNS // 2, ROWS // 2)
+_VIEW = tuple(cell_at(x, y) for y in range(ROWS) for x in range(COLUMNS))
+# By a direction: the cells of the view's edge there.
+_EDGES = {
+    (dx, dy): frozenset(
+        cell_at(x, y)
+        for y in range(ROWS)
+        for x in range(COLUMNS)
+        if (x - _CENTRE[0]) * dx + (y - _CENTRE[1]) * dy == (_CENTRE[0] if dx else _CENTRE[1])
+    )
+    for dx, dy in DIRECTIONS.values()
+}
 _NAME_OF_DIRECTION = {vector: name for name, vector in DIRECTIONS.items()}
 
 
@@ -69,14 +81,30 @@ class Facts:
 
 def read_facts(data: Mapping[str, Any]) -> Facts:
     """The facts in an `Observation.data` of Crafter, from its view alone."""
-    cells = {(x, y): name for y, row in enumerate(data["rows"]) for x, name in enumerate(row)}
-    ground = Ground(cells, player=_CENTRE, facing=facing_name(data))
-    trails = find_trails(ground, can_dig=can_dig(data))
+    rows, facing = tuple(map(tuple, data["rows"])), facing_name(data)
+    return make_facts(data, view_ground(rows, facing), view_walks(rows, facing, can_dig=can_dig(data)))
+
+
+Rows = tuple[tuple[str, ...], ...]
+
+
+def view_ground(rows: Rows, facing: str) -> Ground:
+    """The cells of a view, [7][9] names, around the player."""
+    names = [name for row in rows for name in row]
+    return Ground(dict(zip(_VIEW, names, strict=True)), player=cell_at(*_CENTRE), facing=facing)
+
+
+# The text and the teacher read each view once, and a view where nothing moves comes again.
+@lru_cache(maxsize=1024)
+def view_walks(rows: Rows, facing: str, *, can_dig: bool) -> Mapping[str, Walk]:
+    """The walks of a view, [7][9] names; nobody may change them."""
+    ground = view_ground(rows, facing)
+    trails = find_trails(ground, can_dig=can_dig)
     walks = landmark_walks(ground, trails, max_cells=MAX_CELLS)
     way = _way_on(ground, trails)
     if way is not None:
         walks["way"] = walk_to(ground, trails, way, max_cells=MAX_CELLS)
-    return make_facts(data, ground, walks)
+    return walks
 
 
 def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk]) -> Facts:
@@ -131,14 +159,10 @@ def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[st
 
 def _way_on(ground: Ground, trails: Trails) -> Cell | None:
     """The nearest free cell at the view's edge: preferably straight ahead, then to a side, then back."""
+    free = [cell for cell in trails if ground.cells[cell] in GROUND]
     dx, dy = DIRECTIONS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):
-        edge = {cell: trail for cell, trail in trails.items() if _on_edge(cell, vector)}
-        if (way := cheapest(edge, lambda cell, _: ground.at(cell) in GROUND)) is not None:
+        way = next(filter(_EDGES[vector].__contains__, free), None)
+        if way is not None:
             return way
     return None
-
-
-def _on_edge(cell: Cell, vector: tuple[int, int]) -> bool:
-    reach = _CENTRE[0] if vector[0] else _CENTRE[1]
-    return (cell[0] - _CENTRE[0]) * vector[0] + (cell[1] - _CENTRE[1]) * vector[1] == reach

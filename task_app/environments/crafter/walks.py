@@ -4,17 +4,37 @@ A *walk* is a list of moves after which the player faces the thing. Bumping into
 so the walk to a tree that is two left and one up is left, left, up; then `do` works at once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import groupby
+from functools import cache
 
+# A cell is one number, x before y: numbers compare as (x, y) does, and a neighbour is a sum away.
+Cell = int
+_MARGIN, _COLUMN = 8, 128
+# The coordinates that a cell can have: those of the 64x64 world, and what a view shows beyond its edges.
+LOWEST, HIGHEST = -_MARGIN, _COLUMN - _MARGIN - 1
 DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+_STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in DIRECTIONS.items()}
+_CELLS = _COLUMN * _COLUMN
 GROUND = frozenset({"grass", "sand", "path"})
 ROCK = frozenset({"stone"})
 VOID = "void"
 _DIG_COST = 3  # turn, dig, enter
-Cell = tuple[int, int]
+
+
+def cell_at(x: int, y: int) -> Cell:
+    """The cell of a place; both coordinates lie in LOWEST .. HIGHEST."""
+    return (x + _MARGIN) * _COLUMN + y + _MARGIN
+
+
+def place_of(cell: Cell) -> tuple[int, int]:
+    """The (x, y) of a cell."""
+    return cell // _COLUMN - _MARGIN, cell % _COLUMN - _MARGIN
+
+
+def step(cell: Cell, direction: str) -> Cell:
+    """The neighbour of a cell."""
+    return cell + _STEPS[direction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +70,11 @@ class Ground:
         return step(self.player, self.facing)
 
 
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """The last step of the cheapest way to a cell."""
-
-    cost: int
-    turns: int
-    direction: str = ""
-    before: Cell | None = None
-
-    def rank(self, cell: Cell) -> tuple[int, int, Cell]:
-        """Cheap first, then straight, then by place, so ties never depend on the order of the search."""
-        return (self.cost, self.turns, cell)
-
-
+# The last step of the cheapest way to a cell: (cost, turns, direction, the cell before). The player's own
+# cell has no direction, and is its own cell before.
+Trail = tuple[int, int, str, Cell]
+# In order: cheap first, then straight, then by place, so ties never depend on the order of the search.
 Trails = dict[Cell, Trail]
-
-
-def step(cell: Cell, direction: str) -> Cell:
-    dx, dy = DIRECTIONS[direction]
-    return (cell[0] + dx, cell[1] + dy)
 
 
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
@@ -79,72 +84,89 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
         ground: everything but known grass, sand and path blocks the way.
         can_dig: the player can remove stone, so ways may lead through it (three env steps for each cell).
     """
-    cells = ground.cells
-    trails: Trails = {ground.player: Trail(0, 0)}
-    queue: list[tuple[int, int, Cell]] = [(0, 0, ground.player)]
-    while queue:
-        cost, turns, cell = heappop(queue)
-        here = trails[cell]
-        kind = cells[cell]
-        dug = can_dig and kind in ROCK
-        if (cost, turns) != (here.cost, here.turns) or not (dug or kind in GROUND or cell == ground.player):
-            continue
-        # A dug cell costs more to pass than to bump into; walking on pays the surcharge.
-        onward = cost + (_DIG_COST if dug else 1)
-        for name, (dx, dy) in DIRECTIONS.items():
-            neighbour = (cell[0] + dx, cell[1] + dy)
-            if neighbour not in cells:
+    cells, start = ground.cells, ground.player
+    trails: Trails = {}
+    best: Trails = {start: (0, 0, "", start)}
+    # Cells by cost, from this one on, each as turns * _CELLS + cell. A step costs at least 1, so what is due
+    # at a cost is complete before it is looked at.
+    queue: list[list[int]] = [[start], *([] for _ in range(_DIG_COST))]
+    cost = 0
+    while any(queue):
+        for number in sorted(queue[0]):
+            cell = number % _CELLS
+            if cell in trails:
                 continue
-            turns_on = turns + (here.direction not in ("", name))
-            known = trails.get(neighbour)
-            if known is None or (onward, turns_on) < (known.cost, known.turns):
-                trails[neighbour] = Trail(onward, turns_on, name, cell)
-                heappush(queue, (onward, turns_on, neighbour))
+            trails[cell] = trail = best[cell]
+            kind = cells[cell]
+            # A dug cell costs more to pass than to bump into; walking on pays the surcharge.
+            if kind in GROUND or cell == start:
+                surcharge = 1
+            elif can_dig and kind in ROCK:
+                surcharge = _DIG_COST
+            else:
+                continue
+            _, turns, direction, _ = trail
+            onward, due = cost + surcharge, queue[surcharge]
+            for name, offset in _STEPS.items():
+                neighbour = cell + offset
+                if neighbour in trails or neighbour not in cells:
+                    continue
+                turns_on = turns if name == direction or not direction else turns + 1
+                known = best.get(neighbour)
+                if known is None or onward < known[0] or (onward == known[0] and turns_on < known[1]):
+                    best[neighbour] = (onward, turns_on, name, cell)
+                    due.append(turns_on * _CELLS + neighbour)
+        queue = [*queue[1:], []]
+        cost += 1
     return trails
 
 
 def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, Cell]:
     """The cheapest cell of each kind to face, without the cell that the player faces already."""
+    cells, ahead = ground.cells, ground.ahead
     kind_set = frozenset(kinds)
-    best: dict[str, tuple[int, int, Cell]] = {}
-    for cell, trail in trails.items():
-        kind = ground.at(cell)
-        if kind in kind_set and cell != ground.ahead:
-            rank = trail.rank(cell)
-            if kind not in best or rank < best[kind]:
-                best[kind] = rank
-    return {kind: cell for kind, (_, _, cell) in best.items()}
+    best: dict[str, Cell] = {}
+    for cell in trails:
+        kind = cells[cell]
+        if kind in kind_set and kind not in best and cell != ahead:
+            best[kind] = cell
+    return best
 
 
 def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cell | None:
     """The cheapest free cell to reach with one of `names` ahead; None if the player faces one already."""
+    cells = ground.cells
     if ground.at(ground.ahead) in names:
         return None
-    return cheapest(
-        trails,
-        lambda cell, trail: (
-            trail.before is not None
-            and ground.at(cell) in GROUND
-            and ground.at(step(cell, trail.direction)) in names
-        ),
-    )
+    for cell, (_, _, direction, _) in trails.items():
+        if direction and cells[cell] in GROUND and cells.get(cell + _STEPS[direction]) in names:
+            return cell
+    return None
 
 
-def cheapest(trails: Trails, fits: Callable[[Cell, Trail], bool]) -> Cell | None:
-    ranks = [trail.rank(cell) for cell, trail in trails.items() if fits(cell, trail)]
-    return min(ranks)[2] if ranks else None
+# Views repeat the same few legs, and an object of a frozen class costs ten times a look-up.
+_leg = cache(Leg)
 
 
 def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
     """The walk to `cell`, cut after the leg that completes `max_cells` cells."""
-    steps: list[tuple[str, bool]] = []
-    at, trail = cell, trails[cell]
-    while trail.before is not None:
-        # The last step only has to face its cell, so it never digs.
-        steps.append((trail.direction, at != cell and ground.at(at) in ROCK))
-        at, trail = trail.before, trails[trail.before]
-    legs = [Leg(name, len(list(run)), dig) for (name, dig), run in groupby(reversed(steps))]
-    leg_count = next(
-        (n for n in range(len(legs)) if sum(leg.count for leg in legs[:n]) >= max_cells), len(legs)
-    )
-    return Walk(tuple(legs[:leg_count]), more=leg_count < len(legs))
+    legs: list[Leg] = []
+    # The last step only has to face its cell, so it never digs.
+    _, _, direction, at = trails[cell]
+    dig, count = False, 1
+    while at != ground.player:
+        _, _, name, before = trails[at]
+        digs = ground.cells[at] in ROCK
+        if name == direction and digs == dig:
+            count += 1
+        else:
+            legs.append(_leg(direction, count, dig))
+            direction, dig, count = name, digs, 1
+        at = before
+    legs.append(_leg(direction, count, dig))
+    legs.reverse()
+    cells, shown = 0, 0
+    while cells < max_cells and shown < len(legs):
+        cells += legs[shown].count
+        shown += 1
+    return Walk(tuple(legs[:shown]), more=shown < len(legs))

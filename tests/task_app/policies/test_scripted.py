@@ -85,3 +85,11 @@ async def test_where_an_environment_takes_words_the_action_is_said_in_its_words(
         assert (action["type"], outcome.invalid_reason) == ("text", None)
         observation = outcome.observation
     assert environment.outcome_reward() >= 1
+
+
+def test_a_memory_of_cells_outside_the_world_is_refused():
+    memory = MapMemory()
+    memory.restore({"step": 3, "cells": [[-4, 67, "void"]]})
+    assert memory.snapshot() == {"step": 3, "cells": [[-4, 67, "void"]]}
+    with pytest.raises(ValueError, match="no map of cells"):
+        memory.restore({"step": 3, "cells": [[0, 200, "grass"]]})
