@@ -8,13 +8,15 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.work import AppFigures, Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
+from trainer_backend.core.intervals import crafter_score_interval
 from trainer_backend.core.statistics import (
     Interval,
-    crafter_score,
+    env_reward,
     episode_metrics,
     have_achievements,
     mean_interval,
     outcome_definition,
+    progress,
     success_rates,
     unique_achievements,
     user_reward_metrics,
@@ -43,11 +45,13 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _achievement_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     unique = mean_interval([float(unique_achievements(item)) for item in trajectories])
-    rates = success_rates(trajectories)
+    score = crafter_score_interval([item.achievements_counts for item in trajectories])
     return {
         **_with_bounds("eval/unique_achievements", unique),
-        "eval/success_rates": rates,
-        "eval/crafter_score": crafter_score(rates),
+        "eval/success_rates": success_rates(trajectories),
+        **_with_bounds("eval/crafter_score", score),
+        **_with_bounds("eval/progress", progress(trajectories)),
+        **_with_bounds("eval/env_reward", mean_interval([env_reward(item) for item in trajectories])),
     }
 
 

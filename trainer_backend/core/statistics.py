@@ -102,6 +102,11 @@ def unique_achievements(trajectory: Trajectory) -> int:
     return sum(count > 0 for count in trajectory.achievements_counts.values())
 
 
+def env_reward(trajectory: Trajectory) -> float:
+    """The environment's own reward, summed over the episode."""
+    return math.fsum(reward for step in trajectory.steps for reward in step.env_rewards or ())
+
+
 def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
     """Whether their environment counts achievements at all, unlocked or not."""
     return any(item.achievements_counts for item in trajectories)
@@ -242,6 +247,15 @@ def success_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         name: sum(item.achievements_counts.get(name, 0) > 0 for item in trajectories) / count
         for name in names
     }
+
+
+def progress(trajectories: Sequence[Trajectory]) -> Interval:
+    """Mean share of the achievements that an episode unlocked, in percent; some episode must count them.
+
+    Source: BALROG (arXiv 2411.13543), its measure of progress in Crafter.
+    """
+    total = len({name for item in trajectories for name in item.achievements_counts})
+    return mean_interval([100 * unique_achievements(item) / total for item in trajectories])
 
 
 def crafter_score(rates: Mapping[str, float]) -> float:

@@ -51,18 +51,31 @@ class Group:
     rows: tuple[Row, ...]
 
 
-def beside_published(episodes: Sequence[Trajectory]) -> tuple[Group, ...]:
-    """Return all published rows for episodes of Crafter; none for other environments."""
+# What the policy saw here, by `env_config.text`.
+_TEXTS = {
+    "full": "a text with the map of the view",
+    "compact": "the compact text, which finds paths for the policy",
+    "balrog": "BALROG's text, as it is since August 2025",
+}
+
+
+def beside_published(episodes: Sequence[Trajectory], *, text: str) -> tuple[Group, ...]:
+    """Return all published rows for episodes of Crafter; none for other environments.
+
+    Args:
+        text: `env_config.text` of the episodes.
+    """
     if not episodes or any(episode.env_name != ENVIRONMENT for episode in episodes):
         return ()
-    return tuple(_group(name, protocol, episodes) for name, protocol in PROTOCOLS.items())
+    return tuple(_group(name, protocol, episodes, text) for name, protocol in PROTOCOLS.items())
 
 
-def _group(name: ProtocolName, protocol: Protocol, episodes: Sequence[Trajectory]) -> Group:
+def _group(name: ProtocolName, protocol: Protocol, episodes: Sequence[Trajectory], text: str) -> Group:
     lengths = _length_differences(protocol, episodes)
+    here = _TEXTS.get(text, f"text {text!r}")
     others = (
         f"episodes: {protocol.counted}; here one on each of {len(episodes)} worlds, the policy as it is",
-        f"seen: {protocol.sees}; here this job's text",
+        f"seen: {protocol.sees}; here {here}",
     )
     rows = tuple(
         Row(

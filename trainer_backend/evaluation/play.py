@@ -150,7 +150,8 @@ async def evaluate(
         if keep is not None:
             write_rollouts(keep, collection.all)
         refuse_empty(collection, "evaluation", log=log)
-    return evaluation_result(_name(player), collection, _setting(planner_for().players, player, job.data))
+    setting = _setting(planner_for().players, player, job.data)
+    return evaluation_result(_name(player), collection, setting, env_config=job.rollout.env_config)
 
 
 @contextmanager

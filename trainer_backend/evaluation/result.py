@@ -16,10 +16,12 @@ from trainer_backend.core.intervals import crafter_score_interval, wilson_interv
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
+    env_reward,
     episode_metrics,
     have_achievements,
     mean_interval,
     outcome_definition,
+    progress,
     step_deltas,
     success_rates,
     unique_achievements,
@@ -62,6 +64,7 @@ class EvaluationResult:
             `unique_by_turn`, `ach_by_turn` and `spans` are empty.
         conversation: interaction/* and statelm/* (docs/metrics.md); empty without a history.
         env_reward: the environment's own reward, summed over an episode.
+        progress: share of all achievements, in percent; None without achievements.
         rates: share of episodes that unlocked each achievement.
         unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
         spans: the same by spans of turns, with intervals.
@@ -85,6 +88,7 @@ class EvaluationResult:
     decisions: Interval
     env_steps: Interval
     env_reward: Interval
+    progress: Interval | None
     rates: Mapping[str, Interval]
     unique_by_turn: tuple[float, ...]
     ach_by_turn: tuple[float, ...]
@@ -101,7 +105,11 @@ class EvaluationResult:
 
 
 def evaluation_result(
-    policy: str, collection: Collection, setting: Mapping[str, Any] | None = None
+    policy: str,
+    collection: Collection,
+    setting: Mapping[str, Any] | None = None,
+    *,
+    env_config: Mapping[str, Any] | None = None,
 ) -> EvaluationResult:
     """Compute the figures of played episodes.
 
@@ -109,6 +117,7 @@ def evaluation_result(
         policy: name of the player.
         collection: the played episodes.
         setting: names and JSON values that describe the evaluation.
+        env_config: settings of the environment.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")
     metrics, has_achievements = episode_metrics(episodes), have_achievements(episodes)
@@ -129,7 +138,8 @@ def evaluation_result(
         conversation={**interaction_metrics(episodes), **context_metrics(episodes)},
         decisions=mean_interval([float(len(item.steps)) for item in episodes]),
         env_steps=mean_interval([float(item.env_steps) for item in episodes]),
-        env_reward=mean_interval([_env_reward(item) for item in episodes]),
+        env_reward=mean_interval([env_reward(item) for item in episodes]),
+        progress=progress(episodes) if has_achievements else None,
         rates=_rates(episodes),
         unique_by_turn=tuple(unique_by_turn(episodes)) if has_achievements else (),
         ach_by_turn=tuple(ach_by_turn(episodes)) if has_achievements else (),
@@ -142,7 +152,7 @@ def evaluation_result(
         failures=dict(sorted(collection.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
         sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
-        published=beside_published(episodes),
+        published=beside_published(episodes, text=(env_config or {}).get("text", "full")),
     )
 
 
@@ -189,10 +199,6 @@ def _outcome_by_row(collection: Collection) -> dict[str, float]:
 def _total(counts: Sequence[int | None]) -> int | None:
     values = [count for count in counts if count is not None]
     return sum(values) if values else None
-
-
-def _env_reward(episode: Trajectory) -> float:
-    return math.fsum(reward for step in episode.steps for reward in step.env_rewards or ())
 
 
 def _score(episodes: Sequence[Trajectory]) -> Interval | None:

@@ -92,6 +92,17 @@ PANELS: tuple[Panel, ...] = (
         wide=True,
     ),
     Panel(
+        "score", "Crafter score and progress",
+        "In percent: geometric mean of the success rates, and their mean. Bands: 95 %, over episodes.",
+        (
+            Line(
+                "eval/crafter_score", "score", "evaluation",
+                ("eval/crafter_score_low", "eval/crafter_score_high"),
+            ),
+            Line("eval/progress", "progress", "evaluation", ("eval/progress_low", "eval/progress_high")),
+        ),
+    ),
+    Panel(
         "reward", "Reward an episode", "Sum of r_t, mean over the batch's episodes.",
         (Line("reward/mean", "reward"), Line("reward/kl", "paid for KL")),
     ),

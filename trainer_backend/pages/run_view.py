@@ -127,6 +127,14 @@ _FIGURES: tuple[tuple[str, str, Form], ...] = (
 )
 
 
+# Held-out figures of environments with achievements: name, metric, unit, meaning.
+_ACHIEVEMENT_FIGURES = (
+    ("Crafter score", "eval/crafter_score", " %", "geometric mean of success rates"),
+    ("progress", "eval/progress", " %", "mean share of the achievements"),
+    ("environment's reward", "eval/env_reward", "", "summed over an episode"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Ends:
     """The first and the last row of a kind; None before there is one."""
@@ -171,12 +179,14 @@ def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
     if row is None:
         return []
     bounds = bounds_of(row)
-    beside = [f"95 % {bounds}" if bounds else "", _before(ends, "eval/outcome_reward", "number")]
+    texts = [f"95 % {bounds}" if bounds else "", _before(ends, "eval/outcome_reward", "number")]
     value = number(row.get("eval/outcome_reward"))
-    figures = [KeyFigure(f"held-out {outcome}", value, ", ".join(filter(None, beside)))]
-    if "eval/crafter_score" in row:
-        score = f"{number(row['eval/crafter_score'])} %"
-        figures.append(KeyFigure("Crafter score", score, "geometric mean of success rates"))
+    figures = [KeyFigure(f"held-out {outcome}", value, ", ".join(filter(None, texts)))]
+    for name, metric, unit, note in _ACHIEVEMENT_FIGURES:
+        if metric in row:
+            bounds = bounds_of(row, metric)
+            beside = ", ".join(filter(None, (f"95 % {bounds}" if bounds else "", note)))
+            figures.append(KeyFigure(name, f"{number(row[metric])}{unit}", beside))
     return figures
 
 
@@ -188,9 +198,9 @@ def _before(ends: Ends, metric: str, form: Form) -> str:
     return f"{number(first[metric], form)} at iteration {first['iteration']}"
 
 
-def bounds_of(row: Mapping[str, Any]) -> str:
-    """The 95 % interval of a held-out outcome; empty if the row has none."""
-    low, high = row.get("eval/outcome_reward_low"), row.get("eval/outcome_reward_high")
+def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> str:
+    """The 95 % interval of a held-out figure; empty if the row has none."""
+    low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
@@ -201,32 +211,21 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str
     """Return a heading and a line per evaluation, the oldest first; empty before the first evaluation."""
     if not rows:
         return []
-    best, has_score = best_of(rows), any("eval/crafter_score" in row for row in rows)
-    head = (
-        "iteration",
-        outcome_name(rows[-1]),
-        *["Crafter score"] * has_score,
-        "decisions",
-        "invalid",
-        "episodes",
-    )
+    best = best_of(rows)
+    figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
+    names = [name for name, *_ in figures]
+    head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "episodes")
     return [head] + [
         (
             f"{row['iteration']}{' (best)' if row is best else ''}",
             interval(outcome_interval(row)),
-            *[number(_share(row, "eval/crafter_score"), "percent")] * has_score,
+            *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, unit, _ in figures],
             number(row.get("eval/decisions")),
             number(row.get("eval/invalid_frac"), "percent"),
             str(row["eval/episodes"]),
         )
         for row in rows
     ]
-
-
-def _share(row: Mapping[str, Any], name: str) -> float | None:
-    """A metric in percent, as a share of 1."""
-    value = row.get(name)
-    return None if value is None else value / 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The figures of `turnwise eval` and `turnwise compare` for a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,30 +14,35 @@ from trainer_backend.terminal.published_tables import published
 _ROWS = 10
 
 
-def tables(result: EvaluationResult) -> Group:
-    """Return all figures. Cells are Text, because rich reads brackets in strings as markup."""
-    achievements: list[RenderableType] = ["", _rates(result), "", _turns(result)] if result.unique else []
-    return Group(_facts(result), *achievements, *_worst_rows(result), *published(result))
+def tables(result: EvaluationResult, *, with_published: bool = False) -> Group:
+    """Return all figures, the result last.
+
+    Cells are Text, because rich reads brackets in strings as markup.
+    """
+    details: list[RenderableType] = [_rates(result), "", _turns(result), ""] if result.unique else []
+    rows = list(published(result)) if with_published else []
+    return Group(_setting(result), "", *details, *_worst_rows(result), *rows, _figures(result))
 
 
-def _facts(result: EvaluationResult) -> Table:
+def _setting(result: EvaluationResult) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_row("policy", Text(result.policy))
     if result.models:
         facts.add_row("model, as its server says", Text(", ".join(result.models)))
     for name, value in result.setting.items():
         facts.add_row(Text(name), Text(str(value)))
+    return facts
+
+
+def _figures(result: EvaluationResult) -> Table:
+    """Return the result; the figures that papers compare come first."""
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in _result(result):
+        facts.add_row(Text(name), Text(text))
     lost = f", {result.lost} more lost to failures: in no figure" if result.lost else ""
     facts.add_row("episodes", f"{result.outcome.count}{lost}")
-    name, _, meaning = result.outcome_definition.partition(": ")
-    facts.add_row(Text(name), Text(_interval(result.outcome, "{:.2f}") + (f": {meaning}" if meaning else "")))
-    if result.unique is not None and result.unique != result.outcome:
-        facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
-    facts.add_row("environment's reward", _interval(result.env_reward, "{:.2f}"))
     facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
     facts.add_row("env steps", _interval(result.env_steps, "{:.1f}"))
-    if result.crafter_score is not None:
-        facts.add_row("Crafter score", _interval(result.crafter_score, "{:.1f} %"))
     facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
     for name, value in result.conversation.items():
         facts.add_row(name, _figure(value))
@@ -48,6 +53,18 @@ def _facts(result: EvaluationResult) -> Table:
     facts.add_row("ended by", _counts(sorted(result.endings.items())))
     facts.add_row("failures", _counts(result.failures.items()))
     return facts
+
+
+def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
+    if result.crafter_score is not None:
+        yield "Crafter score", _interval(result.crafter_score, "{:.1f} %")
+    yield "environment's reward", _interval(result.env_reward, "{:.2f}")
+    if result.progress is not None:
+        yield "progress", f"{_interval(result.progress, '{:.1f} %')} of {len(result.rates)} achievements"
+    name, _, meaning = result.outcome_definition.partition(": ")
+    yield name, _interval(result.outcome, "{:.2f}") + (f": {meaning}" if meaning else "")
+    if result.unique is not None and result.unique != result.outcome:
+        yield "unique achievements", _interval(result.unique, "{:.2f}")
 
 
 def _rates(result: EvaluationResult) -> Table:
@@ -82,7 +99,7 @@ def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
     table = Table("held-out row", "outcome", box=None, pad_edge=False)
     for row_id, outcome in worst:
         table.add_row(Text(row_id), f"{outcome:.2f}")
-    return ["", f"lowest outcomes of {len(result.rows)} rows", table]
+    return [f"lowest outcomes of {len(result.rows)} rows", table, ""]
 
 
 def _counts(items: Iterable[tuple[str, int]]) -> Text:

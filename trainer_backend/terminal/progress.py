@@ -153,7 +153,14 @@ def closing_lines(story: Story) -> list[str]:
 def _outcome(row: Row) -> str:
     interval = outcome_interval(row)
     bounds = f" (95 % {interval.low:.2f} to {interval.high:.2f})" if interval.low is not None else ""
-    return f"{interval.mean:.2f}{bounds} {outcome_name(row)}"
+    return f"{interval.mean:.2f}{bounds} {outcome_name(row)}{_score_and_progress(row)}"
+
+
+def _score_and_progress(row: Row) -> str:
+    """Empty without achievements, and in rows of earlier versions."""
+    if "eval/progress" not in row:
+        return ""
+    return f"; Crafter score {row['eval/crafter_score']:.1f} %, progress {row['eval/progress']:.1f} %"
 
 
 def _interval(interval: Interval) -> str:

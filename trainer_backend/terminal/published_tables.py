@@ -6,7 +6,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.beside_published import Group, Row
 from trainer_backend.evaluation.published_crafter import Figure
 from trainer_backend.evaluation.result import EvaluationResult
@@ -18,15 +17,15 @@ def published(result: EvaluationResult) -> Iterator[RenderableType]:
     """Yield a table per group of rows with the same protocol, then the addresses of their sources."""
     sources = list(dict.fromkeys((row.source, row.url) for group in result.published for row in group.rows))
     for group in result.published:
-        yield ""
         yield Text(f"published: {group.title}", style="bold")
         for difference in group.differences:
             yield Text(f"- {difference}")
         yield _rows(result, group, sources)
-    if sources:
         yield ""
     for number, (title, url) in enumerate(sources, start=1):
-        yield Text(f"[{number}] {title}: {url}")
+        yield Text(f"[{number}] {title}" + (f": {url}" if url else ""))
+    if sources:
+        yield ""
 
 
 def _rows(result: EvaluationResult, group: Group, sources: list[tuple[str, str]]) -> Table:
@@ -42,11 +41,10 @@ def _rows(result: EvaluationResult, group: Group, sources: list[tuple[str, str]]
 
 
 def _ours(result: EvaluationResult) -> dict[str, float | None]:
-    score: Interval | None = result.crafter_score
     return {
-        "score": score.mean if score else None,
+        "score": result.crafter_score.mean if result.crafter_score else None,
         "reward": result.env_reward.mean,
-        "progress": 100 * result.unique.mean / len(result.rates) if result.unique and result.rates else None,
+        "progress": result.progress.mean if result.progress else None,
     }
 
 

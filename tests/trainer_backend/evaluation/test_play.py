@@ -48,6 +48,7 @@ def test_the_figures_of_two_episodes_by_hand():
     }
     assert found.unique_by_turn == found.ach_by_turn == (0.5, 1.0, 0.5)
     assert found.env_reward.mean == 2.0  # 1 for each of four decisions that unlocked something
+    assert found.progress.mean == pytest.approx(200 / 3)  # 3 and 1 of three achievements
     assert found.env_steps.mean == 5.0
     third = found.spans[2]
     assert (third.first, third.last, third.playing, third.unique.mean, third.rewarded) == (3, 3, 1, 0.5, 1.0)
@@ -65,11 +66,25 @@ def test_turns_are_told_in_at_most_twelve_spans(turns, width):
 
 def test_figures_of_others_stand_beside_it_with_what_differs_first():
     out = io.StringIO()
-    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST))))
+    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST)), with_published=True))
     told = out.getvalue()
     assert "2 of 2 episodes here were cut short (longest: 6 env steps)" in told
     assert told.index("cut short") < told.index("this, NOT comparable") < told.index("50.5 ± 6.8")
-    assert "[1] README of danijar/crafter: https://github.com/danijar/crafter" in told
+    assert "[1] README and scores of danijar/crafter: https://github.com/danijar/crafter" in told
+    assert told.index("https://github.com/danijar/crafter") < told.index("environment's reward")
+
+
+def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare():
+    out = io.StringIO()
+    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST))))
+    told = out.getvalue().splitlines()
+    names = [line.split("  ")[0] for line in told]
+    result = names[names.index("Crafter score") :]
+    assert result[:4] == ["Crafter score", "environment's reward", "progress", "unique achievements"]
+    assert result[-1] == "failures"
+    assert names.index("policy") < names.index("achievement") < names.index("Crafter score")
+    assert "66.7 %" in told[names.index("progress")] and "of 3 achievements" in told[names.index("progress")]
+    assert "published" not in out.getvalue()
 
 
 def test_another_environment_has_no_crafter_score_and_no_published_rows():
@@ -80,7 +95,7 @@ def test_another_environment_has_no_crafter_score_and_no_published_rows():
     found = evaluation_result("p", Collection(tuple(episodes)))
     assert (found.crafter_score, found.published) == (None, ())
     out = io.StringIO()
-    Console(file=out, width=120).print(tables(found))
+    Console(file=out, width=120).print(tables(found, with_published=True))
     assert "Crafter" not in out.getvalue() and "published" not in out.getvalue()
 
 
@@ -192,12 +207,13 @@ def test_the_command_plays_a_scripted_policy_and_writes_json(job_file, tmp_path,
     assert figures["decisions"]["mean"] == tiny_job().rollout.max_turns
     assert figures["invalid_frac"] == 0.0
     assert figures["crafter_score"]["low"] <= figures["crafter_score"]["mean"]
-    assert figures["published"][1]["rows"][0] == {
+    assert "published" not in answer.output
+    assert figures["published"][2]["rows"][0] == {
         "agent": "Human",
         "score": {"value": 50.5, "spread": 6.8},
         "reward": {"value": 14.3, "spread": 2.3},
-        "progress": None,
+        "progress": {"value": 63.2, "spread": 1.5},
         "learned_from": "unknown",
-        "source": "README of danijar/crafter",
+        "source": "README and scores of danijar/crafter",
         "url": "https://github.com/danijar/crafter",
     }

@@ -11,7 +11,15 @@ from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, i
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
-from trainer_backend.pages.run_view import Ends, head_of, key_figures, seconds_an_iteration, success_rates
+from trainer_backend.pages.figures import NONE as NO_VALUE
+from trainer_backend.pages.run_view import (
+    Ends,
+    evaluation_table,
+    head_of,
+    key_figures,
+    seconds_an_iteration,
+    success_rates,
+)
 from trainer_backend.pages.runs import run_line
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRecord, RunState
@@ -112,6 +120,8 @@ def test_key_figures_compare_with_the_first_row_and_leave_out_what_there_is_not(
     assert found == {
         "held-out score": ("2", "95 % 1 to 3, 0.5 at iteration 0"),
         "Crafter score": ("12.5 %", "geometric mean of success rates"),
+        "progress": ("66.7 %", "95 % 33.3 to 100, mean share of the achievements"),
+        "environment's reward": ("1.5", "summed over an episode"),
         "training score": ("2", "1 at iteration 1"),
         "reward an episode": ("2", "1 at iteration 1"),
         "decisions with event reward": ("50 %", "50 % at iteration 1"),
@@ -121,6 +131,16 @@ def test_key_figures_compare_with_the_first_row_and_leave_out_what_there_is_not(
     plain = {name: value for name, value in iteration_row(1, 1.0).items() if "unique" not in name}
     names = [one.name for one in key_figures(Ends(plain, plain), NONE, "score")]
     assert names == ["training score", "reward an episode", "entropy"]
+
+
+def test_the_table_of_evaluations_has_score_and_progress_beside_the_outcome():
+    older = {
+        name: value for name, value in evaluation_row(0, FIRST, None, None).items() if "progress" not in name
+    }
+    head, first, last = evaluation_table([older, evaluation_row(2, LAST, 1.0, 3.0)])
+    assert head[1:5] == ("unique achievements", "Crafter score", "progress", "environment's reward")
+    assert first[:5] == ("0", "0.50", "12.5 %", NO_VALUE, "1.5")
+    assert last[:5] == ("2 (best)", "2.00 (95 %: 1.00 to 3.00)", "12.5 %", "66.7 %", "1.5")
 
 
 def test_success_rates_stand_beside_those_of_the_first_evaluation_the_most_frequent_first():

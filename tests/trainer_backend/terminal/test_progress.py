@@ -41,7 +41,7 @@ def test_an_evaluation_is_told_with_its_achievements():
 def test_an_evaluation_in_which_nothing_was_unlocked_ends_with_its_episodes():
     row = evaluation_row(0, FIRST[1:], None, None)
     row["eval/success_rates"] = {"eat_cow": 0.0}
-    assert evaluation_line(row).plain.endswith(" unique achievements, 1 episodes")
+    assert evaluation_line(row).plain.endswith("progress 0.0 %, 1 episodes")
 
 
 def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path):
@@ -52,8 +52,12 @@ def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path)
     for row in (*rows[:2], best, *rows[2:]):
         run.append_metrics(row)
     before, after, difference, chosen = closing_lines(read_story(run))
-    assert before.strip() == "before RL: 0.50 unique achievements"  # worlds with 1 and 0
-    assert after.strip() == "after iteration 2: 2.00 (95 % 1.00 to 3.00) unique achievements"
+    # worlds with 1 and 0 of 3 achievements, then 3 and 1
+    assert before.strip() == "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %"
+    assert after.strip() == (
+        "after iteration 2: 2.00 (95 % 1.00 to 3.00) unique achievements; Crafter score 12.5 %, "
+        "progress 66.7 %"
+    )
     # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     assert difference.strip() == "difference, world by world: +1.50 (95 % -4.85 to +7.85), 2 worlds"
     assert chosen.strip() == "best checkpoint: iteration 1, 9.00 (chosen on these worlds: not a result)"
@@ -64,5 +68,11 @@ def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path):
     assert closing_lines(read_story(run)) == []
     run.append_metrics(evaluation_row(0, FIRST, None, None))
     assert [line.strip() for line in closing_lines(read_story(run))] == [
-        "before RL: 0.50 unique achievements"
+        "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %"
     ]
+
+
+def test_without_achievements_there_is_neither_score_nor_progress():
+    row = evaluation_row(0, FIRST, None, None)
+    del row["eval/progress"], row["eval/crafter_score"], row["eval/success_rates"]
+    assert "progress" not in evaluation_line(row).plain
