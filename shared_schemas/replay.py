@@ -1,5 +1,6 @@
 """POST /replay of the task app: a recorded episode, played again for its pictures and its snapshots."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -16,21 +17,30 @@ FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
 FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
 
 
+def words_of(action: Mapping[str, Any]) -> str | None:
+    """The words of a recorded action that an environment took as a decision."""
+    is_said = action.get("type") == "text" and "invalid_reason" not in action
+    return str(action.get("content") or "") if is_said else None
+
+
 class ReplayTurn(Body):
     """One decision of a record: its action, and what the environment did, to compare the replay with."""
 
     tool_calls: tuple[ToolCall, ...] = ()
-    invalid_reason: str | None = Field(default=None, description="why there was no call to execute")
+    text: str | None = Field(default=None, description="the words, where the environment takes words")
+    invalid_reason: str | None = Field(default=None, description="why there was nothing to execute")
     terminate: bool = Field(default=False, description="the policy ended the episode; nothing was executed")
     executed_actions: tuple[str, ...] = ()
     env_rewards: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, step: StepData) -> "ReplayTurn":
+        action = step.action_taken
         return cls(
             tool_calls=step.tool_calls,
+            text=words_of(action),
             invalid_reason=step.step_info.invalid_reason,
-            terminate=step.action_taken.get("type") == "terminate",
+            terminate=action.get("type") == "terminate",
             executed_actions=step.step_info.executed_actions,
             env_rewards=step.env_rewards,
         )

@@ -23,6 +23,7 @@ from task_app.errors import Conflict, InvalidRequest, TaskAppError, UnknownId, b
 from task_app.plugins import PlugBoards
 from task_app.protocols import (
     PAST_DECISIONS_SHOWN,
+    AnsweredEnvironment,
     ConversationalEnvironment,
     DecisionOutcome,
     Environment,
@@ -194,7 +195,10 @@ class Replay:
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
         refused = recorded.invalid_reason if not requests else None
         with boundary("environment.step"):
-            outcome = self.environment.step(requests, invalid_reason=refused)
+            if recorded.text is not None and isinstance(self.environment, AnsweredEnvironment):
+                outcome = self.environment.answer(recorded.text)
+            else:
+                outcome = self.environment.step(requests, invalid_reason=refused)
         if (outcome.executed_actions, outcome.env_rewards) != (
             recorded.executed_actions,
             recorded.env_rewards,

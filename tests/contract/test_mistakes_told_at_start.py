@@ -31,7 +31,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "key of the environment": (
         {"rollout__env_config": {"txt": "compact"}},
         HERE,
-        "rollout.env_config.txt: unknown key 'txt'; known: history, length, max_actions, text. Did you mean 'text'?",
+        "rollout.env_config.txt: unknown key 'txt'; known: history, length, max_actions, text. "
+        "Did you mean 'text'?",
     ),
     "value of the environment": (
         {"rollout__env_config": {"max_actions": 99}},

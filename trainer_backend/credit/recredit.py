@@ -296,13 +296,13 @@ def recredit_run(
     stored = stored_iterations(run, iterations)
     credit = CreditAssignment.of(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
-    scores = None if file is None else TruthScores(file, _by_rollout(credited))
     cosines = None
     if checkpoint is not None:
         from trainer_backend.run.gradient_cosines import cosines_at
 
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
         cosines = cosines_at(checkpoint, job, run, _played(credit, credited), advantages, reporter=reporter)
+    scores = None if file is None else TruthScores(file, _by_rollout(credited), cosines)
     folder = out or run.path / "recredit"
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder

@@ -24,27 +24,42 @@ class TruthScores:
     Attributes:
         advantages: by estimator, of the measured decisions.
         true: of them.
+        cosines: by estimator, of its gradient and the truth's, both of the measured decisions alone; empty
+            where no checkpoint was given.
     """
 
-    def __init__(self, file: TruthFile, advantages: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    def __init__(
+        self,
+        file: TruthFile,
+        advantages: Mapping[str, Mapping[str, Sequence[float]]],
+        cosines: Mapping[tuple[str, str], float] | None = None,
+    ) -> None:
         self.setting, truths = file.setting, list(file.truths.values())
         self.noise = noise_of(truths)
         self.true = [item.advantage for item in truths]
         self.advantages = {name: _at(of_rollouts, truths) for name, of_rollouts in advantages.items()}
         self.scores = {name: truth_score(values, truths) for name, values in self.advantages.items()}
+        self.cosines = {name: cosine for (name, other), cosine in (cosines or {}).items() if other == TRUTH}
 
     def figures(self) -> dict[str, object]:
         """All numbers of the tables."""
         return {
             "setting": self.setting.model_dump(mode="json"),
             "noise": {**asdict(self.noise), "ratio": self.noise.ratio},
-            "estimators": {name: asdict(score) for name, score in self.scores.items()},
+            "estimators": {
+                name: {**asdict(score), "gradient_cosine": self.cosines.get(name)}
+                for name, score in self.scores.items()
+            },
         }
 
     def tables(self) -> Group:
         """A row an estimator, the nearest first; then where each lies beside the truth."""
         return Group(
-            noise_lines(self.setting, self.noise), "", _scores(self.scores), "", _biases(self.scores)
+            noise_lines(self.setting, self.noise),
+            "",
+            _scores(self.scores, self.cosines),
+            "",
+            _biases(self.scores),
         )
 
 
@@ -75,21 +90,19 @@ def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
     )
 
 
-def _scores(scores: Mapping[str, TruthScore]) -> Table:
+def _scores(scores: Mapping[str, TruthScore], cosines: Mapping[str, float]) -> Table:
     table = Table(box=None, pad_edge=False)
-    titles = (
-        "against the truth", "correlation", "95 %", "without noise", "rank", "same sign", "explained",
-        "scale", "variance", "share of 0",
-    )  # fmt: skip
-    for title in titles:
-        table.add_column(title, justify="left" if title == titles[0] else "right")
+    table.add_column("against the truth", no_wrap=True)
+    titles = ["correlation", "95 %", "noiseless", "rank", "sign", "explained", "of 0"]
+    for title in [*titles, *(["gradient"] if cosines else [])]:
+        table.add_column(title, justify="right", no_wrap=True)
     for name, score in sorted(scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
-        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} to {score.high:+.2f}"
+        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f}..{score.high:+.2f}"
         table.add_row(
             name, _number(score.correlation), bounds, _number(score.noiseless), _number(score.rank),
             "-" if score.sign_agreement is None else f"{score.sign_agreement:.0%}",
-            _number(score.explained), f"{score.scale:.3f}", f"{score.variance:.4f}",
-            f"{score.zero_share:.0%}",
+            _number(score.explained), f"{score.zero_share:.0%}",
+            *([_number(cosines.get(name))] if cosines else []),
         )  # fmt: skip
     return table
 

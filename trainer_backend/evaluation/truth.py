@@ -5,32 +5,28 @@ The definition of the measured advantage is in `core.truth`.
 
 import asyncio
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 from uuid import uuid4
 
 from service_kit.logs import configure_logs_from
-from shared_schemas.replay import ReplayRequest, ReplayTurn
-from shared_schemas.rollouts import Rollout, RolloutRequest, Start
-from shared_schemas.trajectory import StepData, StopReason, Trajectory
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import StepData, StopReason
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Continuation, Inference, Planner
+from trainer_backend.collect.lane import first_of
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.collect.wire import ReplayDeparts
-from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.statistics import staleness_metrics
-from trainer_backend.core.truth import TrueAdvantage, even_order, mean_difference
+from trainer_backend.core.truth import even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.data.dataset import data_of
-from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
+from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
+from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
@@ -119,7 +115,9 @@ async def measure_truth(
 
             async def measure(inference: Inference) -> Measurement:
                 planner = Planner.of(job, f"{job.job.name}.truth.{uuid4().hex[:12]}", inference, data)
-                player = _Player(planner, collector, apps, Rewards(job.training, job.max_decisions), setting)
+                player = ContinuationPlayer(
+                    planner, collector, apps, Rewards(job.training, job.max_decisions), setting
+                )
                 chosen = list(islice(_chosen(rollouts, options.seed), options.decisions))
                 lanes = max(2, 2 * job.rollout.max_concurrent_rollouts // options.continuations)
                 return await _Measuring(player, file, options, tell).all(chosen, lanes)
@@ -208,35 +206,7 @@ async def _draws_afresh(apps: TaskApps, first: RolloutRequest) -> bool:
     return created.info.reseedable
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A stored decision to measure; its rollout carries decision rewards, also if it was played without."""
-
-    rollout: Rollout
-    step: StepData
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.rollout.rollout_id, self.step.turn
-
-    @property
-    def episode(self) -> Trajectory:
-        assert self.rollout.trajectory is not None, "only finished rollouts are measured"
-        return self.rollout.trajectory
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the stored episode has a decision after this one."""
-        return self.step.turn < len(self.episode.steps)
-
-    def having(self, step: StepData) -> Rollout:
-        """The rollout up to this decision, with `step` in its place."""
-        before = self.episode.steps[: self.step.turn - 1]
-        episode = self.episode.model_copy(update={"steps": (*before, step)})
-        return self.rollout.model_copy(update={"trajectory": episode})
-
-
-def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[_Chosen]:
+def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
     """All decisions; any first ones of them are spread evenly over rewards, turns and states.
 
     The last decision of an episode that ran out of time is left out: it did not end the episode.
@@ -245,7 +215,7 @@ def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[_Chosen]:
     for rollout in map(with_records, rollouts):
         if (episode := rollout.trajectory) is not None:
             last = len(episode.steps) - (episode.stop_reason is StopReason.DEADLINE)
-            decisions += [_Chosen(rollout, step) for step in episode.steps[:last]]
+            decisions += [StoredDecision(rollout, step) for step in episode.steps[:last]]
     decisions.sort(key=lambda item: (_earns(item.step), item.step.turn, _state(item.step), item.key))
     for index in even_order(len(decisions), seed):
         yield decisions[index]
@@ -264,23 +234,27 @@ def _state(step: StepData) -> str:
 class _Measuring:
     """The measurement of several decisions side by side."""
 
-    def __init__(self, player: "_Player", file: TruthFile, options: TruthOptions, tell: Tell | None) -> None:
+    def __init__(
+        self, player: ContinuationPlayer, file: TruthFile, options: TruthOptions, tell: Tell | None
+    ) -> None:
         self._player, self._file, self._options, self._tell = player, file, options, tell
         self._played = sum(item.decisions for item in file.truths.values())
-        self._lost = 0
+        self._lost = self._open = 0
         self._is_over_budget = False
 
-    async def all(self, chosen: Sequence[_Chosen], lanes: int) -> Measurement:
+    async def all(self, chosen: Sequence[StoredDecision], lanes: int) -> Measurement:
         total = len(chosen)
         left = iter([item for item in chosen if item.key not in self._file.truths])
         self._report(total)
 
         async def lane() -> None:
             for item in left:
-                if self._options.budget is not None and self._played >= self._options.budget:
+                if self._is_spent:
                     self._is_over_budget = True
                     return
+                self._open += 1
                 truth = await self._player.truth(item)
+                self._open -= 1
                 if truth is None:
                     self._lost += 1
                     continue
@@ -288,179 +262,23 @@ class _Measuring:
                 self._file.add(truth)
                 self._report(total)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(lanes):
-                group.create_task(lane())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(lanes):
+                    group.create_task(lane())
+        except ExceptionGroup as errors:
+            raise first_of(errors) from errors
         return Measurement(self._file, self._lost, self._is_over_budget)
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether what is open will use up the budget, where each costs as much as those before it."""
+        if self._options.budget is None:
+            return False
+        measured = len(self._file.truths)
+        each = self._played / measured if measured else 2 * self._options.continuations
+        return self._played + self._open * each >= self._options.budget
 
     def _report(self, total: int) -> None:
         if self._tell is not None:
             self._tell(min(len(self._file.truths), total), total)
-
-
-class _Side(NamedTuple):
-    """One side of a pair: what was done at the decision, and where that led.
-
-    Attributes:
-        episode: in which it was done; it ended with it where there is no moment after it.
-        moment: the snapshot after it.
-    """
-
-    step: StepData
-    episode: Trajectory
-    moment: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Player:
-    """Plays on from before and after a decision."""
-
-    planner: Planner
-    collector: Collector
-    apps: TaskApps
-    rewards: Rewards
-    setting: TruthSetting
-
-    async def truth(self, item: _Chosen) -> TrueAdvantage | None:
-        """The measured truth of a decision; None where fewer than two of its pairs were played.
-
-        Raises:
-            TaskAppError: its episode goes otherwise when it is replayed.
-        """
-        before, after = await self._moments(item)
-        count = self.setting.continuations
-        firsts = await self._collect([self._first(item, before, k) for k in range(count)])
-        others = {
-            k: _Side(episode.steps[0], episode, episode.final_snapshot)
-            for k, episode in firsts.items()
-            if not _is_same(episode.steps[0], item.step)
-        }
-        stored = _Side(item.step, item.episode, after)
-        own = await self._played_on(item, "own", dict.fromkeys(others, stored))
-        other = await self._played_on(item, "other", others)
-        returns = {k: (self._return(item, own[k]), self._return(item, other[k])) for k in own.keys() & other}
-        same = len(firsts) - len(others)
-        if same + len(returns) < 2:
-            return None
-        differences = [mine - its for mine, its in returns.values()]
-        advantage, error = mean_difference([*differences, *([0.0] * same)])
-        values = [mine for mine, _ in returns.values()]
-        return TrueAdvantage(
-            rollout_id=item.rollout.rollout_id,
-            turn=item.step.turn,
-            reward=self.rewards.earned_by(item.rollout, {}).rewards_T[item.step.turn - 1],
-            advantage=advantage,
-            error=error,
-            action_value=math.fsum(values) / len(values) if values else None,
-            pairs=same + len(returns),
-            failed=count - same - len(returns),
-            others=len(returns),
-            decisions=len(firsts) + sum(len(e.steps) - 1 for e in (*own.values(), *other.values())),
-        )
-
-    async def _played_on(self, item: _Chosen, name: str, sides: Mapping[int, _Side]) -> dict[int, Trajectory]:
-        """By pair, the episode from the decision on, where it could be played."""
-        requests = [
-            self._rest(item, f"{self._group(item)}-{name}", k, side)
-            for k, side in sides.items()
-            if side.moment is not None
-        ]
-        rests = await self._collect(requests)
-        return {
-            k: _joined(side.step, rests[k].steps if side.moment else (), rests.get(k, side.episode))
-            for k, side in sides.items()
-            if side.moment is None or k in rests
-        }
-
-    async def _moments(self, item: _Chosen) -> tuple[str, str | None]:
-        """Snapshots before the decision, and after it if the episode went on, by a replay of the episode."""
-        turn = item.step.turn
-        origin = self.planner.source.of_group(item.rollout.group_id, item.episode.seed)
-        env = self.planner.players.env(origin)
-        record = ReplayRequest(
-            env_name=env.env_name,
-            config=env.config,
-            seed=item.episode.seed,
-            turns=tuple(map(ReplayTurn.of, item.episode.steps[:turn])),
-            snapshots=(turn - 1, turn) if item.goes_on else (turn - 1,),
-        )
-        client = next((app.client for app in self.apps.members if app.fault is None), None)
-        if client is None:
-            raise TaskAppError(f"no task app answers: {self.apps.answers()}")
-        try:
-            snapshots = await client.snapshots(record)
-        except ReplayDeparts as error:
-            raise TaskAppError(
-                f"{error.detail}: rollout {item.rollout.rollout_id!r} was played in another environment than "
-                "the task app has, or in another version of it",
-                hint="Start the task app of the version that the run was trained with.",
-            ) from error
-        return snapshots[turn - 1], snapshots.get(turn)
-
-    def _first(self, item: _Chosen, before: str, k: int) -> RolloutRequest:
-        """The policy's new choice before the decision: one decision, and the moment after it."""
-        done = item.step.turn - 1
-        start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
-        is_last = item.step.turn >= self.planner.players.max_decisions
-        what = Continuation(
-            f"{self._group(item)}-first",
-            k,
-            ("truth first", *self._seed_parts(item, k)),
-            max_decisions=1,
-            snapshot_turns=() if is_last else (2,),
-        )
-        return self.planner.continuation(item.rollout, start, what)
-
-    def _rest(self, item: _Chosen, group: str, k: int, side: _Side) -> RolloutRequest:
-        """What comes after one side of pair k; both sides draw the same."""
-        draws = derived_seed("truth draws", *self._seed_parts(item, k))
-        start = Start(
-            snapshot=side.moment,
-            draws_seed=draws if self.setting.fresh_draws else None,
-            parent_rollout_id=item.rollout.rollout_id,
-            parent_turn=item.step.turn,
-        )
-        seed_parts = ("truth", *self._seed_parts(item, k))
-        what = Continuation(group, k, seed_parts, max_decisions=self.setting.horizon)
-        return self.planner.continuation(item.having(side.step), start, what)
-
-    def _return(self, item: _Chosen, episode: Trajectory) -> float:
-        """The discounted return of an episode from the decision on."""
-        rollout = item.rollout.model_copy(update={"trajectory": episode})
-        earned = self.rewards.earned_by(rollout, {}, decisions_done=item.step.turn - 1)
-        return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
-
-    async def _collect(self, requests: Sequence[RolloutRequest]) -> dict[int, Trajectory]:
-        """By pair, those that were played."""
-        collection = await self.collector.collect(requests)
-        if requests:
-            await self.collector.ack(self.planner.run_id, collection.all)
-        return {item.sibling: item.trajectory for item in collection.rollouts if item.trajectory is not None}
-
-    def _group(self, item: _Chosen) -> str:
-        return f"{item.rollout.rollout_id.replace(':', '.')}/truth-{item.step.turn}"
-
-    def _seed_parts(self, item: _Chosen, k: int) -> tuple[int | str, ...]:
-        return self.setting.seed, item.rollout.group_id, item.rollout.sibling, item.step.turn, k
-
-
-def _is_same(step: StepData, stored: StepData) -> bool:
-    """Whether the policy chose as stored: the same calls, or the same reason why there are none."""
-    calls, stored_calls = (
-        [(call.function.name, call.function.arguments) for call in one.tool_calls] for one in (step, stored)
-    )
-    return calls == stored_calls and step.step_info.invalid_reason == stored.step_info.invalid_reason
-
-
-def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """The episode that begins with a decision, goes on with others, and ends like `ending`."""
-    steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
-    return ending.model_copy(update={"steps": steps})
-
-
-def _at_turn(step: StepData, turn: int) -> StepData:
-    """The decision as the `turn`-th of an episode, its record of rewards too."""
-    metadata = step.metadata
-    if (rewards := metadata.decision_rewards) is not None:
-        metadata = metadata.model_copy(update={"decision_rewards": rewards.model_copy(update={"turn": turn})})
-    return step.model_copy(update={"turn": turn, "metadata": metadata})

@@ -1,0 +1,277 @@
+"""`turnwise truth` for real: HTTP, engine, snapshots, draws, file; against an exact calculation."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.conftest import ListReporter, tiny_job, train_job
+from trainer_backend.__main__ import app
+from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
+from trainer_backend.evaluation.truth import TruthOptions, measure_truth
+from trainer_backend.models.folder import load_model_folder
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.truth_file import TruthFile, truth_of
+
+GAMMA = 0.8
+DECISIONS = 3
+COINS = """
+import json
+from hashlib import blake2b
+
+from shared_schemas.base import Body
+from shared_schemas.messages import Message
+from task_app.errors import EpisodeOver
+from task_app.plugins import EnvironmentPlugin
+from task_app.protocols import DecisionOutcome, Observation
+
+
+class Config(Body):
+    worth: int = 3
+
+
+class Coins:
+    '''Three words, each with a vowel or without, and after each the throw of a coin.'''
+
+    name, outcome_definition, quick_step = "coins", "position: where it ended", True
+
+    def __init__(self, config):
+        self._worth, self._turn = config.worth, None
+
+    def reset(self, seed):
+        self._turn = self._position = self._thrown = 0
+        self._seed = seed
+        return self._show(0.0)
+
+    def snapshot(self):
+        self._refuse_before_reset()
+        return json.dumps([self._turn, self._position, self._seed, self._thrown]).encode()
+
+    def restore(self, state):
+        try:
+            self._turn, self._position, self._seed, self._thrown = json.loads(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError("no coins") from error
+        return self._show(0.0)
+
+    def reseed(self, seed):
+        self._refuse_before_reset()
+        self._seed, self._thrown = seed, 0
+
+    def answer(self, text):
+        return self._decide(int(any(letter in "aeiou" for letter in text)))
+
+    def step(self, calls, *, invalid_reason=None):
+        return self._decide(0)
+
+    def tools(self):
+        return ()
+
+    def messages(self, observation, past):
+        return (Message(role="user", content=observation.text),)
+
+    def outcome_reward(self):
+        return float(self._position)
+
+    def _decide(self, action):
+        self._refuse_before_reset()
+        if self._turn == 3:
+            raise EpisodeOver()
+        coin = blake2b(f"{self._seed} {self._thrown}".encode()).digest()[0] & 1
+        reward = (3 * self._position + self._turn) % 4 + action / 2 + coin * (self._worth - 5 * action) / 2
+        self._thrown += 1
+        self._turn, self._position = self._turn + 1, 2 * self._position + (action ^ coin)
+        return DecisionOutcome(self._show(reward), (reward,), self._turn == 3)
+
+    def _refuse_before_reset(self):
+        if self._turn is None:
+            raise EpisodeOver()
+
+    def _show(self, reward):
+        text = f"turn {self._turn} at {self._position}"
+        return Observation(text, {"turn": self._turn, "position": self._position}, {}, reward)
+
+
+ENVIRONMENTS = {"coins": EnvironmentPlugin(Config, Coins)}
+"""
+
+
+def reward_of(turn, position, action, coin):
+    return (3 * position + turn) % 4 + action / 2 + coin * (3 - 5 * action) / 2
+
+
+def options(directory, **changes):
+    given = {"horizon": None, "budget": None, "iteration": None, "checkpoint": None}
+    given |= {"decisions": 200, "continuations": 48, "out": truth_of(directory.path)} | changes
+    return TruthOptions(**given)
+
+
+def measure(run, **changes):
+    directory, job = run
+    return asyncio.run(measure_truth(directory, job, options(directory, **changes)))
+
+
+@pytest.fixture(scope="module")
+def run(model_folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coins")
+    plugins = folder / "coins.py"
+    plugins.write_text(COINS, encoding="utf-8")
+    job = tiny_job(
+        model={"path": str(model_folders["qwen3"]), "device": "cpu"}, warmup=None,
+        rollout__env_name="coins", rollout__env_config={}, rollout__max_turns=DECISIONS,
+        rollout__max_tokens=1, rollout__episodes_per_batch=16, rollout__max_concurrent_rollouts=96,
+        rollout__max_invalid_decisions=DECISIONS + 1, services__task_plugins=[str(plugins)],
+        inference__max_running=96, training__step_rewards_mode="env_sparse", training__iterations=1,
+        algorithm__gamma=GAMMA, evaluation__instances=1,
+    )  # fmt: skip
+    directory, _, _ = train_job(job, folder / "run")
+    return directory, directory.job()
+
+
+def chance_of_a_vowel(directory, rollouts):
+    """By turn and position, the probability of a word with a vowel, from the weights themselves."""
+    model, tokenizer = load_model_folder(directory.checkpoints / "iteration_0")
+    words = [tokenizer.decode([token], skip_special_tokens=True) for token in range(model.config.vocab_size)]
+    has_vowel = torch.tensor([any(letter in "aeiou" for letter in word) for word in words])
+    states = [(turn, position) for turn in range(DECISIONS) for position in range(2**turn)]
+    prompts = {
+        state: tokenizer.apply_chat_template(
+            [{"role": "user", "content": "turn {} at {}".format(*state)}], add_generation_prompt=True,
+            return_dict=False,
+        )
+        for state in states
+    }  # fmt: skip
+    for rollout in rollouts:
+        for t, step in enumerate(rollout.trajectory.steps):
+            known = prompts[t, position_before(rollout.trajectory.steps, t)]
+            assert list(step.policy_logprobs.prompt_token_ids) == known
+    with torch.no_grad():
+        return {
+            state: float(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[has_vowel].sum())
+            for state, ids in prompts.items()
+        }
+
+
+def position_before(steps, t):
+    return int(steps[t].observation_data.messages[-1].content.rsplit(" ", 1)[1])
+
+
+def value(chances, turn, position):
+    """V of a state, over the policy's words and the coins to come."""
+    if turn == DECISIONS:
+        return 0.0
+    return sum(
+        0.5 * chance(chances, turn, position, action) * worth(chances, turn, position, action, coin)
+        for action, coin in product((0, 1), (0, 1))
+    )
+
+
+def chance(chances, turn, position, action):
+    vowel = chances[turn, position]
+    return vowel if action else 1 - vowel
+
+
+def worth(chances, turn, position, action, coin):
+    """Q of an action, given how the coin falls."""
+    after = 2 * position + (action ^ coin)
+    return reward_of(turn, position, action, coin) + GAMMA * value(chances, turn + 1, after)
+
+
+def exact(chances, steps, t):
+    """Q - V of a stored decision, for the coin that it met: which action and coin led on is known."""
+    position, reward = position_before(steps, t), steps[t].env_rewards[0]
+    possible = [
+        (action, coin)
+        for action, coin in product((0, 1), (0, 1))
+        if reward_of(t, position, action, coin) == reward
+        and (t + 1 == DECISIONS or position_before(steps, t + 1) == 2 * position + (action ^ coin))
+    ]
+    (action, coin), *rest = possible
+    assert not rest, "reward and next state tell action and coin apart"
+    baseline = sum(
+        chance(chances, t, position, other) * worth(chances, t, position, other, coin) for other in (0, 1)
+    )
+    return worth(chances, t, position, action, coin) - baseline
+
+
+def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
+    directory, _ = run
+    measured = measure(run)
+    rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
+    chances = chance_of_a_vowel(directory, rollouts.values())
+    assert len(measured.file.truths) == 16 * DECISIONS and measured.lost == 0
+    beyond = []
+    for (rollout_id, turn), truth in measured.file.truths.items():
+        known = exact(chances, rollouts[rollout_id].trajectory.steps, turn - 1)
+        if truth.error == 0.0:
+            assert truth.advantage == pytest.approx(known, abs=1e-9) or truth.others < 3
+            continue
+        beyond.append((truth.advantage - known) / truth.error)
+    assert len(beyond) > 30
+    assert max(map(abs, beyond)) < 4.5
+    assert 0.6 < math.fsum(z * z for z in beyond) / len(beyond) < 1.5, "the standard errors are right too"
+
+
+def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbers(run, tmp_path):
+    whole = measure(run, out=tmp_path / "whole.jsonl", decisions=6, continuations=4)
+    first = measure(run, out=tmp_path / "parts.jsonl", decisions=6, continuations=4, budget=8)
+    assert first.is_over_budget and 0 < len(first.file.truths) < 6
+    path = tmp_path / "parts.jsonl"
+    path.write_text(path.read_text() + '{"rollout_id": "cut sh', encoding="utf-8")
+    parts = measure(run, out=path, decisions=6, continuations=4)
+    assert parts.file.truths == whole.file.truths
+    with pytest.raises(RunDirectoryError, match="measured with continuations = 4 instead of 5; --out"):
+        measure(run, out=path, continuations=5)
+
+
+def test_estimators_are_scored_against_the_truth(run, tmp_path):
+    directory, _ = run
+    measure(run)
+    shown = CliRunner().invoke(
+        app, ["recredit", str(directory.path), "--truth", "--advantage", "stepwise", "--advantage", "rloo",
+              "--out", str(tmp_path)],
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+    found = json.loads((tmp_path / "figures.json").read_text())["truth"]
+    assert found["noise"]["decisions"] == 16 * DECISIONS
+    assert set(found["estimators"]) == {"stepwise", "rloo"}
+    assert 0 < found["estimators"]["stepwise"]["correlation"] <= 1
+    assert b"saved-charts" in (tmp_path / "truth.html").read_bytes()
+
+
+def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_truth(run, tmp_path):
+    directory, _ = run
+    measure(run)
+    recredit_run(
+        directory.path, ["stepwise", "rloo"], [], directory.checkpoints / "iteration_0", tmp_path, (),
+        truth=truth_of(directory.path), reporter=ListReporter(),
+    )  # fmt: skip
+    cosines = json.loads((tmp_path / "figures.json").read_text())["truth"]["estimators"]
+    assert all(-1 <= item["gradient_cosine"] <= 1 for item in cosines.values())
+
+
+def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
+    directory, job = run
+
+    def refused(error, match, *, job=job, **changes):
+        with pytest.raises(error, match=match):
+            asyncio.run(measure_truth(directory, job, options(directory, out=tmp_path / "x", **changes)))
+
+    refused(JobError, "--budget 95 is too small for a single decision", budget=95)
+    refused(RunDirectoryError, "sampled iteration 2 is gone: it was checkpoint iteration_1", iteration=2)
+    training = job.training.model_copy(update={"kl_reward_coef": 0.1})
+    refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))
+    off = job.model_copy(update={"training": job.training.model_copy(update={"step_rewards_mode": "off"})})
+    refused(JobError, "--horizon cuts continuations short", horizon=2, job=off)
+    other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"env_config": {"worth": 8}})})
+    refused(TaskAppError, "was played in another environment than the task app has", job=other)
+    with pytest.raises(RunDirectoryError, match="is the truth of run 'tiny"):
+        TruthFile.read(measure(run).file.path, replace(trained[0]))
+    with pytest.raises(RunDirectoryError, match="no truth is measured"):
+        TruthFile.read(tmp_path / "none.jsonl", directory)

@@ -1,0 +1,119 @@
+"""The measured truth, and the scores of estimators against it, by hand and by identities."""
+
+import math
+import random
+
+import pytest
+
+from trainer_backend.core.agreement import rank_correlation
+from trainer_backend.core.truth import TrueAdvantage, even_order, mean_difference, noise_of, truth_score
+
+
+def measured(advantage, *, error=0.0, turn=1, reward=0.0, rollout="a", **rest):
+    values = {"action_value": None, "pairs": 4, "failed": 0, "others": 2, "decisions": 10} | rest
+    return TrueAdvantage(rollout, turn, reward, advantage, error, **values)
+
+
+def test_pairs_have_the_mean_of_their_differences_and_its_standard_error():
+    # deviations from 2: -1, 1, -1, 1; sample variance 4/3; over four pairs 1/3
+    assert mean_difference([1.0, 3.0, 1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(1 / 3)))
+    with pytest.raises(ValueError, match="at least two pairs, got 1"):
+        mean_difference([1.0])
+
+
+def test_a_state_is_worth_what_its_action_is_worth_less_the_advantage():
+    assert measured(0.5, action_value=2.0).state_value == 1.5
+    assert measured(0.5).state_value is None, "where the policy chose nothing else, nothing was played on"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])
+def test_an_even_order_names_every_decision_once(count):
+    assert sorted(even_order(count, seed=3)) == list(range(count))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_first_decisions_of_an_even_order_are_a_stratified_sample(seed):
+    order = list(even_order(1000, seed))
+    for size in (20, 50, 200):
+        for tenth in range(10):
+            inside = sum(tenth * 100 <= index < (tenth + 1) * 100 for index in order[:size])
+            assert abs(inside - size / 10) <= 2
+
+
+def test_the_spread_of_the_truth_is_without_the_noise_of_its_measurement():
+    # variance of 1 and -1 is 1; noise 0.36 leaves 0.64
+    noise = noise_of([measured(1.0, error=0.6, failed=1), measured(-1.0, error=0.6)])
+    assert (noise.spread, noise.error, noise.ratio) == pytest.approx((0.8, 0.6, 0.75))
+    assert (noise.decisions, noise.failed, noise.played, noise.known) == (2, 1, 20, 0.0)
+    nothing = noise_of([measured(0.1, error=0.6), measured(-0.1, error=0.6)])
+    assert (nothing.spread, nothing.ratio) == (0.0, None)
+
+
+def test_the_truth_itself_in_another_unit_explains_everything():
+    truths = [measured(value, rollout=str(value), turn=t) for t, value in enumerate((0.5, -1.0, 0.0, 2.0), 1)]
+    score = truth_score([10 * item.advantage for item in truths], truths)
+    assert (score.correlation, score.rank, score.sign_agreement) == (pytest.approx(1), pytest.approx(1), 1.0)
+    assert (score.scale, score.error, score.explained) == (
+        pytest.approx(0.1),
+        pytest.approx(0),
+        pytest.approx(1),
+    )
+    assert all(bias.mean == pytest.approx(0) for bias in score.biases)
+
+
+def test_no_signal_explains_nothing_and_says_so():
+    score = truth_score([0.0, 0.0], [measured(1.0), measured(-1.0)])
+    assert (score.correlation, score.sign_agreement, score.scale, score.zero_share) == (None, None, 0.0, 1.0)
+    assert (score.error, score.explained) == (1.0, 0.0)
+
+
+def test_scores_by_hand():
+    # A = 1, 1, -1, 3 and T = 1, 0, -1, 1: sum AT = 5, sum A^2 = 12, scale 5/12
+    truths = [
+        measured(value, turn=t, reward=float(t == 4)) for t, value in enumerate((1.0, 0.0, -1.0, 1.0), 1)
+    ]
+    score = truth_score([1.0, 1.0, -1.0, 3.0], truths)
+    scale = 5 / 12
+    assert score.scale == pytest.approx(scale)
+    apart = [scale - 1, scale, 1 - scale, 3 * scale - 1]
+    assert score.error == pytest.approx(sum(value**2 for value in apart) / 4)
+    assert score.sign_agreement == 1.0, "the second decision has no sign"
+    by_name = {bias.name: bias for bias in score.biases}
+    assert by_name["a reward"].mean == pytest.approx(apart[3]) and by_name["a reward"].error is None
+    assert by_name["no reward"].mean == pytest.approx(sum(apart[:3]) / 3)
+    # thirds of the turns 1, 2, 3, 4 begin at 2 and 3
+    assert [bias.decisions for bias in score.biases] == [1, 1, 2, 3, 1]
+    assert (score.low, score.high) == (None, None), "one episode cannot be resampled"
+
+
+def test_signs_that_are_lost_in_noise_are_not_compared():
+    truths = [measured(1.0, error=0.4), measured(1.0, error=0.6)]
+    assert truth_score([1.0, -1.0], truths).sign_agreement == 1.0
+
+
+def test_noise_of_the_truth_is_taken_out_of_the_correlation_and_the_error():
+    source = random.Random(0)
+    true = [source.gauss(0, 1) for _ in range(20_000)]
+    truths = [measured(value + source.gauss(0, 1), error=1.0) for value in true]
+    score = truth_score(true, truths)
+    assert score.correlation == pytest.approx(math.sqrt(0.5), abs=0.02)
+    assert score.noiseless == pytest.approx(1.0, abs=0.03)
+    assert score.explained == pytest.approx(1.0, abs=0.03)
+
+
+def test_the_interval_of_a_correlation_holds_it_and_narrows_with_episodes():
+    source = random.Random(1)
+
+    def width(episodes):
+        truths = [measured(source.gauss(0, 1), rollout=str(n // 5)) for n in range(5 * episodes)]
+        score = truth_score([item.advantage + source.gauss(0, 1) for item in truths], truths)
+        assert score.low <= score.correlation <= score.high
+        return score.high - score.low
+
+    assert width(200) < width(20) / 2
+
+
+def test_ranks_see_order_alone_and_share_ties():
+    assert rank_correlation([1.0, 2.0, 30.0], [5.0, 6.0, 7.0]) == pytest.approx(1.0)
+    # ranks 0.5, 0.5, 2 and 0, 1, 2
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
