@@ -6,6 +6,7 @@ All functions are pure and read only `Observation.data`, so they know no more th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from task_app.environments.crafter.view import COLUMNS, ROWS
@@ -81,30 +82,24 @@ class Facts:
 
 def read_facts(data: Mapping[str, Any]) -> Facts:
     """The facts in an `Observation.data` of Crafter, from its view alone."""
-    rows, facing = tuple(map(tuple, data["rows"])), facing_name(data)
-    return make_facts(data, view_ground(rows, facing), view_walks(rows, facing, can_dig=can_dig(data)))
-
-
-Rows = tuple[tuple[str, ...], ...]
-
-
-def view_ground(rows: Rows, facing: str) -> Ground:
-    """The cells of a view, [7][9] names, around the player."""
-    names = [name for row in rows for name in row]
-    return Ground(dict(zip(_VIEW, names, strict=True)), player=cell_at(*_CENTRE), facing=facing)
+    rows = tuple(map(tuple, data["rows"]))
+    return make_facts(data, *view_walks(rows, facing_name(data), can_dig=can_dig(data)))
 
 
 # The text and the teacher read each view once, and a view where nothing moves comes again.
 @lru_cache(maxsize=1024)
-def view_walks(rows: Rows, facing: str, *, can_dig: bool) -> Mapping[str, Walk]:
-    """The walks of a view, [7][9] names; nobody may change them."""
-    ground = view_ground(rows, facing)
+def view_walks(
+    rows: tuple[tuple[str, ...], ...], facing: str, *, can_dig: bool
+) -> tuple[Ground, Mapping[str, Walk]]:
+    """The cells of a view, [7][9] names, around the player, and its walks; nobody may change them."""
+    cells = dict(zip(_VIEW, chain.from_iterable(rows), strict=True))
+    ground = Ground(cells, player=cell_at(*_CENTRE), facing=facing)
     trails = find_trails(ground, can_dig=can_dig)
     walks = landmark_walks(ground, trails, max_cells=MAX_CELLS)
     way = _way_on(ground, trails)
     if way is not None:
         walks["way"] = walk_to(ground, trails, way, max_cells=MAX_CELLS)
-    return walks
+    return ground, walks
 
 
 def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk]) -> Facts:
