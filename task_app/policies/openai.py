@@ -5,7 +5,6 @@ Source: 2-rollout-worker-and-gigpo.md, Task 2.2; shared_schemas/chat.py has our 
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import aiohttp
 import stamina
 from pydantic import SecretStr
+from pydantic_core import to_json
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
@@ -282,7 +282,7 @@ class OpenAIAgentPolicy:
         # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
         # build on its ids, so the request asks for the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
-        status, text, after_s = await self._endpoint.post(json.dumps(request).encode())
+        status, text, after_s = await self._endpoint.post(to_json(request))
         if len(self._key) >= SECRET_FROM:
             # Some servers and proxies repeat the request, and the key would be recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")

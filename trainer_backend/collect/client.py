@@ -171,11 +171,11 @@ class TaskAppClient:
 
     async def cancel(self, rollout_id: str) -> None:
         """End an unfinished rollout."""
-        await self._call("DELETE", f"/rollouts/{rollout_id}")
+        await self._answer(OpenBody, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
         """End a run's unfinished rollouts and refuse further ones; an unknown run is ignored."""
-        await self._call("POST", "/run/abort", body={"run_id": run_id})
+        await self._answer(OpenBody, "POST", "/run/abort", body={"run_id": run_id})
 
     async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Instance:
         """Create an environment or a policy outside any rollout, until `terminate`.
@@ -193,7 +193,7 @@ class TaskAppClient:
             Refused: the environment has no snapshots.
             TaskAppError: any other error.
         """
-        await self._call("POST", "/env/snapshot", body={"env_id": env_id})
+        await self._answer(OpenBody, "POST", "/env/snapshot", body={"env_id": env_id})
 
     async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
         """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
@@ -225,14 +225,19 @@ class TaskAppClient:
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
         """Let go of what `create` made."""
-        await self._call("POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
+        await self._answer(OpenBody, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
-        """Parse the answer of a route as a model."""
+        """Parse the answer of a route as a model, without a step between: pages of rollouts are large."""
         answer = await self._call(method, path, **options)
         try:
-            return model.model_validate(answer)
+            return model.model_validate_json(answer)
         except ValidationError as error:
+            text = answer.decode(errors="replace")
+            if json_in(text) is None:
+                raise TaskAppError(
+                    f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}"
+                ) from error
             raise TaskAppError(
                 f"{self.url}: {method} {path} did not answer as a task app does: {first_finding(error)}",
                 hint="Another service may listen at this address, or a task app of another version.",
@@ -247,7 +252,7 @@ class TaskAppClient:
         params: dict[str, str] | None = None,
         extra_s: float = 0.0,
         attempts: int = _ATTEMPTS,
-    ) -> Any:
+    ) -> bytes:
         try:
             async for attempt in stamina.retry_context(
                 on=_Unreachable, attempts=attempts, timeout=self._timeout_s, wait_max=2.0
@@ -260,7 +265,7 @@ class TaskAppClient:
 
     async def _once(
         self, method: str, path: str, body: Any, params: dict[str, str] | None, timeout_s: float
-    ) -> Any:
+    ) -> bytes:
         assert self._session is not None, "use TaskAppClient as an async context manager"
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
         try:
@@ -268,21 +273,20 @@ class TaskAppClient:
                 method, self.url + path, data=_payload(body), params=params, timeout=timeout,
                 server_hostname=self._certificate_host,
             ) as reply:  # fmt: skip
-                status, text = reply.status, await reply.text(errors="replace")
+                status, content = reply.status, await reply.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
+        if status < 400:
+            return content
         # The status first: while the task app starts, a proxy may answer with a page of HTML.
+        text = content.decode(errors="replace")
         answer = json_in(text)
         if status in _LATER and not is_final(answer):
             raise _Unreachable(f"status {status}: {message_of(answer, text)}")
-        if status >= 400:
-            sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
-            raise refusal(status, answer, sentence)
-        if answer is None:
-            raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}")
-        return answer
+        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
+        raise refusal(status, answer, sentence)
 
     @property
     def _certificate_host(self) -> str | None:

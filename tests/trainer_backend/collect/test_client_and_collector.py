@@ -136,7 +136,7 @@ class OtherService(ScriptedTaskApp):
     ("answer", "told"),
     [
         ({"status": "ok"}, "accepted: Field required (and 3 more)"),
-        (["ok"], "the answer: Input should be a valid dictionary or instance of RolloutsAccepted"),
+        (["ok"], "the answer: Input should be an object"),
         ({"accepted": [7], "known": [], "instance_id": "i"}, "accepted.0: Input should be a valid string"),
         (
             {"accepted": [], "known": [], "instance_id": "i", "new": 1},
