@@ -101,7 +101,7 @@ class TaskApps(Sequence[TaskAppClient]):
         api_key: key of all of them.
         timeout_s: deadline of one request.
         lost_wait_s: how long a collection waits when no task app answers.
-        label: name of a single app in metrics; absent: host and port.
+        label: name of a single app in metrics, and with numbers of several; absent: host and port.
         tell: receives a sentence when an app is lost, and when it is back.
         resolve: resolves a name.
         look_up_every_s: maximum age of a resolved name during a collection.
@@ -222,7 +222,10 @@ class TaskApps(Sequence[TaskAppClient]):
     async def _new(self, address: Address) -> App:
         client = TaskAppClient(address.url, self._key, timeout_s=self._timeout_s, name=address.name)
         fault = f"{address.url} has not answered yet"
-        app = App(await self._stack.enter_async_context(client), self._label, fault=fault)
+        label = self._label
+        if label and len(self._urls) > 1:
+            label = f"{label}-{self._urls.index(address.url)}"
+        app = App(await self._stack.enter_async_context(client), label, fault=fault)
         app.show = self._show
         app.show(app, app.state)
         return app

@@ -1,6 +1,6 @@
-"""The task apps of a job: the ones in [services], or a child process of its own on the loopback.
+"""The task apps of a job: the ones in [services], or child processes of its own on the loopback.
 
-The child lives exactly as long as this process: it is stopped at the end, and its standard input is a pipe
+A child lives exactly as long as this process: it is stopped at the end, and its standard input is a pipe
 from this process, so it also ends when this process is killed.
 """
 
@@ -48,6 +48,7 @@ class EmbeddedTaskApp:
         plugins: files with the job's own environments and policies.
         interactions: the file of its interactions, or None.
         body_bytes: size limit of a request, unless the variable for it is set.
+        api_key: its key; None: a fresh one.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EmbeddedTaskApp:
         plugins: Sequence[Path] = (),
         interactions: Path | None = None,
         body_bytes: int = OWN_BODY_BYTES,
+        api_key: SecretStr | None = None,
     ) -> None:
         self._log_file = log_file
         self._arguments = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
@@ -65,7 +67,7 @@ class EmbeddedTaskApp:
         if interactions is not None:
             self._arguments += ["--interactions", str(interactions)]
         self._environment = {_BODY_BYTES: os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))}
-        self.api_key = SecretStr(secrets.token_urlsafe(32))
+        self.api_key = api_key or SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._child: Child | None = None
 
@@ -105,7 +107,7 @@ class EmbeddedTaskApp:
 
 # Size of a request without its row: ids, limits, the configs of policy and environment.
 _BESIDE_A_ROW = 1 << 18
-# Label of the job's own task app, whose port differs in every start.
+# Label of the job's own task apps, whose ports differ in every start.
 OWN = "own"
 
 
@@ -136,19 +138,20 @@ async def task_apps(
                 timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
             )  # fmt: skip
         else:
-            child = await stack.enter_async_context(
-                EmbeddedTaskApp(
+            key = SecretStr(secrets.token_urlsafe(32))
+            urls = []
+            for _ in range(table.task_apps):
+                own = EmbeddedTaskApp(
                     log_file,
                     hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
                     body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
+                    api_key=key,
                 )
-            )
-            # No waiting for it: nobody would restart it.
-            apps = TaskApps(
-                (child.url,), child.api_key, timeout_s=table.request_timeout_s, label=OWN, tell=tell
-            )
+                urls.append((await stack.enter_async_context(own)).url)
+            # No waiting for one that is lost: nobody would restart it.
+            apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         yield await stack.enter_async_context(apps)
 
 

@@ -104,6 +104,13 @@ class ServicesTable(Table):
         description="Python files with environments or policies of your own, for the task app that the job "
         "starts (docs/plugins.md)",
     )
+    task_apps: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="task apps that the job starts, a process each; more than one pays where episodes take "
+        "longer than the model, as a scripted teacher's do",
+    )
     gateway_host: str = Field(
         default="127.0.0.1", description="address that the job's own gateway listens on"
     )
@@ -144,11 +151,16 @@ class ServicesTable(Table):
         return urls
 
     @model_validator(mode="after")
-    def _plugins_are_for_our_own(self) -> "ServicesTable":
+    def _keys_of_our_own_task_apps(self) -> "ServicesTable":
         if self.task_url and self.task_plugins:
             raise ValueError(
                 "task_plugins are for the task app that the job starts itself, and task_url names others: "
                 "start those with `turnwise task-app --plugins FILE`"
+            )
+        if self.task_url and self.task_apps > 1:
+            raise ValueError(
+                "task_apps counts those that the job starts itself, and task_url names others: name as many "
+                "there"
             )
         return self
 

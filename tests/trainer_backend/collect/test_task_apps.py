@@ -43,6 +43,17 @@ async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_
     assert role.withheld == {"TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"}
 
 
+async def test_a_job_may_start_several_task_apps_of_its_own(tmp_path):
+    async with task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps:
+        assert [app.label for app in apps.members] == ["own-0", "own-1"]
+        assert len({app.instance_id for app in apps.members}) == 2
+
+
+def test_own_task_apps_are_not_counted_beside_named_ones():
+    with pytest.raises(JobError, match="task_url names others"):
+        tiny_job(services__task_apps=2, services__task_url=("http://127.0.0.1:9",))
+
+
 @pytest.mark.parametrize("content", [None, "\n"])
 async def test_a_key_file_without_a_key_is_told_before_anything_is_asked(environment, tmp_path, content):
     if content is not None:
