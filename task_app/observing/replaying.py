@@ -1,6 +1,6 @@
 """Pictures for people, and recorded episodes that are played again: for their pictures and their snapshots.
 
-Environments are reproducible, so a replay needs only the seed and the tool calls. A replay that departs from
+Environments are reproducible, so a replay needs only the seed and the decisions. A replay that departs from
 the record is refused: it would be another episode.
 """
 

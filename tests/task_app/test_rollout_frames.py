@@ -2,6 +2,7 @@
 
 import base64
 import io
+from math import inf
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from PIL import Image, ImageSequence
 from service_kit.errors import RequestDeadline
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import EnvSpec
-from task_app.environments.crafter.environment import CrafterEnvironment
+from shared_schemas.task_definition import TaskDefinitionModel
+from task_app.environments.crafter.balrog import BalrogEnvironment
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.episode.worker import RLRolloutWorker
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
@@ -73,6 +77,41 @@ async def test_a_turn_is_the_picture_that_the_environment_showed_then():
             await client.post("/env/step", json={"env_id": env_id, "tool_calls": calls})
         same = (await client.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
     assert drawn == same
+
+
+async def test_decisions_in_words_are_replayed():
+    # the random policy names actions of BALROG's text; the planned one says nothing that is one
+    in_words = {**CRAFTER["env"], "config": {"text": "balrog"}}
+    async with running_app(pictured()) as client:
+        await accept(client, rollout("a", **CRAFTER | {"env": in_words, "policy": {"policy_name": "random"}}))
+        await accept(client, rollout("b", env=in_words))
+        played = await all_of(client, 2)
+        answers = [await client.get(f"/rollouts/{name}/frames") for name in ("a", "b")]
+    assert not any(step.step_info.invalid_reason for step in played["a"].trajectory.steps)
+    assert all(step.step_info.invalid_reason for step in played["b"].trajectory.steps)
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+class Says:
+    """Answers with these words, one after another."""
+
+    def __init__(self, *words):
+        self._words = iter(words)
+
+    async def get_action(self, observation, available_tools_specs=None):
+        return {"type": "text", "content": next(self._words)}, None, None, None
+
+
+async def test_words_that_name_no_action_stay_in_a_replayed_history():
+    config, words = CrafterConfig(text="balrog"), ("Move West", "fly", "", "Do it!", "Noop")
+    environment, again = BalrogEnvironment(config), BalrogEnvironment(config)
+    task = TaskDefinitionModel(resource_type="crafter", max_episode_steps=len(words))
+    worker = RLRolloutWorker(task, Says(*words), environment=environment, seed=17)
+    steps, *_ = await worker.run_episode()
+    record = [ReplayTurn.of(step) for step in steps]
+    replay = Replay(again, EnvSpec(env_name="crafter"), record, 17)
+    assert [moment.turn for moment in replay.moments([len(words)], until_s=inf)] == [len(words)]
+    assert again.snapshot() == environment.snapshot()
 
 
 async def test_a_long_episode_shows_every_nth_decision_and_the_last():
