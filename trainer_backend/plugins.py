@@ -54,19 +54,17 @@ _ANCHOR_KEYS = _OF_SCORES | frozenset(
 )
 _OF_ANCHORS = "compares a decision with those that reached its state, itself among them"
 _SPREAD = "their sample standard deviation, or 1 where it is 0"
+_OF_ITSELF = "counts an episode in its own baseline: (G - 1) / G"
 _OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
 _AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
 _LATER = ("later", "what later decisions changed, discounted by gamma and lambda")
+_OF_EPISODE = "episode_advantage = (score - score_baseline) / score_scale"
+_OF_LEVELS = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
+_OF_SCORE = ("score_baseline", "mean of the group")
+_AT_STATE = "mean of {compared} other[s] in the same state and itself"
 _GIGPO = Derivation(
-    (
-        "episode_advantage = (score - score_baseline) / score_scale",
-        "step_advantage = (return - baseline) / scale",
-        "advantage = episode_weight * episode_advantage + step_weight * step_advantage",
-    ),
-    (
-        ("score_baseline", "mean of the group"),
-        ("baseline", "mean of {compared} other[s] in the same state and itself"),
-    ),
+    (_OF_EPISODE, "step_advantage = (return - baseline) / scale", _OF_LEVELS),
+    (_OF_SCORE, ("baseline", _AT_STATE)),
 )
 ESTIMATORS: dict[str, EstimatorPlug] = {
     "grpo": EstimatorPlug(
@@ -80,7 +78,7 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         grpo_no_std,
         Derivation(("advantage = score - baseline",), (_OF_GROUP,)),
         _OF_SCORES,
-        bias="counts an episode in its own baseline: (G - 1) / G",
+        bias=_OF_ITSELF,
     ),
     "rloo": EstimatorPlug(
         rloo,

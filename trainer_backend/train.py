@@ -383,6 +383,13 @@ async def _update(run: Run, result: IterationResult, progress: Progress) -> dict
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
         return {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+    algorithm, metrics = run.credit.algorithm, result.credited.metrics
+    if run.credit.estimator.needs_state_keys and not metrics["anchors/met_after_start_frac"]:
+        run.reporter.say(
+            f"iteration {iteration}: no state was met twice after the start, so algorithm.advantage = "
+            f"{algorithm.advantage!r} compares first decisions alone; algorithm.state_hashing_function = "
+            f"{algorithm.state_hashing_function!r} may tell states apart that are alike"
+        )
     return await asyncio.to_thread(
         run.learner.update,
         episodes,

@@ -125,6 +125,40 @@ async def test_the_refill_is_bounded_and_with_nothing_to_learn_no_step_is_taken(
     assert run.reporter.lines == ["iteration 1: every group is flat, so no step is taken"]
 
 
+def in_states(key):
+    """The first sibling of each group unlocks more; `key` names the state of a sibling's decision t."""
+
+    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+        played = []
+        for request, rollout in zip(
+            requests, with_spread("train/1/0", "train/1/1")(requests).rollouts, strict=True
+        ):
+            steps = []
+            for t, step in enumerate(rollout.trajectory.steps):
+                keys = {"default": key(request.sibling, t)}
+                seen = step.observation_data.model_copy(update={"state_keys": keys})
+                steps.append(step.model_copy(update={"observation_data": seen}))
+            episode = rollout.trajectory.model_copy(update={"steps": tuple(steps)})
+            played.append(rollout.model_copy(update={"trajectory": episode}))
+        return Collection(tuple(played))
+
+    return answer
+
+
+@pytest.mark.parametrize("name", ["gigpo"])
+async def test_states_that_never_repeat_are_told(tmp_path: Path, name: str):
+    table = {"training__iterations": 1, "algorithm__advantage": name}
+    apart, _, _ = watched_run(tmp_path / "apart", in_states(lambda i, t: f"{i * t}.{t}"), table)
+    await train(apart, Progress(), asyncio.Event())
+    (told,) = apart.reporter.lines
+    assert told.startswith(
+        f"iteration 1: no state was met twice after the start, so algorithm.advantage = '{name}'"
+    )
+    met, _, _ = watched_run(tmp_path / "met", in_states(lambda i, t: str(t)), table)
+    await train(met, Progress(), asyncio.Event())
+    assert met.reporter.lines == []
+
+
 async def test_with_a_critic_each_round_is_scored_once_and_what_it_was_right_about_is_flat(tmp_path: Path):
     critic = {**REFILL, "algorithm__advantage": "gae", "algorithm__gamma": 0.5}
     run, learner, _ = watched_run(tmp_path, all_finished, critic)

@@ -343,6 +343,7 @@ def advice(config: JobConfig) -> list[str]:
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
             "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
         )
+    findings += _of_the_states(config.algorithm)
     if by_outcome and not plug.needs_state_keys:
         findings.append(
             f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
@@ -358,6 +359,16 @@ def advice(config: JobConfig) -> list[str]:
             f'learning_rate_schedule = "{fall}" the rate does not fall'
         )
     return findings
+
+
+def _of_the_states(algorithm: AlgorithmTable) -> Iterator[str]:
+    name, key = algorithm.advantage, algorithm.state_hashing_function
+    if estimator(name).needs_state_keys and key == "text_history":
+        yield (
+            f"algorithm.advantage = {name!r} compares decisions in equal states, and those of "
+            f"state_hashing_function = {key!r} hold all that was seen before: hardly any is met twice "
+            "(anchors/singleton_frac is the share that is not)"
+        )
 
 
 def _of_the_kl(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:

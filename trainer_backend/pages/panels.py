@@ -197,7 +197,7 @@ PANELS: tuple[Panel, ...] = (
         (Line("mismatch/logprob_max", "largest"), Line("mismatch/logprob_mean", "mean")),
     ),
     Panel(
-        "anchors", "Anchor groups", "States that several decisions met, of GiGPO.",
+        "anchors", "Anchor groups", "States that several decisions met, of estimators that compare states.",
         (Line("anchors/mean_size", "mean size"), Line("anchors/singleton_frac", "share alone")),
     ),
     Panel(

@@ -112,6 +112,7 @@ def test_what_the_anchors_were_is_counted():
     assert found["anchors/groups"] == 3.0 and found["anchors/singleton_frac"] == 0.5
     assert found["anchors/mean_size"] == pytest.approx(4 / 3) and found["anchors/max_size"] == 2.0
     assert found["anchors/sign_agreement"] == 1.0
+    assert found["anchors/met_after_start_frac"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
+from trainer_backend.core.critic import ByToken
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import Segment
-from trainer_backend.plugins import AGGREGATIONS
+from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS
 
 STOP, GO = "stop", "go"
 EPISODES = [(STOP,), (GO, STOP), (GO, GO, STOP), (GO, GO, GO)]
@@ -216,6 +217,39 @@ def test_the_gigpo_gradient_is_its_own_value_and_not_the_policy_gradient():
         assert float(found) == pytest.approx(float(expected_gradient(anchored_exactly, 3, p)), rel=1e-12)
         ratios.append(float(found / true_gradient(p)))
     assert ratios == pytest.approx([1.1507, 1.4957], abs=5e-5)
+
+
+def on_the_board(name, group):
+    """Any estimator at gamma and lambda 1 without a std; the state is the number of decisions.
+
+    The critic is right about nothing, and no branches were played.
+    """
+    episodes = [
+        EpisodeRewards(
+            str(i), "g", rewards_T, state_keys_T=STATES[: len(rewards_T)],
+            values_T=[4.0, -1.5, 0.25][: len(rewards_T)],
+            token_values=ByToken([[4.0], [-1.5], [0.25]][: len(rewards_T)]),
+            branch_returns_T=[[]] * len(rewards_T),
+        )
+        for i, rewards_T in enumerate(group)
+    ]  # fmt: skip
+    config = AdvantageConfig(gamma=1.0, gae_lambda=1.0, fnorm="one")
+    return ESTIMATORS[name].compute(episodes, config).per_episode
+
+
+STATES = ["turn 0", "turn 1", "turn 2"]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_without_a_named_bias_has_the_policy_gradient_and_no_other_has(name):
+    found = [
+        float(expected_gradient(lambda group: on_the_board(name, group), 3, p) / true_gradient(p))
+        for p in (P, 1 - P)
+    ]
+    if ESTIMATORS[name].bias:
+        assert all(abs(ratio - 1) > 0.01 for ratio in found)
+    else:
+        assert found == pytest.approx([1.0, 1.0], rel=1e-12)
 
 
 def test_leave_one_out_over_the_siblings_alive_is_unbiased_too():

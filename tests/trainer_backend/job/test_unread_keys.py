@@ -147,6 +147,12 @@ def test_what_the_job_says_goes_over_the_paper_and_is_told():
     )
 
 
+def test_states_that_hold_the_whole_past_are_told_to_meet_hardly_ever():
+    for name in ("gigpo",):
+        (told,) = job_of({"advantage": name, "state_hashing_function": "text_history"}).warnings
+        assert told.startswith(f"algorithm.advantage = '{name}' compares decisions in equal states")
+
+
 def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
     for algorithm in ({}, {"loss": "clipped"}, {"loss": "policy_gradient"}):
         config = job_of(algorithm).config

@@ -56,7 +56,7 @@ class AdvantageConfig:
     default_step_reward: added to every reward where `gigpo` makes its returns-to-go; for jobs whose decisions
         have no rewards of their own.
     omega: share of the episode's advantage in `gigpo`, in [0, 1].
-    step_advantage_w: weight of the step's advantage in `gigpo_additive`, at least 0.
+    step_advantage_w: weight of the step's advantage where 1 is the episode's, at least 0.
     fnorm: "std" divides by the sample std of a group, "one" does not.
     episode_baseline: what `gigpo`'s mean of scores counts once: "trajectory" or "step".
     context_depth: K: states before the current one that also have to be equal, 0 to K of them.

@@ -3,25 +3,26 @@
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from copy import copy
-from itertools import accumulate, chain
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic import BaseModel
 
 from shared_schemas.trajectory import ObservationData
-from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
-    Advantages,
-    EpisodeRewards,
-    group_counts,
-    siblings,
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
+from trainer_backend.core.advantages.levels import additive_weights, summed_levels
+from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.state_graph import (
+    Columns,
+    anchor_sizes,
+    anchors,
+    first_decisions,
+    refuse_missing_keys,
+    relative_at,
+    returns_to_go,
 )
-from trainer_backend.core.advantages.spread import SCALES, Scale, relative
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
-
-# [D] numbers of all decisions of the batch, one episode after the other, by the name of the part.
-Columns = dict[str, list[float]]
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -64,118 +65,44 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) 
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 8.
     """
-    if not 0.0 <= config.step_advantage_w < math.inf:
-        raise ValueError(f"step_advantage_w must be finite and at least 0, got {config.step_advantage_w}")
-    return _gigpo(episodes, config, (1.0, config.step_advantage_w))
+    return _gigpo(episodes, config, additive_weights(config))
 
 
 def _gigpo(
     episodes: Sequence[EpisodeRewards], config: AdvantageConfig, weights: tuple[float, float]
 ) -> Advantages:
     """The weighted sum; `weights` are those of A_E and A_S."""
-    groups = siblings(episodes)
-    _refuse_missing_keys(episodes)
-    scale = SCALES[config.fnorm]
-    returns_D = _returns(episodes, config)
-    parts_D, flat = _of_episodes(episodes, groups, config.episode_baseline, scale)
-    of_steps_D, diagnostics = _of_steps(episodes, returns_D, config, scale)
-    parts_D |= of_steps_D
-    pairs = list(zip(parts_D["episode_advantage"], parts_D["step_advantage"], strict=True))
-    diagnostics |= _agreement(pairs) | group_counts(groups, flat=flat)
-    for name, weight in zip(("episode_weight", "step_weight"), weights, strict=True):
-        parts_D[name] = [weight] * len(returns_D)
-    of_episode, of_step = weights
-    combined_D = [of_episode * own + of_step * step for own, step in pairs]
-    parts = {name: _by_episode(values_D, episodes) for name, values_D in parts_D.items()}
-    return Advantages(_by_episode(combined_D, episodes), diagnostics, parts)
-
-
-def _returns(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> list[float]:
-    """[D] returns-to-go of all decisions of the batch, one episode after the other."""
+    siblings(episodes)
+    refuse_missing_keys(episodes, "gigpo")
     extra = config.default_step_reward
-    rewards = [
-        [reward + extra for reward in episode.rewards_T] if extra else episode.rewards_T
+    rewarded = [
+        replace(episode, rewards_T=[reward + extra for reward in episode.rewards_T]) if extra else episode
         for episode in episodes
     ]
-    return list(chain.from_iterable(discounted_returns(rewards_T, config.gamma) for rewards_T in rewards))
-
-
-def _by_episode(values_D: Sequence[float], episodes: Sequence[EpisodeRewards]) -> list[list[float]]:
-    ends = accumulate(len(episode.rewards_T) for episode in episodes)
-    return [
-        list(values_D[end - len(episode.rewards_T) : end])
-        for end, episode in zip(ends, episodes, strict=True)
-    ]
-
-
-def _of_episodes(
-    episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
-) -> tuple[Columns, int]:
-    """A_E with its parts, and how many groups of two or more have no spread."""
-    rows = [(0.0, 0.0, 0.0, 0.0)] * len(episodes)
-    flat = 0
-    for members in groups.values():
-        scores_G = [episodes[index].score for index in members]
-        # Counted by step, a score stands in the mean and the std once for every decision of its episode.
-        times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
-        counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
-        compared = relative(counted, scale)
-        for index, score, end in zip(members, scores_G, accumulate(times_G), strict=True):
-            rows[index] = (score, compared.baselines[0], compared.scale, compared.advantages[end - 1])
-        flat += len(members) > 1 and not any(compared.advantages)
-    names = ("score", "score_baseline", "score_scale", "episode_advantage")
-    return {
-        name: [row[k] for row, episode in zip(rows, episodes, strict=True) for _ in episode.rewards_T]
-        for k, name in enumerate(names)
-    }, flat
+    returns_D = returns_to_go(rewarded, config.gamma)
+    met = anchors(episodes)
+    of_steps_D, parts_D = _of_steps(episodes, met, returns_D, config)
+    sizes = anchor_sizes(met, first_decisions(episodes))
+    return summed_levels(episodes, config, of_steps_D, parts_D, sizes, weights=weights)
 
 
 def _of_steps(
-    episodes: Sequence[EpisodeRewards], returns_D: list[float], config: AdvantageConfig, scale: Scale
-) -> tuple[Columns, dict[str, float]]:
-    """A_S with its parts, and how often states met (of the current state alone, k = 0)."""
-    anchors = _anchors(episodes, 0)
-    own = _relative_at(anchors, returns_D, scale)
+    episodes: Sequence[EpisodeRewards],
+    met: Sequence[Sequence[int]],
+    returns_D: Sequence[float],
+    config: AdvantageConfig,
+) -> tuple[list[float], Columns]:
+    """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
+    scale = SCALES[config.fnorm]
+    own_D, parts_D = relative_at(met, returns_D, scale)
     if config.context_depth == 0:
-        return {"return": returns_D, **own}, _anchor_sizes(anchors)
-    depths = [own["step_advantage"]] + [
-        _relative_at(_anchors(episodes, depth), returns_D, scale)["step_advantage"]
+        return own_D, {"return": returns_D, **parts_D}
+    depths = [own_D] + [
+        relative_at(anchors(episodes, depth), returns_D, scale)[0]
         for depth in range(1, config.context_depth + 1)
     ]
     weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
-    joined = [_weighted_mean(values, weights) for values in zip(*depths, strict=True)]
-    return {"step_advantage": joined}, _anchor_sizes(anchors)
-
-
-def _anchors(episodes: Sequence[EpisodeRewards], depth: int) -> list[list[int]]:
-    """Decisions of a group that share their state and the `depth` states before it."""
-    anchors: dict[str, dict[object, list[int]]] = {}
-    start = 0
-    for episode in episodes:
-        of_group, keys = anchors.setdefault(episode.group_id, {}), episode.state_keys_T
-        for t in range(depth, len(keys)):
-            state = keys[t] if depth == 0 else tuple(keys[t - depth : t + 1])
-            of_group.setdefault(state, []).append(start + t)
-        start += len(keys)
-    return [decisions for of_group in anchors.values() for decisions in of_group.values()]
-
-
-def _relative_at(anchors: Sequence[Sequence[int]], returns_D: list[float], scale: Scale) -> Columns:
-    """A_S with its parts; a decision alone in its state is its own baseline."""
-    count = len(returns_D)
-    advantages_D, baselines_D = [0.0] * count, list(returns_D)
-    compared_D, scale_D = [0.0] * count, [1.0] * count
-    for decisions in anchors:
-        if len(decisions) > 1:
-            compared = relative([returns_D[d] for d in decisions], scale)
-            for d, advantage, baseline in zip(
-                decisions, compared.advantages, compared.baselines, strict=True
-            ):
-                advantages_D[d], baselines_D[d] = advantage, baseline
-                compared_D[d], scale_D[d] = len(decisions) - 1.0, compared.scale
-    return {
-        "step_advantage": advantages_D, "baseline": baselines_D, "compared": compared_D, "scale": scale_D
-    }  # fmt: skip
+    return [_weighted_mean(values, weights) for values in zip(*depths, strict=True)], {}
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -183,41 +110,6 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = math.fsum(weight for value, weight in zip(values, weights, strict=True) if value)
     weighted = math.fsum(weight * value for value, weight in zip(values, weights, strict=True))
     return weighted / total if total else 0.0
-
-
-def _anchor_sizes(anchors: Sequence[Sequence[int]]) -> dict[str, float]:
-    sizes = [len(decisions) for decisions in anchors]
-    decisions = sum(sizes)
-    return {
-        "anchors/groups": float(len(sizes)),
-        "anchors/singleton_frac": sizes.count(1) / max(decisions, 1),
-        "anchors/mean_size": decisions / max(len(sizes), 1),
-        "anchors/max_size": float(max(sizes, default=0)),
-    }
-
-
-def _agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Metrics: mean sizes of A_E and A_S, and how often their signs agree where neither is 0."""
-    products = [of_episode * of_step for of_episode, of_step in pairs]
-    agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
-    decisions = max(len(products), 1)
-    return {
-        "anchors/episode_advantage_mean": math.fsum(abs(own) for own, _ in pairs) / decisions,
-        "anchors/step_advantage_mean": math.fsum(abs(step) for _, step in pairs) / decisions,
-        "anchors/step_advantage_zero_frac": sum(step == 0.0 for _, step in pairs) / decisions,
-        "anchors/sign_agreement": agreeing / telling if telling else 1.0,
-    }
-
-
-def _refuse_missing_keys(episodes: Sequence[EpisodeRewards]) -> None:
-    for episode in episodes:
-        keys, decisions = len(episode.state_keys_T), len(episode.rewards_T)
-        if keys != decisions:
-            raise AdvantageError(
-                f"{keys} state keys for {decisions} decisions; gigpo compares those made in the same state",
-                where=place(episode.rollout_id),
-                hint="the task app sends them when algorithm.state_hashing_function names one",
-            )
 
 
 def system_apply_gigpo_to_batch_steps(

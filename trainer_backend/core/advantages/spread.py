@@ -13,14 +13,18 @@ SPREAD_TOLERANCE = 1e-12
 Scale = Callable[[Sequence[float]], float]
 
 
-def relative(scores: Sequence[float], scale: Scale) -> Comparison:
+def relative(scores: Sequence[float], scale: Scale, *, size: float = 0.0) -> Comparison:
     """Deviations of scores from their mean, scaled; all 0 where there is no spread, so also for one score.
 
     fsum: the order of the scores changes no bit.
+
+    Args:
+        size: of the largest number that the scores are differences of, where it is larger than they are: it
+            is what their rounding errors are measured by.
     """
     count = len(scores)
     mean = math.fsum(scores) / max(count, 1)
-    if not scores or max(scores) - min(scores) <= SPREAD_TOLERANCE * max(map(abs, scores)):
+    if not scores or max(scores) - min(scores) <= SPREAD_TOLERANCE * max(size, *map(abs, scores)):
         return Comparison([0.0] * count, [mean] * count)
     deviations = [score - mean for score in scores]
     divisor = scale(deviations)

@@ -1,0 +1,125 @@
+"""Two levels of credit, weighed and summed: of a whole episode, and of each of its decisions."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
+from typing import TypeVar
+
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    group_counts,
+    siblings,
+)
+from trainer_backend.core.advantages.spread import SCALES, Scale, relative
+from trainer_backend.core.advantages.state_graph import Columns
+
+Number = TypeVar("Number", float, float | None)
+
+
+def summed_levels(
+    episodes: Sequence[EpisodeRewards],
+    config: AdvantageConfig,
+    of_steps_D: Sequence[float],
+    parts_D: Columns,
+    met: Mapping[str, float],
+    *,
+    weights: tuple[float, float],
+) -> Advantages:
+    """A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), with their parts.
+
+        A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
+
+    Args:
+        config: episode_baseline and fnorm are read.
+        of_steps_D: A_S of all decisions, one episode after the other.
+        parts_D: what A_S was made of.
+        met: metrics of how often states met.
+
+    Raises:
+        AdvantageError: see `siblings`.
+    """
+    groups = siblings(episodes)
+    of_episodes, flat = _of_episodes(episodes, groups, config.episode_baseline, SCALES[config.fnorm])
+    of_steps = by_episode(of_steps_D, episodes)
+    own_weight, step_weight = weights
+    advantages = [
+        [own_weight * own["episode_advantage"] + step_weight * step for step in steps_T]
+        for own, steps_T in zip(of_episodes, of_steps, strict=True)
+    ]
+    same_T = [
+        own | {"episode_weight": own_weight, "step_weight": step_weight} for own in of_episodes
+    ]  # whatever the decision
+    parts = {
+        name: [[own[name]] * len(steps_T) for own, steps_T in zip(same_T, of_steps, strict=True)]
+        for name in (same_T[0] if same_T else ())
+    }
+    of_parts = {name: by_episode(values_D, episodes) for name, values_D in parts_D.items()}
+    diagnostics = {**met, **_agreement(of_episodes, of_steps), **group_counts(groups, flat=flat)}
+    return Advantages(advantages, diagnostics, {**parts, **of_parts, "step_advantage": of_steps})
+
+
+def additive_weights(config: AdvantageConfig) -> tuple[float, float]:
+    """1 for A_E, and step_advantage_w for A_S.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if not 0.0 <= config.step_advantage_w < math.inf:
+        raise ValueError(f"step_advantage_w must be finite and at least 0, got {config.step_advantage_w}")
+    return 1.0, config.step_advantage_w
+
+
+def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -> list[list[Number]]:
+    """[T] of each episode, from those of all decisions."""
+    ends = accumulate(len(episode.rewards_T) for episode in episodes)
+    return [
+        list(values_D[end - len(episode.rewards_T) : end])
+        for end, episode in zip(ends, episodes, strict=True)
+    ]
+
+
+def _of_episodes(
+    episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
+) -> tuple[list[dict[str, float]], int]:
+    """A_E of each episode with its parts, and how many groups of two or more have no spread."""
+    rows: list[dict[str, float]] = [{}] * len(episodes)
+    flat = 0
+    for members in groups.values():
+        scores_G = [episodes[index].score for index in members]
+        # Counted by step, a score stands in the mean and the std once for every decision of its episode.
+        times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
+        counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
+        compared = relative(counted, scale)
+        for index, score, end in zip(members, scores_G, accumulate(times_G), strict=True):
+            rows[index] = {
+                "score": score,
+                "score_baseline": compared.baselines[0],
+                "score_scale": compared.scale,
+                "episode_advantage": compared.advantages[end - 1],
+            }
+        flat += len(members) > 1 and not any(compared.advantages)
+    return rows, flat
+
+
+def _agreement(
+    of_episodes: Sequence[Mapping[str, float]], of_steps: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """Metrics: mean sizes of A_E and A_S, and how often their signs agree where neither is 0."""
+    sizes = [
+        abs(own["episode_advantage"]) * len(row_T) for own, row_T in zip(of_episodes, of_steps, strict=True)
+    ]
+    products = [
+        own["episode_advantage"] * step
+        for own, steps_T in zip(of_episodes, of_steps, strict=True)
+        for step in steps_T
+    ]
+    agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
+    decisions = max(len(products), 1)
+    return {
+        "anchors/episode_advantage_mean": math.fsum(sizes) / decisions,
+        "anchors/step_advantage_mean": math.fsum(map(abs, chain.from_iterable(of_steps))) / decisions,
+        "anchors/step_advantage_zero_frac": sum(row_T.count(0.0) for row_T in of_steps) / decisions,
+        "anchors/sign_agreement": agreeing / telling if telling else 1.0,
+    }
