@@ -12,6 +12,7 @@ from trainer_backend.core.advantages.branch import branch
 from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.advantages.gae import gae, gae_token
+from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -62,10 +63,12 @@ _OF_EPISODE = "episode_advantage = (score - score_baseline) / score_scale"
 _OF_LEVELS = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
 _OF_SCORE = ("score_baseline", "mean of the group")
 _AT_STATE = "mean of {compared} other[s] in the same state and itself"
+_TD_ERROR = "td_error = reward + discount * next_value - state_value"
 _GIGPO = Derivation(
     (_OF_EPISODE, "step_advantage = (return - baseline) / scale", _OF_LEVELS),
     (_OF_SCORE, ("baseline", _AT_STATE)),
 )
+_OF_GRAPH = ("graph_baseline", "mean over the decisions of the group")
 ESTIMATORS: dict[str, EstimatorPlug] = {
     "grpo": EstimatorPlug(
         grpo,
@@ -156,6 +159,17 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         needs_state_keys=True,
         divides_by_std=True,
         bias=_OF_ANCHORS,
+    ),
+    "gagpo": EstimatorPlug(
+        gagpo,
+        Derivation(
+            (_TD_ERROR, "advantage = (td_error + later - graph_baseline) / graph_scale"),
+            (("state_value", f"return, {_AT_STATE}"), _LATER, _OF_GRAPH),
+        ),
+        frozenset({"state_hashing_function", "fnorm", "gae_lambda"}),
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{_OF_ANCHORS}, and trusts their mean returns",
     ),
 }
 _CLIP_KEYS = frozenset({"clip_low", "clip_high", "clip_dual"})

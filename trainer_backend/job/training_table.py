@@ -250,7 +250,7 @@ class AlgorithmTable(Table):
     )
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="gae: weight of longer returns, over decisions"
+        default=0.95, ge=0, le=1, description="gae, gagpo: weight of longer returns, over decisions"
     )
     gae_token_lambda: float = Field(
         default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
@@ -272,20 +272,23 @@ class AlgorithmTable(Table):
         description="gigpo: weight of the episode's advantage; the step's has the rest",
     )
     step_advantage_w: float = Field(
-        default=1.0, ge=0, description="gigpo_additive: weight of the step's advantage"
+        default=1.0,
+        ge=0,
+        description="gigpo_additive: weight of the step's advantage",
     )
     state_hashing_function: str = Field(
         default="default",
-        description="gigpo: the state key that identifies equal states (docs/configuration.md)",
+        description="gigpo, gagpo: the state key that identifies equal states (docs/configuration.md)",
     )
     default_step_reward: float = Field(
         default=0.0, description="gigpo: reward of a decision in its step's returns while rewards are off"
     )
     fnorm: Literal["std", "one"] = Field(
-        default="std", description="gigpo: divisor of the deviations of a group"
+        default="std", description="gigpo, gagpo: divisor of the deviations of a group"
     )
     episode_baseline: Literal["trajectory", "step"] = Field(
-        default="trajectory", description="gigpo: the unit of the mean of a group's scores"
+        default="trajectory",
+        description="gigpo: the unit of the mean of a group's scores",
     )
     context_depth: int = Field(
         default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"

@@ -105,6 +105,12 @@ def equated(derivation, numbers):
 
 
 @EACH
+def test_a_critic_alone_has_the_part_that_is_stored_as_the_critics_values(name):
+    parts = computed(name, single([1.0, 0.0])).parts
+    assert ("value" in parts) == (ESTIMATORS[name].needs_values is not None)
+
+
+@EACH
 def test_it_says_whether_it_compares_siblings(name):
     decisions = [
         [(1.0, "a", [0.5], []), (0.5, "b", [0.0], [])],

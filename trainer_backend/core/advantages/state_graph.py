@@ -3,7 +3,9 @@
 Decisions are numbered through the batch, one episode after the other: [D].
 """
 
+import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards
@@ -13,6 +15,105 @@ from trainer_backend.errors import AdvantageError, place
 
 # [D] numbers of all decisions of the batch, by the name of the part; None where a decision has no such part.
 Columns = Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateGraph:
+    """The graphs of all groups of a batch, apart from each other: equal keys of two groups are two states.
+
+    A lone episode has nobody to be compared with, so each of its decisions is a state of its own.
+
+    Attributes:
+        anchors: [S] the decisions made in each state.
+        next_D: the decision that follows in the episode; None after its last one.
+        starts: the first decision of each episode.
+        groups: the decisions of each group of two episodes or more.
+    """
+
+    anchors: Sequence[Sequence[int]]
+    next_D: Sequence[int | None]
+    starts: Set[int]
+    groups: Sequence[Sequence[int]]
+
+    @property
+    def state_D(self) -> list[int]:
+        """The state of each decision, as an index of `anchors`."""
+        state_D = [0] * len(self.next_D)
+        for state, anchor in enumerate(self.anchors):
+            for d in anchor:
+                state_D[d] = state
+        return state_D
+
+    @property
+    def others_D(self) -> list[float]:
+        """How many other decisions were made in the same state."""
+        sizes_S = [len(anchor) - 1.0 for anchor in self.anchors]
+        return [sizes_S[state] for state in self.state_D]
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """See `anchor_sizes`."""
+        return anchor_sizes(self.anchors, self.starts)
+
+    def relative(
+        self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """[D] each value against those of all decisions of its group, and the parts of that.
+
+        Without a group a value is its own baseline. `sizes_D` as in `relative_at`.
+        """
+        advantages_D, baselines_D = [0.0] * len(values_D), list(values_D)
+        scale_D = [1.0] * len(values_D)
+        for group in self.groups:
+            comparison = relative([values_D[d] for d in group], scale, size=sizes_D[group[0]])
+            baseline, divisor = comparison.baselines[0], comparison.scale
+            for d, advantage in zip(group, comparison.advantages, strict=True):
+                advantages_D[d], baselines_D[d], scale_D[d] = advantage, baseline, divisor
+        return advantages_D, {"graph_baseline": baselines_D, "graph_scale": scale_D}
+
+    def means(self, values_D: Sequence[float]) -> list[float]:
+        """[D] mean of the values over the same state; fsum: the order of its decisions changes no bit."""
+        means_D = [0.0] * len(values_D)
+        for anchor in self.anchors:
+            mean = math.fsum(values_D[d] for d in anchor) / len(anchor)
+            for d in anchor:
+                means_D[d] = mean
+        return means_D
+
+    def after(self, values_D: Sequence[float]) -> list[float]:
+        """[D] the value of the decision that follows; 0 after the last one of an episode."""
+        return [0.0 if after is None else values_D[after] for after in self.next_D]
+
+
+def state_graph(
+    episodes: Sequence[EpisodeRewards], groups: Mapping[str, Sequence[int]], reader: str
+) -> StateGraph:
+    """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
+
+    Raises:
+        AdvantageError: state keys that are not one a decision.
+    """
+    refuse_missing_keys(episodes, reader)
+    decisions, next_D = _numbered(episodes)
+    lone = {d for members in groups.values() if len(members) == 1 for d in decisions[members[0]]}
+    met = anchors(episodes)
+    apart = [anchor for anchor in met if anchor[0] not in lone] + [[d] for d in sorted(lone)]
+    together = [
+        list(chain.from_iterable(decisions[index] for index in members))
+        for members in groups.values()
+        if len(members) > 1
+    ]
+    return StateGraph(apart, next_D, first_decisions(episodes), together)
+
+
+def _numbered(episodes: Sequence[EpisodeRewards]) -> tuple[list[range], list[int | None]]:
+    """The decisions of each episode, and [D] the one that follows each."""
+    decisions, next_D = [], list[int | None]()
+    for episode in episodes:
+        first, end = len(next_D), len(next_D) + len(episode.rewards_T)
+        decisions.append(range(first, end))
+        next_D += [*range(first + 1, end), None]
+    return decisions, next_D
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
@@ -55,6 +156,16 @@ def relative_at(
 def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
     """[D] discounted returns-to-go."""
     return list(chain.from_iterable(discounted_returns(episode.rewards_T, gamma) for episode in episodes))
+
+
+def sizes_of_groups(graph: StateGraph, returns_D: Sequence[float]) -> list[float]:
+    """[D] the largest |return| of a decision's group: what rounding errors of its values are measured by."""
+    sizes_D = [abs(value) for value in returns_D]
+    for group in graph.groups:
+        largest = max(sizes_D[d] for d in group)
+        for d in group:
+            sizes_D[d] = largest
+    return sizes_D
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:

@@ -1,0 +1,60 @@
+"""The estimators on a group's states in exact rational arithmetic, written from their equations: oracles.
+
+Every mean and distance is looked for anew for each decision, over the whole batch. A std is taken in 50
+digits.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tests.trainer_backend.core.exact_gigpo import Episode, normed, return_to_go
+
+Batch = Sequence[Episode]  # group, rewards, state keys
+Place = tuple[int, int]  # episode, decision
+
+
+def siblings(batch: Batch, i: int) -> list[int]:
+    return [j for j, (group, _, _) in enumerate(batch) if group == batch[i][0]]
+
+
+def decisions(batch: Batch, i: int) -> list[Place]:
+    return [(j, u) for j in siblings(batch, i) for u in range(len(batch[j][1]))]
+
+
+def is_lone(batch: Batch, i: int) -> bool:
+    return len(siblings(batch, i)) == 1
+
+
+def same_state(batch: Batch, i: int, t: int) -> list[Place]:
+    if is_lone(batch, i):
+        return [(i, t)]
+    return [(j, u) for j, u in decisions(batch, i) if batch[j][2][u] == batch[i][2][t]]
+
+
+def mean(values: Sequence[Fraction]) -> Fraction:
+    return sum(values, Fraction(0)) / len(values)
+
+
+def value(batch: Batch, i: int, t: int, gamma: Fraction) -> Fraction:
+    if t == len(batch[i][1]):
+        return Fraction(0)
+    return mean([return_to_go(batch[j][1], u, gamma) for j, u in same_state(batch, i, t)])
+
+
+def td_error(batch: Batch, i: int, t: int, gamma: Fraction) -> Fraction:
+    return batch[i][1][t] + gamma * value(batch, i, t + 1, gamma) - value(batch, i, t, gamma)
+
+
+def exact_gagpo(batch: Batch, *, gamma: Fraction, share: Fraction, fnorm: str) -> list[list[Fraction]]:
+    raw = {
+        (i, t): sum(
+            ((gamma * share) ** (k - t) * td_error(batch, i, k, gamma) for k in range(t, len(rewards))),
+            Fraction(0),
+        )
+        for i, (_, rewards, _) in enumerate(batch)
+        for t in range(len(rewards))
+    }
+    return [
+        [normed(raw[i, t], [raw[place] for place in decisions(batch, i)], fnorm) for t in range(len(rewards))]
+        for i, (_, rewards, _) in enumerate(batch)
+    ]

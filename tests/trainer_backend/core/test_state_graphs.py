@@ -1,0 +1,175 @@
+"""`gagpo`: by hand, by identity and against exact arithmetic."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_backend.core.exact_graphs import exact_gagpo
+from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.gagpo import gagpo
+from trainer_backend.core.advantages.gigpo import gigpo
+from trainer_backend.errors import AdvantageError
+
+HALF = AdvantageConfig(gamma=0.5, gae_lambda=0.5, fnorm="one")
+ON_GRAPHS = [gagpo]
+STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abcd"))
+EPISODE = st.tuples(st.sampled_from("ggh"), st.lists(STEP, min_size=1, max_size=5))
+BATCH = st.lists(EPISODE, min_size=1, max_size=6)
+FEW = settings(max_examples=25)
+CONFIG = st.builds(
+    AdvantageConfig,
+    gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    gae_lambda=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    fnorm=st.sampled_from(["std", "one"]),
+)
+
+
+def episode(name, rewards, keys, group="g"):
+    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys))
+
+
+def batch_of(drawn):
+    return [
+        episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group)
+        for i, (group, steps) in enumerate(drawn)
+    ]
+
+
+def exact_batch(episodes):
+    return [(e.group_id, [Fraction(r) for r in e.rewards_T], e.state_keys_T) for e in episodes]
+
+
+def won_and_lost():
+    """Two siblings go the same way, and part at the second decision: one is rewarded at the end."""
+    return [episode("won", [0.0, 0.0, 1.0], "smg"), episode("lost", [0.0, 0.0, 0.0], "smx")]
+
+
+def test_values_are_the_mean_returns_of_a_state_and_td_errors_lie_between_them():
+    # gamma 1/2, G: 1/4, 1/2, 1 and 0, 0, 0. So V(s) = 1/8, V(m) = 1/4, V(g) = 1, V(x) = 0, and the decision
+    # at m is the only one that changed anything: 1/2 * 1 - 1/4 and 1/2 * 0 - 1/4.
+    for estimator in (gagpo,):
+        parts = estimator(won_and_lost(), HALF).parts
+        assert parts["state_value"] == [[0.125, 0.25, 1.0], [0.125, 0.25, 0.0]]
+        assert parts["next_value"] == [[0.25, 1.0, 0.0], [0.25, 0.0, 0.0]]
+        assert parts["td_error"] == [[0.0, 0.25, 0.0], [0.0, -0.25, 0.0]]
+        assert parts["compared"] == [[1.0, 1.0, 0.0]] * 2
+
+
+def test_gagpo_carries_td_errors_back_by_gamma_and_lambda():
+    assert gagpo(won_and_lost(), HALF).per_episode == [[0.0625, 0.25, 0.0], [-0.0625, -0.25, 0.0]]
+    # in sample standard deviations of all six: sqrt(2 * (1/256 + 1/16) / 5)
+    std = math.sqrt(2 * (1 / 256 + 1 / 16) / 5)
+    found = gagpo(won_and_lost(), replace(HALF, fnorm="std")).per_episode
+    assert found[0] == pytest.approx([0.0625 / std, 0.25 / std, 0.0], rel=1e-15)
+
+
+def test_a_state_that_nobody_meets_again_has_a_value_of_its_own_and_changes_nothing():
+    apart = [episode("r-0", [0.5, 1.0, 2.0], "suv"), episode("r-1", [0.25, 3.0], "sw")]
+    for estimator in (gagpo,):
+        td_errors = estimator(apart, HALF).parts["td_error"]
+        assert [row[1:] for row in td_errors] == [[0.0, 0.0], [0.0]]
+    for share in (0.0, 0.5, 1.0):
+        found = gagpo(apart, replace(HALF, gae_lambda=share)).per_episode
+        assert found == [[-0.125, 0.0, 0.0], [0.125, 0.0]], "G of 1.5 and 1.75 at s, whatever lambda is"
+    assert gagpo(apart, HALF).diagnostics["anchors/met_after_start_frac"] == 0.0
+    assert gagpo(won_and_lost(), HALF).diagnostics["anchors/met_after_start_frac"] == 0.5
+
+
+@FEW
+@given(BATCH, CONFIG)
+def test_gagpo_at_lambda_1_is_the_step_advantage_of_gigpo(drawn, config):
+    episodes = batch_of(drawn)
+    config = replace(config, fnorm="one", gae_lambda=1.0)
+    groups = [e.group_id for e in episodes]
+    of_gigpo = gigpo(episodes, config).parts["step_advantage"]
+    for group, row_T, expected_T in zip(groups, gagpo(episodes, config).per_episode, of_gigpo, strict=True):
+        assert row_T == pytest.approx(
+            expected_T if groups.count(group) > 1 else [0.0] * len(row_T), abs=1e-12
+        )
+
+
+@FEW
+@given(BATCH)
+def test_at_gamma_1_td_errors_of_an_episode_sum_to_its_score_less_the_value_of_its_start(drawn):
+    episodes = batch_of(drawn)
+    parts = gagpo(episodes, AdvantageConfig(gamma=1.0)).parts
+    for e, td_errors, values in zip(episodes, parts["td_error"], parts["state_value"], strict=True):
+        assert math.fsum(td_errors) == pytest.approx(e.score - values[0], abs=1e-12)
+
+
+def exactly(episodes, config):
+    """Advantages by the oracle of an estimator."""
+    gamma, batch = Fraction(config.gamma), exact_batch(episodes)
+    return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@FEW
+@given(drawn=BATCH, config=CONFIG)
+def test_they_equal_exact_arithmetic(estimator, drawn, config):
+    episodes = batch_of(drawn)
+    found = estimator(episodes, config).per_episode
+    largest = max(1.0, *(math.fsum(map(abs, e.rewards_T)) for e in episodes))
+    for row_T, exact_T in zip(found, exactly(episodes, config), strict=True):
+        assert row_T == pytest.approx(list(map(float, exact_T)), abs=1e-12 * largest)
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@FEW
+@given(drawn=BATCH, config=CONFIG, random=st.randoms(use_true_random=False))
+def test_the_order_of_the_episodes_changes_no_bit(estimator, drawn, config, random):
+    episodes = batch_of(drawn)
+    order = random.sample(range(len(episodes)), len(episodes))
+    straight = estimator(episodes, config).per_episode
+    assert estimator([episodes[i] for i in order], config).per_episode == [straight[i] for i in order]
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@FEW
+@given(drawn=BATCH, config=CONFIG)
+def test_the_unit_of_rewards_changes_no_bit_where_they_are_standardised(estimator, drawn, config):
+    episodes, config = batch_of(drawn), replace(config, fnorm="std")
+    scaled = [replace(e, rewards_T=[4.0 * reward for reward in e.rewards_T]) for e in episodes]
+    assert estimator(scaled, config).per_episode == estimator(episodes, config).per_episode
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+def test_rounding_is_no_spread(estimator):
+    # the mean of three equal returns may miss them by the last bit, and so may a TD error of 0
+    same = [episode(f"r-{i}", [1 / 3, 1 / 7, 0.1], "abc") for i in range(3)]
+    found = estimator(same, AdvantageConfig(gamma=0.95, gae_lambda=0.5))
+    assert found.per_episode == [[0.0] * 3] * 3
+    assert found.diagnostics["advantages/groups_without_spread"] == 1.0
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+def test_a_lone_episode_has_nothing_to_be_compared_with_also_where_it_meets_a_state_again(estimator):
+    found = estimator([episode("r", [0.0, 1.0, 0.0, 2.0], "aaba")], AdvantageConfig(gamma=0.9))
+    assert found.per_episode == [[0.0] * 4]
+    assert found.diagnostics["advantages/lone_episodes"] == 1.0
+    assert found.diagnostics["anchors/singleton_frac"] == 1.0
+
+
+@pytest.mark.parametrize("estimator", ON_GRAPHS)
+def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
+    bare = EpisodeRewards("r-9", "g", [1.0, 0.0])
+    with pytest.raises(
+        AdvantageError, match=rf"r-9: 0 state keys for 2 decisions; {estimator.__name__} comp"
+    ):
+        estimator([bare, bare], HALF)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "change", "named"),
+    [
+        (gagpo, {"gamma": 1.5}, "gamma"),
+        (gagpo, {"gae_lambda": -0.5}, "gae_lambda"),
+    ],
+)
+def test_keys_outside_their_range_are_refused(estimator, change, named):
+    with pytest.raises(ValueError, match=f"{named} must"):
+        estimator(won_and_lost(), replace(HALF, **change))

@@ -1,0 +1,78 @@
+"""GAGPO: generalised advantages, with the mean return of a state in the place of a critic."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    group_counts,
+    siblings,
+)
+from trainer_backend.core.advantages.gae import generalised_advantages
+from trainer_backend.core.advantages.levels import by_episode
+from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.state_graph import returns_to_go, sizes_of_groups, state_graph
+
+
+def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """`gae` over decisions, with values that are means of the group, then relative to the group.
+
+        A_{i,t} = (B_{i,t} - mean B) / Fnorm,       over all decisions of the group
+        B_{i,t} = d_{i,t} + gamma * lambda * B_{i,t+1},                  B = 0 after the last decision
+        d_{i,t} = r_{i,t} + gamma * V(s_{i,t+1}) - V(s_{i,t}),           V = 0 after the last decision
+        V(s)    = mean of G over the group's decisions that were made in s
+
+    G is the return-to-go. At lambda 1, B is G - V, the step's advantage of `gigpo` with fnorm "one"; below 1,
+    what others earned from the next state counts beside what this episode earned. No score of a whole episode
+    is added. Equal keys of two groups are two states. Without any state met twice after the start, d is 0 but
+    for first decisions, whatever lambda is. A lone episode, and a group without spread, have 0.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order, with state_keys_T.
+        config: gamma, gae_lambda and fnorm are read.
+
+    Returns:
+        [T] advantages for each episode, with their parts; how often states met.
+
+    Raises:
+        AdvantageError: see `siblings`; state keys that are not one a decision.
+        ValueError: gamma or gae_lambda outside [0, 1].
+
+    Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
+    text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of
+    the group (one task), and not over those of one state. Where it differs:
+    - rewards stand at the end alone;
+    - an epsilon in the std, if it has one, is not added;
+    - its ratio by whole actions is algorithm.ratio_level = "decision", which the job sets.
+    """
+    groups = siblings(episodes)
+    graph = state_graph(episodes, groups, "gagpo")
+    returns_D = returns_to_go(episodes, config.gamma)
+    values_D = graph.means(returns_D)
+    raw, td_errors = (
+        [
+            generalised_advantages(episode.rewards_T, values_T, gamma=config.gamma, gae_lambda=share)
+            for episode, values_T in zip(episodes, by_episode(values_D, episodes), strict=True)
+        ]
+        for share in (config.gae_lambda, 0.0)
+    )
+    raw_D = list(chain.from_iterable(raw))
+    advantages_D, of_graph_D = graph.relative(raw_D, SCALES[config.fnorm], sizes_of_groups(graph, returns_D))
+    flat = sum(not any(advantages_D[d] for d in group) for group in graph.groups)
+    carried = config.gamma * config.gae_lambda
+    parts_D = {
+        "state_value": values_D,
+        "compared": graph.others_D,
+        "next_value": graph.after(values_D),
+        "discount": [config.gamma] * len(raw_D),
+        "later": [carried * value for value in graph.after(raw_D)],
+        **of_graph_D,
+    }
+    parts = {name: by_episode(numbers_D, episodes) for name, numbers_D in parts_D.items()}
+    return Advantages(
+        by_episode(advantages_D, episodes),
+        graph.sizes | group_counts(groups, flat=flat),
+        parts | {"td_error": td_errors},
+    )
