@@ -11,6 +11,7 @@ from trainer_backend.core.adaptive import AdaptiveSchedule
 from trainer_backend.core.advantages.branch import branch
 from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.advantages.episodes import EstimatorPlug
+from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gae import gae, gae_token
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
@@ -69,6 +70,7 @@ _GIGPO = Derivation(
     (_OF_SCORE, ("baseline", _AT_STATE)),
 )
 _OF_GRAPH = ("graph_baseline", "mean over the decisions of the group")
+_LEVEL_KEYS = _OF_SCORES | {"state_hashing_function", "fnorm", "episode_baseline", "step_advantage_w"}
 ESTIMATORS: dict[str, EstimatorPlug] = {
     "grpo": EstimatorPlug(
         grpo,
@@ -159,6 +161,22 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         needs_state_keys=True,
         divides_by_std=True,
         bias=_OF_ANCHORS,
+    ),
+    "g2po": EstimatorPlug(
+        g2po,
+        Derivation(
+            (
+                _OF_EPISODE,
+                _TD_ERROR,
+                "step_advantage = (td_error - baseline) / scale + (td_error - graph_baseline) / graph_scale",
+                _OF_LEVELS,
+            ),
+            (_OF_SCORE, ("state_value", f"return, {_AT_STATE}"), ("baseline", _AT_STATE), _OF_GRAPH),
+        ),
+        _LEVEL_KEYS,
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{_OF_ANCHORS}, and trusts their mean returns",
     ),
     "gagpo": EstimatorPlug(
         gagpo,

@@ -274,21 +274,21 @@ class AlgorithmTable(Table):
     step_advantage_w: float = Field(
         default=1.0,
         ge=0,
-        description="gigpo_additive: weight of the step's advantage",
+        description="gigpo_additive, g2po: weight of the step's advantage",
     )
     state_hashing_function: str = Field(
         default="default",
-        description="gigpo, gagpo: the state key that identifies equal states (docs/configuration.md)",
+        description="gigpo, g2po, gagpo: the state key that identifies equal states (docs/configuration.md)",
     )
     default_step_reward: float = Field(
         default=0.0, description="gigpo: reward of a decision in its step's returns while rewards are off"
     )
     fnorm: Literal["std", "one"] = Field(
-        default="std", description="gigpo, gagpo: divisor of the deviations of a group"
+        default="std", description="gigpo, g2po, gagpo: divisor of the deviations of a group"
     )
     episode_baseline: Literal["trajectory", "step"] = Field(
         default="trajectory",
-        description="gigpo: the unit of the mean of a group's scores",
+        description="gigpo, g2po: the unit of the mean of a group's scores",
     )
     context_depth: int = Field(
         default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"

@@ -45,6 +45,27 @@ def td_error(batch: Batch, i: int, t: int, gamma: Fraction) -> Fraction:
     return batch[i][1][t] + gamma * value(batch, i, t + 1, gamma) - value(batch, i, t, gamma)
 
 
+def of_episode(batch: Batch, i: int, fnorm: str, baseline: str) -> Fraction:
+    times = {j: len(batch[j][1]) if baseline == "step" else 1 for j in siblings(batch, i)}
+    scores = [sum(batch[j][1], Fraction(0)) for j in times for _ in range(times[j])]
+    return normed(sum(batch[i][1], Fraction(0)), scores, fnorm)
+
+
+def exact_g2po(
+    batch: Batch, *, gamma: Fraction, fnorm: str, baseline: str, w: Fraction
+) -> list[list[Fraction]]:
+    td = {(i, t): td_error(batch, i, t, gamma) for i in range(len(batch)) for t in range(len(batch[i][1]))}
+    return [
+        [
+            of_episode(batch, i, fnorm, baseline)
+            + w * normed(td[i, t], [td[place] for place in same_state(batch, i, t)], fnorm)
+            + w * normed(td[i, t], [td[place] for place in decisions(batch, i)], fnorm)
+            for t in range(len(rewards))
+        ]
+        for i, (_, rewards, _) in enumerate(batch)
+    ]
+
+
 def exact_gagpo(batch: Batch, *, gamma: Fraction, share: Fraction, fnorm: str) -> list[list[Fraction]]:
     raw = {
         (i, t): sum(

@@ -1,4 +1,4 @@
-"""`gagpo`: by hand, by identity and against exact arithmetic."""
+"""`g2po` and `gagpo`: by hand, by identity and against exact arithmetic."""
 
 import math
 from dataclasses import replace
@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer_backend.core.exact_graphs import exact_gagpo
+from tests.trainer_backend.core.exact_graphs import (
+    exact_g2po,
+    exact_gagpo,
+)
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo
+from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.errors import AdvantageError
 
 HALF = AdvantageConfig(gamma=0.5, gae_lambda=0.5, fnorm="one")
-ON_GRAPHS = [gagpo]
+ON_GRAPHS = [g2po, gagpo]
 STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abcd"))
 EPISODE = st.tuples(st.sampled_from("ggh"), st.lists(STEP, min_size=1, max_size=5))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
@@ -25,6 +30,8 @@ CONFIG = st.builds(
     gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     gae_lambda=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     fnorm=st.sampled_from(["std", "one"]),
+    episode_baseline=st.sampled_from(["trajectory", "step"]),
+    step_advantage_w=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
 
@@ -51,7 +58,7 @@ def won_and_lost():
 def test_values_are_the_mean_returns_of_a_state_and_td_errors_lie_between_them():
     # gamma 1/2, G: 1/4, 1/2, 1 and 0, 0, 0. So V(s) = 1/8, V(m) = 1/4, V(g) = 1, V(x) = 0, and the decision
     # at m is the only one that changed anything: 1/2 * 1 - 1/4 and 1/2 * 0 - 1/4.
-    for estimator in (gagpo,):
+    for estimator in (g2po, gagpo):
         parts = estimator(won_and_lost(), HALF).parts
         assert parts["state_value"] == [[0.125, 0.25, 1.0], [0.125, 0.25, 0.0]]
         assert parts["next_value"] == [[0.25, 1.0, 0.0], [0.25, 0.0, 0.0]]
@@ -67,16 +74,35 @@ def test_gagpo_carries_td_errors_back_by_gamma_and_lambda():
     assert found[0] == pytest.approx([0.0625 / std, 0.25 / std, 0.0], rel=1e-15)
 
 
+def test_g2po_adds_the_comparison_in_a_state_and_over_the_graph_to_that_of_episodes():
+    # A_E is 1/2 and -1/2; the TD errors of 1/4 and -1/4 differ from a mean of 0, at m and over all six
+    assert g2po(won_and_lost(), HALF).per_episode == [[0.5, 1.0, 0.5], [-0.5, -1.0, -0.5]]
+
+
+def test_g2po_is_what_the_authors_code_gives_at_gamma_1():
+    # Nala-YN/G2PO at b8ffaf5, compute_step_level_advantage in mode mean_std_norm, on V of gamma 1: success is
+    # worth 10 there, and its 1e-6 in the std accounts for the tolerance.
+    episodes = [
+        episode("won", [0.0, 0.0, 10.0], "sab"),
+        episode("lost", [0.0, 0.0, 0.0], "sca"),
+        episode("again", [0.0, 10.0], "sa"),
+    ]
+    of_won, of_lost, of_again = g2po(episodes, AdvantageConfig(gamma=1.0)).parts["step_advantage"]
+    assert of_won == pytest.approx([0.577350, 1.284457, 0.0], abs=1e-5)
+    assert of_lost == pytest.approx([-2.568913, 1.414213, -2.568913], abs=1e-5)
+    assert of_again == pytest.approx([0.577350, 1.284457], abs=1e-5)
+
+
 def test_a_state_that_nobody_meets_again_has_a_value_of_its_own_and_changes_nothing():
     apart = [episode("r-0", [0.5, 1.0, 2.0], "suv"), episode("r-1", [0.25, 3.0], "sw")]
-    for estimator in (gagpo,):
+    for estimator in (g2po, gagpo):
         td_errors = estimator(apart, HALF).parts["td_error"]
         assert [row[1:] for row in td_errors] == [[0.0, 0.0], [0.0]]
     for share in (0.0, 0.5, 1.0):
         found = gagpo(apart, replace(HALF, gae_lambda=share)).per_episode
         assert found == [[-0.125, 0.0, 0.0], [0.125, 0.0]], "G of 1.5 and 1.75 at s, whatever lambda is"
     assert gagpo(apart, HALF).diagnostics["anchors/met_after_start_frac"] == 0.0
-    assert gagpo(won_and_lost(), HALF).diagnostics["anchors/met_after_start_frac"] == 0.5
+    assert g2po(won_and_lost(), HALF).diagnostics["anchors/met_after_start_frac"] == 0.5
 
 
 @FEW
@@ -93,17 +119,30 @@ def test_gagpo_at_lambda_1_is_the_step_advantage_of_gigpo(drawn, config):
 
 
 @FEW
+@given(BATCH, CONFIG)
+def test_without_a_weight_of_steps_episodes_alone_are_compared(drawn, config):
+    episodes = batch_of(drawn)
+    config = replace(config, step_advantage_w=0.0, episode_baseline="trajectory")
+    scaled, unscaled = grpo(episodes, config).per_episode, grpo_no_std(episodes, config).per_episode
+    assert g2po(episodes, config).per_episode == (scaled if config.fnorm == "std" else unscaled)
+
+
+@FEW
 @given(BATCH)
 def test_at_gamma_1_td_errors_of_an_episode_sum_to_its_score_less_the_value_of_its_start(drawn):
     episodes = batch_of(drawn)
-    parts = gagpo(episodes, AdvantageConfig(gamma=1.0)).parts
+    parts = g2po(episodes, AdvantageConfig(gamma=1.0)).parts
     for e, td_errors, values in zip(episodes, parts["td_error"], parts["state_value"], strict=True):
         assert math.fsum(td_errors) == pytest.approx(e.score - values[0], abs=1e-12)
 
 
-def exactly(episodes, config):
+def exactly(estimator, episodes, config):
     """Advantages by the oracle of an estimator."""
-    gamma, batch = Fraction(config.gamma), exact_batch(episodes)
+    gamma, w = Fraction(config.gamma), Fraction(config.step_advantage_w)
+    levels = {"baseline": config.episode_baseline, "w": w}
+    batch = exact_batch(episodes)
+    if estimator is g2po:
+        return exact_g2po(batch, gamma=gamma, fnorm=config.fnorm, **levels)
     return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
 
 
@@ -114,7 +153,7 @@ def test_they_equal_exact_arithmetic(estimator, drawn, config):
     episodes = batch_of(drawn)
     found = estimator(episodes, config).per_episode
     largest = max(1.0, *(math.fsum(map(abs, e.rewards_T)) for e in episodes))
-    for row_T, exact_T in zip(found, exactly(episodes, config), strict=True):
+    for row_T, exact_T in zip(found, exactly(estimator, episodes, config), strict=True):
         assert row_T == pytest.approx(list(map(float, exact_T)), abs=1e-12 * largest)
 
 
@@ -168,6 +207,7 @@ def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
     [
         (gagpo, {"gamma": 1.5}, "gamma"),
         (gagpo, {"gae_lambda": -0.5}, "gae_lambda"),
+        (g2po, {"step_advantage_w": math.inf}, "step_advantage_w"),
     ],
 )
 def test_keys_outside_their_range_are_refused(estimator, change, named):

@@ -1,0 +1,79 @@
+"""G2PO: how decisions changed the value of their state, compared in that state and over the group."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
+from trainer_backend.core.advantages.levels import additive_weights, summed_levels
+from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.state_graph import (
+    Columns,
+    StateGraph,
+    relative_at,
+    returns_to_go,
+    sizes_of_groups,
+    state_graph,
+)
+
+
+def g2po(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Three comparisons: of the episode, and of a decision's TD error on the graph of its group's states.
+
+        A_{i,t} = A_E(i) + w * (A_N(i, t) + A_G(i, t)),     w = step_advantage_w, A_E as in `gigpo`
+        V(s)    = mean of G over the group's decisions that were made in s
+        d_{i,t} = r_{i,t} + gamma * V(s_{i,t+1}) - V(s_{i,t}),      V = 0 after the last decision
+        A_N     = (d - mean d) / Fnorm,     over the group's decisions in the same state ("node-centric")
+        A_G     = (d - mean d) / Fnorm,     over all decisions of the group ("edge-centric")
+
+    G is the return-to-go. A_N says which decision was best in its state, A_G which decisions of the graph
+    changed most. Equal keys of two groups are two states. A_N is 0 in a state that no other decision was made
+    in; without any state met twice after the start, d is 0 but for first decisions. A lone episode, and what
+    has no spread, have 0.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order, with state_keys_T.
+        config: gamma, step_advantage_w, fnorm and episode_baseline are read.
+
+    Returns:
+        [T] advantages for each episode, with their parts; how often states met.
+
+    Raises:
+        AdvantageError: see `siblings`; state keys that are not one a decision.
+        ValueError: gamma outside [0, 1]; step_advantage_w negative or not finite.
+
+    Source: Wang et al., G2PO, arXiv:2606.22995, by its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
+    equations were read second hand. Where it differs:
+    - rewards stand at the end alone, and V is discounted one decision further: gamma^(T - j + 1) R;
+    - d has no gamma: V(s') - V(s), and R for V(s') at the end; at gamma 1 the two are the same;
+    - A_N compares V(s') less a penalty of invalid actions; in one state that is d, with penalties in r;
+    - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
+    """
+    groups = siblings(episodes)
+    weights = additive_weights(config)
+    graph = state_graph(episodes, groups, "g2po")
+    of_steps_D, parts_D = _of_steps(episodes, graph, config)
+    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes, weights=weights)
+
+
+def _of_steps(
+    episodes: Sequence[EpisodeRewards], graph: StateGraph, config: AdvantageConfig
+) -> tuple[list[float], Columns]:
+    """[D] A_N + A_G and their parts."""
+    scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
+    sizes_D, values_D = sizes_of_groups(graph, returns_D), graph.means(returns_D)
+    next_D = graph.after(values_D)
+    rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
+    td_errors_D = [
+        reward + config.gamma * after - value
+        for reward, after, value in zip(rewards_D, next_D, values_D, strict=True)
+    ]
+    of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, scale, sizes_D)
+    of_edges_D, of_graph_D = graph.relative(td_errors_D, scale, sizes_D)
+    td_parts_D = {
+        "state_value": values_D,
+        "next_value": next_D,
+        "discount": [config.gamma] * len(values_D),
+        "td_error": td_errors_D,
+    }
+    of_steps_D = [node + edge for node, edge in zip(of_nodes_D, of_edges_D, strict=True)]
+    return of_steps_D, {**td_parts_D, **parts_D, **of_graph_D}
