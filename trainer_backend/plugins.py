@@ -15,6 +15,7 @@ from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gae import gae, gae_token
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
+from trainer_backend.core.advantages.graphgpo import graphgpo
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from trainer_backend.core.advantages.rloo import rloo
@@ -177,6 +178,17 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         needs_state_keys=True,
         divides_by_std=True,
         bias=f"{_OF_ANCHORS}, and trusts their mean returns",
+    ),
+    "graphgpo": EstimatorPlug(
+        graphgpo,
+        Derivation(
+            (_OF_EPISODE, "step_advantage = (closeness - baseline) / scale", _OF_LEVELS),
+            (_OF_SCORE, ("baseline", _AT_STATE), ("closeness", "{next_distance} decision[s] from the goal")),
+        ),
+        _LEVEL_KEYS | {"distance_discount", "goal_score"},
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{_OF_ANCHORS}, by distances and not by what was earned",
     ),
     "gagpo": EstimatorPlug(
         gagpo,

@@ -145,7 +145,7 @@ def in_states(key):
     return answer
 
 
-@pytest.mark.parametrize("name", ["gigpo", "g2po", "gagpo"])
+@pytest.mark.parametrize("name", ["gigpo", "g2po", "graphgpo", "gagpo"])
 async def test_states_that_never_repeat_are_told(tmp_path: Path, name: str):
     table = {"training__iterations": 1, "algorithm__advantage": name}
     apart, _, _ = watched_run(tmp_path / "apart", in_states(lambda i, t: f"{i * t}.{t}"), table)

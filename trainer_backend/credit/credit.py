@@ -312,6 +312,8 @@ def advantage_config(table: AlgorithmTable) -> AdvantageConfig:
         episode_baseline=table.episode_baseline,
         context_depth=table.context_depth,
         context_alpha=table.context_alpha,
+        distance_discount=table.distance_discount,
+        goal_score=table.goal_score,
     )
 
 

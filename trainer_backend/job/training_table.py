@@ -274,27 +274,35 @@ class AlgorithmTable(Table):
     step_advantage_w: float = Field(
         default=1.0,
         ge=0,
-        description="gigpo_additive, g2po: weight of the step's advantage",
+        description="gigpo_additive, g2po, graphgpo: weight of the step's advantage",
     )
     state_hashing_function: str = Field(
         default="default",
-        description="gigpo, g2po, gagpo: the state key that identifies equal states (docs/configuration.md)",
+        description="gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states "
+        "(docs/configuration.md)",
     )
     default_step_reward: float = Field(
         default=0.0, description="gigpo: reward of a decision in its step's returns while rewards are off"
     )
     fnorm: Literal["std", "one"] = Field(
-        default="std", description="gigpo, g2po, gagpo: divisor of the deviations of a group"
+        default="std", description="gigpo, g2po, graphgpo, gagpo: divisor of the deviations of a group"
     )
     episode_baseline: Literal["trajectory", "step"] = Field(
         default="trajectory",
-        description="gigpo, g2po: the unit of the mean of a group's scores",
+        description="gigpo, g2po, graphgpo: the unit of the mean of a group's scores",
     )
     context_depth: int = Field(
         default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
     )
     context_alpha: float = Field(
         default=1.0, ge=0, description="gigpo: weight (k + 1)^alpha of a context of k equal earlier states"
+    )
+    distance_discount: float = Field(
+        default=0.1, gt=0, lt=1, description="graphgpo: discount per decision between a state and the goal"
+    )
+    goal_score: float | None = Field(
+        default=None,
+        description="graphgpo: least score of an episode that reached the goal; absent: the group's best",
     )
     branches_per_episode: int = Field(
         default=2,

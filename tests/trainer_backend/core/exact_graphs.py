@@ -79,3 +79,61 @@ def exact_gagpo(batch: Batch, *, gamma: Fraction, share: Fraction, fnorm: str) -
         [normed(raw[i, t], [raw[place] for place in decisions(batch, i)], fnorm) for t in range(len(rewards))]
         for i, (_, rewards, _) in enumerate(batch)
     ]
+
+
+GOAL = object()
+
+
+def distances(batch: Batch, i: int, goals: Sequence[int]) -> dict[object, int]:
+    """To the goal from each state of the group that has a path to it, shortened until nothing changes."""
+    found: dict[object, int] = {GOAL: 0}
+    while True:
+        shorter = dict(found)
+        for j, u in decisions(batch, i):
+            keys = batch[j][2]
+            after = keys[u + 1] if u + 1 < len(keys) else GOAL if j in goals else None
+            if after in found:
+                shorter[keys[u]] = min(shorter.get(keys[u], 10**6), 1 + found[after])
+        if shorter == found:
+            return found
+        found = shorter
+
+
+def exact_graphgpo(
+    batch: Batch,
+    cut: Sequence[bool],
+    *,
+    discount: Fraction,
+    goal_score: Fraction | None,
+    fnorm: str,
+    baseline: str,
+    w: Fraction,
+) -> list[list[Fraction]]:
+    """`cut`: which episodes a limit ended."""
+
+    def closeness(place: Place) -> Fraction | None:
+        j, u = place
+        scores = {k: sum(batch[k][1], Fraction(0)) for k in siblings(batch, j)}
+        least = goal_score
+        if least is None:
+            least = max(scores.values()) if len(set(scores.values())) > 1 else None
+        goals = [] if least is None or is_lone(batch, j) else [k for k in scores if scores[k] >= least]
+        if not goals:
+            return None
+        found, keys = distances(batch, j, goals), batch[j][2]
+        farther = max(found.values()) + 1
+        if u + 1 < len(keys):
+            return discount ** found.get(keys[u + 1], farther)
+        if j in goals:
+            return Fraction(1)
+        return None if cut[j] else discount**farther
+
+    def of_step(i: int, t: int) -> Fraction:
+        own = closeness((i, t))
+        others = [close for place in same_state(batch, i, t) if (close := closeness(place)) is not None]
+        return Fraction(0) if own is None else normed(own, others, fnorm)
+
+    return [
+        [of_episode(batch, i, fnorm, baseline) + w * of_step(i, t) for t in range(len(rewards))]
+        for i, (_, rewards, _) in enumerate(batch)
+    ]

@@ -1,4 +1,4 @@
-"""`g2po` and `gagpo`: by hand, by identity and against exact arithmetic."""
+"""`g2po`, `gagpo` and `graphgpo`: by hand, by identity and against exact arithmetic."""
 
 import math
 from dataclasses import replace
@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 from tests.trainer_backend.core.exact_graphs import (
     exact_g2po,
     exact_gagpo,
+    exact_graphgpo,
 )
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo
+from trainer_backend.core.advantages.graphgpo import graphgpo
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.errors import AdvantageError
 
-HALF = AdvantageConfig(gamma=0.5, gae_lambda=0.5, fnorm="one")
-ON_GRAPHS = [g2po, gagpo]
+HALF = AdvantageConfig(gamma=0.5, gae_lambda=0.5, fnorm="one", distance_discount=0.5)
+ON_GRAPHS = [g2po, gagpo, graphgpo]
 STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abcd"))
-EPISODE = st.tuples(st.sampled_from("ggh"), st.lists(STEP, min_size=1, max_size=5))
+EPISODE = st.tuples(st.sampled_from("ggh"), st.booleans(), st.lists(STEP, min_size=1, max_size=5))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
 FEW = settings(max_examples=25)
 CONFIG = st.builds(
@@ -32,17 +34,19 @@ CONFIG = st.builds(
     fnorm=st.sampled_from(["std", "one"]),
     episode_baseline=st.sampled_from(["trajectory", "step"]),
     step_advantage_w=st.sampled_from([0.0, 0.5, 1.0]),
+    distance_discount=st.sampled_from([0.1, 0.5]),
+    goal_score=st.sampled_from([None, 0.5]),
 )
 
 
-def episode(name, rewards, keys, group="g"):
-    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys))
+def episode(name, rewards, keys, group="g", truncated=False):
+    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys), truncated=truncated)
 
 
 def batch_of(drawn):
     return [
-        episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group)
-        for i, (group, steps) in enumerate(drawn)
+        episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group, truncated)
+        for i, (group, truncated, steps) in enumerate(drawn)
     ]
 
 
@@ -124,7 +128,8 @@ def test_without_a_weight_of_steps_episodes_alone_are_compared(drawn, config):
     episodes = batch_of(drawn)
     config = replace(config, step_advantage_w=0.0, episode_baseline="trajectory")
     scaled, unscaled = grpo(episodes, config).per_episode, grpo_no_std(episodes, config).per_episode
-    assert g2po(episodes, config).per_episode == (scaled if config.fnorm == "std" else unscaled)
+    for estimator in (g2po, graphgpo):
+        assert estimator(episodes, config).per_episode == (scaled if config.fnorm == "std" else unscaled)
 
 
 @FEW
@@ -136,6 +141,42 @@ def test_at_gamma_1_td_errors_of_an_episode_sum_to_its_score_less_the_value_of_i
         assert math.fsum(td_errors) == pytest.approx(e.score - values[0], abs=1e-12)
 
 
+def won_beside_a_detour():
+    """b lies before the goal, a before b. The lost episode comes to a by way of c, and then goes astray."""
+    return [episode("won", [0.0, 0.0, 1.0], "sab"), episode("lost", [0.0, 0.0, 0.0], "sca")]
+
+
+def test_graphgpo_compares_by_the_distance_to_the_goal_of_where_a_decision_led():
+    found = graphgpo(won_beside_a_detour(), HALF)
+    # 3 decisions from s, 2 from a, 1 from b; 3 from c, by way of a. The end of "lost" is one farther.
+    assert found.parts["distance"] == [[3.0, 2.0, 1.0], [3.0, 3.0, 2.0]]
+    assert found.parts["next_distance"] == [[2.0, 1.0, 0.0], [3.0, 2.0, 4.0]]
+    assert found.parts["closeness"] == [[0.25, 0.5, 1.0], [0.125, 0.25, 0.0625]]
+    # at s half of 1/4 - 1/8, at a half of 1/2 - 1/16; b and c are alone
+    assert found.parts["step_advantage"] == [[0.0625, 0.21875, 0.0], [-0.0625, 0.0, -0.21875]]
+    assert found.per_episode == [[0.5625, 0.71875, 0.5], [-0.5625, -0.5, -0.71875]]
+    assert found.diagnostics["graph/groups_with_goal"] == found.diagnostics["graph/path_frac"] == 1.0
+
+
+def test_nobody_knows_where_the_last_decision_of_a_truncated_episode_led():
+    won, lost = won_beside_a_detour()
+    found = graphgpo([won, replace(lost, truncated=True)], HALF).parts
+    assert found["closeness"][1] == [0.125, 0.25, None]
+    assert found["step_advantage"] == [[0.0625, 0.0, 0.0], [-0.0625, 0.0, 0.0]]
+
+
+def test_the_goal_is_the_best_score_of_the_group_or_any_that_is_high_enough():
+    short, long = episode("short", [1.0], "s"), episode("long", [0.0, 1.0], "sa")
+    equal = graphgpo([short, long], HALF)
+    assert equal.diagnostics["graph/groups_with_goal"] == 0.0
+    assert equal.per_episode == [[0.0], [0.0, 0.0]], "no score is the best"
+    reached = graphgpo([short, long], replace(HALF, goal_score=1.0)).per_episode
+    assert reached == [[0.25], [-0.25, 0.0]], "both reached it, the first at once: 1 against 1/2"
+    missed = graphgpo(won_beside_a_detour(), replace(HALF, goal_score=2.0))
+    assert missed.parts["closeness"] == [[None] * 3] * 2
+    assert missed.parts["step_advantage"] == [[0.0] * 3] * 2
+
+
 def exactly(estimator, episodes, config):
     """Advantages by the oracle of an estimator."""
     gamma, w = Fraction(config.gamma), Fraction(config.step_advantage_w)
@@ -143,7 +184,12 @@ def exactly(estimator, episodes, config):
     batch = exact_batch(episodes)
     if estimator is g2po:
         return exact_g2po(batch, gamma=gamma, fnorm=config.fnorm, **levels)
-    return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
+    if estimator is gagpo:
+        return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
+    goal = None if config.goal_score is None else Fraction(config.goal_score)
+    discount = Fraction(config.distance_discount)
+    cut = [e.truncated for e in episodes]
+    return exact_graphgpo(batch, cut, discount=discount, goal_score=goal, fnorm=config.fnorm, **levels)
 
 
 @pytest.mark.parametrize("estimator", ON_GRAPHS)
@@ -171,7 +217,7 @@ def test_the_order_of_the_episodes_changes_no_bit(estimator, drawn, config, rand
 @FEW
 @given(drawn=BATCH, config=CONFIG)
 def test_the_unit_of_rewards_changes_no_bit_where_they_are_standardised(estimator, drawn, config):
-    episodes, config = batch_of(drawn), replace(config, fnorm="std")
+    episodes, config = batch_of(drawn), replace(config, fnorm="std", goal_score=None)
     scaled = [replace(e, rewards_T=[4.0 * reward for reward in e.rewards_T]) for e in episodes]
     assert estimator(scaled, config).per_episode == estimator(episodes, config).per_episode
 
@@ -180,14 +226,16 @@ def test_the_unit_of_rewards_changes_no_bit_where_they_are_standardised(estimato
 def test_rounding_is_no_spread(estimator):
     # the mean of three equal returns may miss them by the last bit, and so may a TD error of 0
     same = [episode(f"r-{i}", [1 / 3, 1 / 7, 0.1], "abc") for i in range(3)]
-    found = estimator(same, AdvantageConfig(gamma=0.95, gae_lambda=0.5))
+    found = estimator(same, AdvantageConfig(gamma=0.95, gae_lambda=0.5, goal_score=0.5))
     assert found.per_episode == [[0.0] * 3] * 3
     assert found.diagnostics["advantages/groups_without_spread"] == 1.0
 
 
 @pytest.mark.parametrize("estimator", ON_GRAPHS)
 def test_a_lone_episode_has_nothing_to_be_compared_with_also_where_it_meets_a_state_again(estimator):
-    found = estimator([episode("r", [0.0, 1.0, 0.0, 2.0], "aaba")], AdvantageConfig(gamma=0.9))
+    found = estimator(
+        [episode("r", [0.0, 1.0, 0.0, 2.0], "aaba")], AdvantageConfig(gamma=0.9, goal_score=1.0)
+    )
     assert found.per_episode == [[0.0] * 4]
     assert found.diagnostics["advantages/lone_episodes"] == 1.0
     assert found.diagnostics["anchors/singleton_frac"] == 1.0
@@ -208,6 +256,7 @@ def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
         (gagpo, {"gamma": 1.5}, "gamma"),
         (gagpo, {"gae_lambda": -0.5}, "gae_lambda"),
         (g2po, {"step_advantage_w": math.inf}, "step_advantage_w"),
+        (graphgpo, {"distance_discount": 1.0}, "distance_discount"),
     ],
 )
 def test_keys_outside_their_range_are_refused(estimator, change, named):

@@ -148,7 +148,7 @@ def test_what_the_job_says_goes_over_the_paper_and_is_told():
 
 
 def test_states_that_hold_the_whole_past_are_told_to_meet_hardly_ever():
-    for name in ("gigpo", "g2po", "gagpo"):
+    for name in ("gigpo", "g2po", "graphgpo", "gagpo"):
         (told,) = job_of({"advantage": name, "state_hashing_function": "text_history"}).warnings
         assert told.startswith(f"algorithm.advantage = '{name}' compares decisions in equal states")
 

@@ -61,6 +61,8 @@ class AdvantageConfig:
     episode_baseline: what `gigpo`'s mean of scores counts once: "trajectory" or "step".
     context_depth: K: states before the current one that also have to be equal, 0 to K of them.
     context_alpha: how much more equal contexts of more states weigh: (k + 1)^alpha.
+    distance_discount: of `graphgpo`, for each decision between a state and the goal, in (0, 1).
+    goal_score: of `graphgpo`: least score of an episode that reached the goal; None: the best of its group.
     """
 
     gamma: float = 1.0
@@ -74,6 +76,8 @@ class AdvantageConfig:
     episode_baseline: str = "trajectory"
     context_depth: int = 0
     context_alpha: float = 1.0
+    distance_discount: float = 0.1
+    goal_score: float | None = None
 
 
 Parts = Mapping[str, Sequence[Sequence[float | None]]]

@@ -1,0 +1,133 @@
+"""GraphGPO: how near to the goal a decision led, against the others of its state."""
+
+from collections import deque
+from collections.abc import Sequence, Set
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
+from trainer_backend.core.advantages.levels import additive_weights, summed_levels
+from trainer_backend.core.advantages.spread import SCALES, SPREAD_TOLERANCE
+from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
+
+
+def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Scores of whole episodes, and distances to the goal on the graph of the group's states.
+
+        A_{i,t} = A_E(i) + w * A_S(i, t),       w = step_advantage_w, A_E as in `gigpo`
+        A_S     = (C - mean C) / Fnorm,         over the group's decisions in the same state
+        C_{i,t} = distance_discount^D(s_{i,t+1})
+        D(s)    = 1 + min D(s') over the states s' that a decision of the group led to from s
+
+    The goal, D = 0, lies behind the last decision of the episodes that reached it: those whose score is at
+    least goal_score, or without one the best of the group where scores differ. A state that no path leads
+    from to the goal is one decision further away than the farthest other. So is the end of an episode that
+    did not reach it; but where a limit cut the episode short, nobody knows where its last decision led, and
+    that decision has A_S = 0 and is not compared.
+
+    Rewards decide the goal alone, and a good decision of a failed episode is credited as in the best one.
+    A_S is 0 in a state that no other decision was made in, in a group without a goal, for a lone episode, and
+    without spread. A distance is a number of decisions, so each costs the same; C has no unit.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order, with state_keys_T.
+        config: distance_discount, goal_score, step_advantage_w, fnorm and episode_baseline are read.
+
+    Returns:
+        [T] advantages for each episode, with their parts; how often states met, in how many groups the goal
+        was reached, and for what share of the decisions a path led to it from their state.
+
+    Raises:
+        AdvantageError: see `siblings`; state keys that are not one a decision.
+        ValueError: distance_discount not in (0, 1); step_advantage_w negative or not finite.
+
+    Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
+    recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
+    - success is told by the environment and worth 10: a factor of C, which a std takes out again;
+    - its equation has C = 10 omega^(D + 1), its code 10 omega^D, as here;
+    - the last decision of a failed episode leads to the observation after it, which is not stored here;
+    - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
+    """
+    if not 0.0 < config.distance_discount < 1.0:
+        raise ValueError(f"distance_discount must lie between 0 and 1, got {config.distance_discount}")
+    groups = siblings(episodes)
+    weights = additive_weights(config)
+    graph = state_graph(episodes, groups, "graphgpo")
+    ends = [d for d, after in enumerate(graph.next_D) if after is None]
+    goals = {
+        ends[index]
+        for members in groups.values()
+        if len(members) > 1
+        for index in _at_the_goal(episodes, members, config.goal_score)
+    }
+    unknown = {end for end, episode in zip(ends, episodes, strict=True) if episode.truncated} - goals
+    of_steps_D, parts_D, paths = _of_steps(graph, goals, unknown, config)
+    met = {
+        "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
+        "graph/path_frac": paths / max(len(graph.next_D), 1),
+    }
+    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes | met, weights=weights)
+
+
+def _at_the_goal(
+    episodes: Sequence[EpisodeRewards], members: Sequence[int], goal_score: float | None
+) -> list[int]:
+    scores_G = [episodes[index].score for index in members]
+    if goal_score is None:
+        rounding = SPREAD_TOLERANCE * max(map(abs, scores_G))
+        if max(scores_G) - min(scores_G) <= rounding:
+            return []
+        goal_score = max(scores_G) - rounding
+    return [index for index, score in zip(members, scores_G, strict=True) if score >= goal_score]
+
+
+def _of_steps(
+    graph: StateGraph, goals: Set[int], unknown: Set[int], config: AdvantageConfig
+) -> tuple[list[float], Columns, int]:
+    """[D] A_S and its parts, and how many decisions were made where a path leads to the goal.
+
+    Args:
+        goals: decisions that led to the goal.
+        unknown: decisions of which nobody knows where they led.
+    """
+    state_D = graph.state_D
+    distances_D: list[float | None] = [None] * len(graph.next_D)
+    next_D: list[float | None] = [None] * len(graph.next_D)
+    paths = 0
+    for group in graph.groups:
+        distances_S = _distances(graph, state_D, group, goals)
+        if not distances_S:
+            continue
+        farther = max(distances_S.values()) + 1.0
+        paths += sum(state_D[d] in distances_S for d in group)
+        for d in group:
+            distances_D[d] = distances_S.get(state_D[d], farther)
+            after = graph.next_D[d]
+            if after is not None:
+                next_D[d] = distances_S.get(state_D[after], farther)
+            elif d not in unknown:
+                next_D[d] = 0.0 if d in goals else farther
+    closeness_D = [None if far is None else config.distance_discount**far for far in next_D]
+    compared = [[d for d in anchor if next_D[d] is not None] for anchor in graph.anchors]
+    known_D = [close or 0.0 for close in closeness_D]
+    of_steps_D, of_nodes_D = relative_at(compared, known_D, SCALES[config.fnorm])
+    distances = {"distance": distances_D, "next_distance": next_D, "closeness": closeness_D}
+    return of_steps_D, {**of_nodes_D, **distances}, paths
+
+
+def _distances(
+    graph: StateGraph, state_D: Sequence[int], group: Sequence[int], goals: Set[int]
+) -> dict[int, float]:
+    """Decisions from each state of a group to the goal, where a path leads to it: breadth first, back."""
+    before: dict[int, list[int]] = {}
+    for d in group:
+        after = graph.next_D[d]
+        if after is not None:
+            before.setdefault(state_D[after], []).append(state_D[d])
+    distances_S = {state_D[d]: 1.0 for d in group if d in goals}
+    frontier = deque(distances_S)
+    while frontier:
+        state = frontier.popleft()
+        for earlier in before.get(state, ()):
+            if earlier not in distances_S:
+                distances_S[earlier] = distances_S[state] + 1.0
+                frontier.append(earlier)
+    return distances_S
