@@ -15,6 +15,7 @@ from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gae import gae, gae_token
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
+from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
 from trainer_backend.core.advantages.graphgpo import graphgpo
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -162,6 +163,16 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         needs_state_keys=True,
         divides_by_std=True,
         bias=_OF_ANCHORS,
+    ),
+    "gigpo_soft": EstimatorPlug(
+        gigpo_soft,
+        Derivation(
+            (_OF_EPISODE, "step_advantage = return - baseline", _OF_LEVELS),
+            (_OF_SCORE, ("baseline", "mean by similarity, worth {compared} other[s] and itself")),
+        ),
+        _OF_SCORES | {"similarity_temperature", "episode_baseline", "step_advantage_w"},
+        needs_texts=True,
+        bias="compares a decision with those of similar states, itself among them",
     ),
     "g2po": EstimatorPlug(
         g2po,

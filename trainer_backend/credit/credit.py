@@ -5,10 +5,11 @@ Pure: a stored rollout file gives the same numbers anywhere.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Self
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.trajectory import Trajectory, prompts
 from trainer_backend.collect.metrics import finished_trajectories
 from trainer_backend.core.advantages.branch import Branches
 from trainer_backend.core.advantages.episodes import (
@@ -256,6 +257,7 @@ class CreditAssignment:
             state_keys_T=_state_keys(self.algorithm.state_hashing_function, trajectory, name)
             if plug.needs_state_keys
             else (),
+            texts_T=_texts(trajectory, name) if plug.needs_texts else (),
             values_T=firsts(values) if plug.needs_values else (),
             token_values=by_token,
             branch_returns_T=self._branch_returns(trajectory, measured, name) if branched else (),
@@ -312,9 +314,21 @@ def advantage_config(table: AlgorithmTable) -> AdvantageConfig:
         episode_baseline=table.episode_baseline,
         context_depth=table.context_depth,
         context_alpha=table.context_alpha,
+        similarity_temperature=table.similarity_temperature,
         distance_discount=table.distance_discount,
         goal_score=table.goal_score,
     )
+
+
+def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
+    """[T] the text of each observation: all that was said to the policy since its last answer."""
+    texts = []
+    for t, prompt in enumerate(prompts(trajectory.steps)):
+        if not prompt:
+            raise AdvantageError("its prompt is not stored", where=place(rollout_id, t + 1))
+        said = list(takewhile(lambda message: message.role != "assistant", reversed(prompt)))
+        texts.append("\n".join(item.content or "" for item in reversed(said) if item.role != "system"))
+    return texts
 
 
 def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]:

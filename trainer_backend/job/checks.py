@@ -344,7 +344,7 @@ def advice(config: JobConfig) -> list[str]:
             "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
         )
     findings += _of_the_states(config.algorithm)
-    if by_outcome and not plug.needs_state_keys:
+    if by_outcome and not (plug.needs_state_keys or plug.needs_texts):
         findings.append(
             f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
             "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"

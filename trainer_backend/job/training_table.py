@@ -274,7 +274,7 @@ class AlgorithmTable(Table):
     step_advantage_w: float = Field(
         default=1.0,
         ge=0,
-        description="gigpo_additive, g2po, graphgpo: weight of the step's advantage",
+        description="gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage",
     )
     state_hashing_function: str = Field(
         default="default",
@@ -289,13 +289,19 @@ class AlgorithmTable(Table):
     )
     episode_baseline: Literal["trajectory", "step"] = Field(
         default="trajectory",
-        description="gigpo, g2po, graphgpo: the unit of the mean of a group's scores",
+        description="gigpo, gigpo_soft, g2po, graphgpo: the unit of the mean of a group's scores",
     )
     context_depth: int = Field(
         default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
     )
     context_alpha: float = Field(
         default=1.0, ge=0, description="gigpo: weight (k + 1)^alpha of a context of k equal earlier states"
+    )
+    similarity_temperature: float = Field(
+        default=0.1,
+        ge=0,
+        description="gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal "
+        "ones alone",
     )
     distance_discount: float = Field(
         default=0.1, gt=0, lt=1, description="graphgpo: discount per decision between a state and the goal"

@@ -1,15 +1,17 @@
 """The estimators on a group's states in exact rational arithmetic, written from their equations: oracles.
 
-Every mean and distance is looked for anew for each decision, over the whole batch. A std is taken in 50
-digits.
+Every mean and distance is looked for anew for each decision, over the whole batch. Roots, logarithms and
+powers of e are taken in 50 digits.
 """
 
+import re
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 from tests.trainer_backend.core.exact_gigpo import Episode, normed, return_to_go
 
-Batch = Sequence[Episode]  # group, rewards, state keys
+Batch = Sequence[Episode]  # group, rewards, state keys (or texts)
 Place = tuple[int, int]  # episode, decision
 
 
@@ -137,3 +139,43 @@ def exact_graphgpo(
         [of_episode(batch, i, fnorm, baseline) + w * of_step(i, t) for t in range(len(rewards))]
         for i, (_, rewards, _) in enumerate(batch)
     ]
+
+
+def exact_gigpo_soft(
+    batch: Batch, *, gamma: Fraction, temperature: Fraction, baseline: str, w: Fraction
+) -> list[list[Fraction]]:
+    """`batch` has texts for state keys. All terms count."""
+
+    def vector(place: Place) -> dict[str, Decimal]:
+        j, u = place
+        documents = [set(re.findall(r"\w+", batch[k][2][v].lower())) for k, v in decisions(batch, j)]
+        terms = re.findall(r"\w+", batch[j][2][u].lower())
+        return {
+            term: terms.count(term)
+            * (1 + (Decimal(1 + len(documents)) / (1 + sum(term in other for other in documents))).ln())
+            for term in terms
+        }
+
+    def similarity(left: Place, right: Place) -> Decimal:
+        if batch[left[0]][2][left[1]] == batch[right[0]][2][right[1]]:
+            return Decimal(1)
+        a, b = vector(left), vector(right)
+        lengths = [sum((x * x for x in v.values()), Decimal(0)).sqrt() for v in (a, b)]
+        cosine = sum((a[term] * b[term] for term in a.keys() & b.keys()), Decimal(0))
+        cosine = cosine / lengths[0] / lengths[1] if all(lengths) else Decimal(0)
+        return ((cosine - 1) / (Decimal(temperature.numerator) / temperature.denominator)).exp()
+
+    def of_step(i: int, t: int) -> Fraction:
+        if is_lone(batch, i):
+            return Fraction(0)
+        weights = {place: Fraction(similarity((i, t), place)) for place in decisions(batch, i)}
+        returns = {(j, u): return_to_go(batch[j][1], u, gamma) for j, u in weights}
+        total = sum(weights.values(), Fraction(0))
+        return returns[i, t] - sum((weights[p] * returns[p] for p in weights), Fraction(0)) / total
+
+    with localcontext() as context:
+        context.prec = 50
+        return [
+            [of_episode(batch, i, "one", baseline) + w * of_step(i, t) for t in range(len(rewards))]
+            for i, (_, rewards, _) in enumerate(batch)
+        ]

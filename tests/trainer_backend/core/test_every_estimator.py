@@ -26,6 +26,7 @@ DECISION = st.tuples(
     st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=3),
     st.lists(st.integers(-4, 4).map(float), max_size=2),
 )
+TEXTS = {"a": "a tree to the north", "b": "a tree to the south", "c": ""}
 EPISODE = st.tuples(st.sampled_from(["g", "h"]), st.lists(DECISION, min_size=1, max_size=4))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
 SCORES = st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=1, max_size=8)
@@ -35,7 +36,7 @@ def episode(index, group, decisions):
     rewards_T, keys_T, rows_T, branches_T = zip(*decisions, strict=True)
     values = ByToken(rows_T)
     return EpisodeRewards(
-        f"r-{index}", group, rewards_T, state_keys_T=keys_T,
+        f"r-{index}", group, rewards_T, state_keys_T=keys_T, texts_T=[TEXTS[key] for key in keys_T],
         values_T=values.firsts_T, token_values=values, branch_returns_T=branches_T,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`g2po`, `gagpo` and `graphgpo`: by hand, by identity and against exact arithmetic."""
+"""`g2po`, `gagpo`, `graphgpo` and `gigpo_soft`: by hand, by identity and against exact arithmetic."""
 
 import math
 from dataclasses import replace
@@ -11,18 +11,22 @@ from hypothesis import strategies as st
 from tests.trainer_backend.core.exact_graphs import (
     exact_g2po,
     exact_gagpo,
+    exact_gigpo_soft,
     exact_graphgpo,
 )
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
-from trainer_backend.core.advantages.gigpo import gigpo
+from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
+from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
 from trainer_backend.core.advantages.graphgpo import graphgpo
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.errors import AdvantageError
 
 HALF = AdvantageConfig(gamma=0.5, gae_lambda=0.5, fnorm="one", distance_discount=0.5)
 ON_GRAPHS = [g2po, gagpo, graphgpo]
+ALL = [*ON_GRAPHS, gigpo_soft]
+TEXTS = {"a": "Tree 1 north", "b": "tree 2 north, water 1", "c": "water 1 1 south", "d": "  "}
 STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abcd"))
 EPISODE = st.tuples(st.sampled_from("ggh"), st.booleans(), st.lists(STEP, min_size=1, max_size=5))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
@@ -36,11 +40,13 @@ CONFIG = st.builds(
     step_advantage_w=st.sampled_from([0.0, 0.5, 1.0]),
     distance_discount=st.sampled_from([0.1, 0.5]),
     goal_score=st.sampled_from([None, 0.5]),
+    similarity_temperature=st.sampled_from([0.1, 1.0]),
 )
 
 
 def episode(name, rewards, keys, group="g", truncated=False):
-    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys), truncated=truncated)
+    texts = [TEXTS.get(key, key) for key in keys]
+    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys), texts_T=texts, truncated=truncated)
 
 
 def batch_of(drawn):
@@ -50,8 +56,11 @@ def batch_of(drawn):
     ]
 
 
-def exact_batch(episodes):
-    return [(e.group_id, [Fraction(r) for r in e.rewards_T], e.state_keys_T) for e in episodes]
+def exact_batch(episodes, texts=False):
+    return [
+        (e.group_id, [Fraction(r) for r in e.rewards_T], e.texts_T if texts else e.state_keys_T)
+        for e in episodes
+    ]
 
 
 def won_and_lost():
@@ -128,6 +137,7 @@ def test_without_a_weight_of_steps_episodes_alone_are_compared(drawn, config):
     episodes = batch_of(drawn)
     config = replace(config, step_advantage_w=0.0, episode_baseline="trajectory")
     scaled, unscaled = grpo(episodes, config).per_episode, grpo_no_std(episodes, config).per_episode
+    assert gigpo_soft(episodes, config).per_episode == unscaled
     for estimator in (g2po, graphgpo):
         assert estimator(episodes, config).per_episode == (scaled if config.fnorm == "std" else unscaled)
 
@@ -177,22 +187,76 @@ def test_the_goal_is_the_best_score_of_the_group_or_any_that_is_high_enough():
     assert missed.parts["step_advantage"] == [[0.0] * 3] * 2
 
 
+def soft(texts, rewards, temperature, **config):
+    episodes = [
+        EpisodeRewards(f"r-{i}", "g", [reward], texts_T=[text])
+        for i, (text, reward) in enumerate(zip(texts, rewards, strict=True))
+    ]
+    table = AdvantageConfig(similarity_temperature=temperature, **config)
+    return gigpo_soft(episodes, table)
+
+
+def test_unlike_states_count_by_the_temperature():
+    # No common term: cos = 0 and k = exp(-1 / temperature), here a third. A_S = (1 - 0) * (1/3) / (4/3)
+    found = soft(["tree", "water"], [1.0, 0.0], 1 / math.log(3))
+    assert found.parts["step_advantage"] == [[pytest.approx(0.25)], [pytest.approx(-0.25)]]
+    assert found.parts["compared"][0] == [pytest.approx(16 / 10 - 1)], "1 / (9/16 + 1/16), less itself"
+    assert soft(["tree", "water"], [1.0, 0.0], 0.0).parts["step_advantage"] == [[0.0], [0.0]]
+    assert soft(["tree", "tree"], [1.0, 0.0], 0.0).parts["step_advantage"] == [[0.5], [-0.5]]
+    everywhere = soft(["tree", "water", ""], [1.0, 0.0, 2.0], 1e15).parts["step_advantage"]
+    assert everywhere == [[pytest.approx(0.0)], [pytest.approx(-1.0)], [pytest.approx(1.0)]]
+
+
+def test_a_similar_state_counts_more_than_a_strange_one():
+    # two thirds of the terms are shared with the second text, none with the third
+    found = soft(["tree north 1", "tree north 2", "water south 7"], [0.0, 1.0, 1.0], 0.1).parts["baseline"]
+    alone = soft(["tree north 1", "water south 7", "water south 7"], [0.0, 1.0, 1.0], 0.1).parts["baseline"]
+    assert found[0][0] > 100 * alone[0][0] > 0.0
+
+
+def test_more_texts_than_are_held_at_a_time_or_have_terms_are_compared_alike():
+    # each of 1,100 texts has a term of its own: k = exp(-1) with every other, also where the term is left out
+    count, k = 1_100, math.exp(-1)
+    rewards = [float(i % 7) for i in range(count)]
+    found = soft([f"t{i}" for i in range(count)], rewards, 1.0).parts["step_advantage"]
+    total = math.fsum(rewards)
+    expected = [own - (own + k * (total - own)) / (1 + k * (count - 1)) for own in rewards]
+    assert [row[0] for row in found] == pytest.approx(expected, abs=1e-12)
+
+
+@FEW
+@given(BATCH, CONFIG)
+def test_at_temperature_0_it_is_gigpo_with_texts_for_state_keys(drawn, config):
+    config = replace(config, similarity_temperature=0.0, fnorm="one")
+    episodes = batch_of(drawn)
+    groups = [e.group_id for e in episodes]
+    found, expected = gigpo_soft(episodes, config), gigpo_additive(episodes, config)
+    for group, row_T, expected_T in zip(groups, found.per_episode, expected.per_episode, strict=True):
+        assert row_T == pytest.approx(
+            expected_T if groups.count(group) > 1 else [0.0] * len(row_T), abs=1e-12
+        )
+
+
 def exactly(estimator, episodes, config):
     """Advantages by the oracle of an estimator."""
     gamma, w = Fraction(config.gamma), Fraction(config.step_advantage_w)
     levels = {"baseline": config.episode_baseline, "w": w}
-    batch = exact_batch(episodes)
+    batch = exact_batch(episodes, texts=estimator is gigpo_soft)
     if estimator is g2po:
         return exact_g2po(batch, gamma=gamma, fnorm=config.fnorm, **levels)
     if estimator is gagpo:
         return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
+    if estimator is gigpo_soft:
+        return exact_gigpo_soft(
+            batch, gamma=gamma, temperature=Fraction(config.similarity_temperature), **levels
+        )
     goal = None if config.goal_score is None else Fraction(config.goal_score)
     discount = Fraction(config.distance_discount)
     cut = [e.truncated for e in episodes]
     return exact_graphgpo(batch, cut, discount=discount, goal_score=goal, fnorm=config.fnorm, **levels)
 
 
-@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@pytest.mark.parametrize("estimator", ALL)
 @FEW
 @given(drawn=BATCH, config=CONFIG)
 def test_they_equal_exact_arithmetic(estimator, drawn, config):
@@ -203,7 +267,7 @@ def test_they_equal_exact_arithmetic(estimator, drawn, config):
         assert row_T == pytest.approx(list(map(float, exact_T)), abs=1e-12 * largest)
 
 
-@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@pytest.mark.parametrize("estimator", ALL)
 @FEW
 @given(drawn=BATCH, config=CONFIG, random=st.randoms(use_true_random=False))
 def test_the_order_of_the_episodes_changes_no_bit(estimator, drawn, config, random):
@@ -231,7 +295,7 @@ def test_rounding_is_no_spread(estimator):
     assert found.diagnostics["advantages/groups_without_spread"] == 1.0
 
 
-@pytest.mark.parametrize("estimator", ON_GRAPHS)
+@pytest.mark.parametrize("estimator", ALL)
 def test_a_lone_episode_has_nothing_to_be_compared_with_also_where_it_meets_a_state_again(estimator):
     found = estimator(
         [episode("r", [0.0, 1.0, 0.0, 2.0], "aaba")], AdvantageConfig(gamma=0.9, goal_score=1.0)
@@ -250,6 +314,11 @@ def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
         estimator([bare, bare], HALF)
 
 
+def test_texts_that_were_not_stored_are_refused_by_name():
+    with pytest.raises(AdvantageError, match=r"r-9: 0 texts for 2 decisions; gigpo_soft compares them"):
+        gigpo_soft([EpisodeRewards("r-9", "g", [1.0, 0.0])], HALF)
+
+
 @pytest.mark.parametrize(
     ("estimator", "change", "named"),
     [
@@ -257,6 +326,7 @@ def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
         (gagpo, {"gae_lambda": -0.5}, "gae_lambda"),
         (g2po, {"step_advantage_w": math.inf}, "step_advantage_w"),
         (graphgpo, {"distance_discount": 1.0}, "distance_discount"),
+        (gigpo_soft, {"similarity_temperature": -1.0}, "similarity_temperature"),
     ],
 )
 def test_keys_outside_their_range_are_refused(estimator, change, named):

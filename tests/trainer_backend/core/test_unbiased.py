@@ -220,13 +220,13 @@ def test_the_gigpo_gradient_is_its_own_value_and_not_the_policy_gradient():
 
 
 def on_the_board(name, group):
-    """Any estimator at gamma and lambda 1 without a std; the state is the number of decisions.
+    """Any estimator at gamma and lambda 1 without a std; the state, and its text, is the number of decisions.
 
     The critic is right about nothing, and no branches were played.
     """
     episodes = [
         EpisodeRewards(
-            str(i), "g", rewards_T, state_keys_T=STATES[: len(rewards_T)],
+            str(i), "g", rewards_T, state_keys_T=STATES[: len(rewards_T)], texts_T=STATES[: len(rewards_T)],
             values_T=[4.0, -1.5, 0.25][: len(rewards_T)],
             token_values=ByToken([[4.0], [-1.5], [0.25]][: len(rewards_T)]),
             branch_returns_T=[[]] * len(rewards_T),

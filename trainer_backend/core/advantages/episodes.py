@@ -18,6 +18,7 @@ class EpisodeRewards:
     rewards_T: [T] reward of each decision, from `core.rewards.reward_vector`; T >= 1.
     state_keys_T: [T] name of the state that each decision was made in; equal where states count as equal.
         Empty where the estimator asks for none.
+    texts_T: [T] text of the observation before each decision; empty where the estimator asks for none.
     values_T: [T] V(s_t) of a critic, in reward units; empty where the estimator asks for none.
     token_values: V of the same critic where each sampled token is predicted; None where it was not trained to
         say so, or the estimator does not ask.
@@ -32,6 +33,7 @@ class EpisodeRewards:
     group_id: str
     rewards_T: Sequence[float]
     state_keys_T: Sequence[str] = ()
+    texts_T: Sequence[str] = ()
     values_T: Sequence[float] = ()
     token_values: ByToken | None = None
     branch_returns_T: Sequence[Sequence[float]] = ()
@@ -61,6 +63,7 @@ class AdvantageConfig:
     episode_baseline: what `gigpo`'s mean of scores counts once: "trajectory" or "step".
     context_depth: K: states before the current one that also have to be equal, 0 to K of them.
     context_alpha: how much more equal contexts of more states weigh: (k + 1)^alpha.
+    similarity_temperature: how unlike states may be that `gigpo_soft` still compares, at least 0.
     distance_discount: of `graphgpo`, for each decision between a state and the goal, in (0, 1).
     goal_score: of `graphgpo`: least score of an episode that reached the goal; None: the best of its group.
     """
@@ -76,6 +79,7 @@ class AdvantageConfig:
     episode_baseline: str = "trajectory"
     context_depth: int = 0
     context_alpha: float = 1.0
+    similarity_temperature: float = 0.1
     distance_discount: float = 0.1
     goal_score: float | None = None
 
@@ -113,6 +117,7 @@ class EstimatorPlug:
     derivation: how its advantages follow from their parts.
     takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
     needs_state_keys: whether decisions must carry the name of their state.
+    needs_texts: whether decisions must carry the text of their observation.
     needs_values: what it reads a critic's values of; None: it needs no critic.
     needs_branches: whether rollouts must be played on from before some of the decisions.
     divides_by_std: whether it measures what it compares in standard deviations; always, or with that `fnorm`.
@@ -125,6 +130,7 @@ class EstimatorPlug:
     derivation: Derivation
     takes: frozenset[str] = frozenset()
     needs_state_keys: bool = False
+    needs_texts: bool = False
     needs_values: ValueLevel | None = None
     needs_branches: bool = False
     divides_by_std: bool = False

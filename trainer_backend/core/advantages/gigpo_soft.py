@@ -1,0 +1,147 @@
+"""GiGPO with a soft match: decisions in similar states are compared too, and count by similarity."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
+from trainer_backend.core.advantages.levels import additive_weights, summed_levels
+from trainer_backend.core.advantages.state_graph import StateGraph, returns_to_go, state_graph
+from trainer_backend.errors import AdvantageError, place
+
+Matrix = NDArray[np.float64]
+_TERM = re.compile(r"\w+")
+_MOST_TERMS = 1024  # the most frequent ones of a group: a bound on the time that long texts cost
+_ROWS = 1024  # texts whose similarities to all others are held at a time
+
+
+def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """`gigpo_additive` with Fnorm 1, whose baseline of a decision is a mean by the similarity of states.
+
+        A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
+        A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, also d
+        k(d, e) = exp((cos(x_d, x_e) - 1) / similarity_temperature)
+        x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
+
+    G is the return-to-go. x is made of the text of the observation: tf counts a term (a run of letters,
+    digits and _, in lower case) in it; of the D decisions of the group, df have it in their texts; the 1,024
+    most frequent terms of the group count. At similarity_temperature 0 equal texts count 1 and others 0: then
+    A_S is that of `gigpo` with texts for state keys. The higher it is, the nearer the baseline is to the mean
+    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order, with texts_T.
+        config: gamma, step_advantage_w, episode_baseline and similarity_temperature are read.
+
+    Returns:
+        [T] advantages for each episode, with their parts (`compared` is the effective number of others:
+        1 / sum of squared shares, less 1); how often equal texts met, and that number's mean.
+
+    Raises:
+        AdvantageError: see `siblings`; texts that are not one a decision.
+        ValueError: gamma outside [0, 1]; step_advantage_w or similarity_temperature negative or not finite.
+
+    Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
+    proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:
+    - its other half, a weight of A_E by the success rate, needs scores of 0 and 1 and is left out;
+    - df is counted in the group and not in the batch, so that no group changes another one's credit;
+    - terms of one character count: in a game's compact text they are numbers.
+    """
+    if not 0.0 <= config.similarity_temperature < math.inf:
+        raise ValueError(
+            f"similarity_temperature must be finite and at least 0, got {config.similarity_temperature}"
+        )
+    groups = siblings(episodes)
+    weights = additive_weights(config)
+    _refuse_missing_texts(episodes)
+    keyed = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
+    graph = state_graph(keyed, groups, "gigpo_soft")
+    texts_D = [text for episode in episodes for text in episode.texts_T]
+    returns_D = returns_to_go(episodes, config.gamma)
+    parts_D = _soft_baselines(graph, texts_D, returns_D, config.similarity_temperature)
+    of_steps_D = [own - other for own, other in zip(returns_D, parts_D["baseline"], strict=True)]
+    met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
+    unscaled, parts_D = replace(config, fnorm="one"), {"return": returns_D, **parts_D}
+    return summed_levels(episodes, unscaled, of_steps_D, parts_D, met, weights=weights)
+
+
+def _soft_baselines(
+    graph: StateGraph, texts_D: Sequence[str], returns_D: Sequence[float], temperature: float
+) -> dict[str, list[float]]:
+    """[D] the baseline of each decision, and the effective number of others that it is the mean of."""
+    baselines_D, compared_D = list(returns_D), [0.0] * len(returns_D)
+    for group in graph.groups:
+        decisions: dict[str, list[int]] = {}
+        for d in group:
+            decisions.setdefault(texts_D[d], []).append(d)
+        texts = sorted(decisions)  # so that the order of the episodes changes no bit
+        counts_U = np.array([len(decisions[text]) for text in texts], dtype=np.float64)
+        sums_U = np.array([math.fsum(returns_D[d] for d in decisions[text]) for text in texts])
+        baselines_U, others_U = _soft_means(texts, counts_U, sums_U, temperature)
+        for text, baseline, others in zip(texts, baselines_U, others_U, strict=True):
+            for d in decisions[text]:
+                baselines_D[d], compared_D[d] = float(baseline), float(others)
+    return {"baseline": baselines_D, "compared": compared_D}
+
+
+def _soft_means(
+    texts: Sequence[str], counts_U: Matrix, sums_U: Matrix, temperature: float
+) -> tuple[Matrix, Matrix]:
+    """For each of U different texts the mean by similarity, and the effective number of others.
+
+    Args:
+        texts: [U] different ones.
+        counts_U: how many decisions have each.
+        sums_U: the sum of their returns.
+    """
+    if temperature == 0.0:
+        return sums_U / counts_U, counts_U - 1.0
+    vectors = _vectors(texts, counts_U)
+    means, others = [], []
+    for first in range(0, len(texts), _ROWS):
+        cosines = vectors[first : first + _ROWS] @ vectors.T
+        own = np.arange(len(cosines))
+        cosines[own, first + own] = 1.0  # also where a text has no terms
+        kernel = np.exp((np.minimum(cosines, 1.0) - 1.0) / temperature)
+        total = kernel @ counts_U
+        means.append((kernel @ sums_U) / total)
+        others.append(total**2 / ((kernel**2) @ counts_U) - 1.0)
+    return np.concatenate(means), np.concatenate(others)
+
+
+def _vectors(texts: Sequence[str], counts_U: Matrix) -> NDArray[Any]:
+    """[U, terms] of length 1, or 0 for a text without terms."""
+    terms_U = [Counter(_TERM.findall(text.lower())) for text in texts]
+    frequency, documents = Counter[str](), Counter[str]()
+    for terms, count in zip(terms_U, counts_U, strict=True):
+        for term, times in terms.items():
+            frequency[term] += times * int(count)
+            documents[term] += int(count)
+    kept = sorted(frequency, key=lambda term: (-frequency[term], term))[:_MOST_TERMS]
+    column = {term: k for k, term in enumerate(kept)}
+    decisions = float(counts_U.sum())
+    weights = np.array([1.0 + math.log((1.0 + decisions) / (1.0 + documents[term])) for term in kept])
+    vectors = np.zeros((len(texts), len(kept)))
+    for u, terms in enumerate(terms_U):
+        for term, times in terms.items():
+            if term in column:
+                vectors[u, column[term]] = times
+    vectors *= weights
+    lengths = np.sqrt((vectors**2).sum(axis=1, keepdims=True))
+    return vectors / np.where(lengths > 0.0, lengths, 1.0)
+
+
+def _refuse_missing_texts(episodes: Sequence[EpisodeRewards]) -> None:
+    for episode in episodes:
+        texts, decisions = len(episode.texts_T), len(episode.rewards_T)
+        if texts != decisions:
+            raise AdvantageError(
+                f"{texts} texts for {decisions} decisions; gigpo_soft compares them by their observations",
+                where=place(episode.rollout_id),
+            )
