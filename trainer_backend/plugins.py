@@ -87,6 +87,13 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         _OF_SCORES,
         bias=_OF_ITSELF,
     ),
+    "dr_grpo": EstimatorPlug(
+        grpo_no_std,
+        Derivation(("advantage = score - baseline",), (_OF_GROUP,)),
+        _OF_SCORES,
+        bias=_OF_ITSELF,
+        values={"training.aggregation": "constant"},
+    ),
     "rloo": EstimatorPlug(
         rloo,
         Derivation(("advantage = score - baseline",), (("baseline", "mean of {compared} sibling[s]"),)),

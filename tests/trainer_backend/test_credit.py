@@ -83,7 +83,8 @@ def test_the_outcome_is_the_score_of_a_reward_function_where_there_is_one():
 def test_an_estimator_without_an_episode_score_refuses_the_key():
     readers = ", ".join(name for name, plug in ESTIMATORS.items() if "episode_score" in plug.takes)
     assert readers == (
-        "grpo, grpo_no_std, rloo, reinforce_pp_baseline, gigpo, gigpo_additive, gigpo_soft, g2po, graphgpo"
+        "grpo, grpo_no_std, dr_grpo, rloo, reinforce_pp_baseline, gigpo, gigpo_additive, gigpo_soft, g2po, "
+        "graphgpo"
     )
     with pytest.raises(
         JobError,

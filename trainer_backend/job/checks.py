@@ -394,17 +394,22 @@ def _of_the_kl(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
     return findings
 
 
-def _unlike_the_paper(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
-    """Compare a paper's loss with the paper's other values; the job may have set them for another loss."""
-    name, tables = algorithm.loss, {"algorithm": algorithm, "training": training}
-    values = policy_loss(name).values.items()
-    actual = [
-        (key, value, getattr(tables[key.partition(".")[0]], key.partition(".")[2])) for key, value in values
-    ]
-    other = [f"{key} = {own!r} (there {value!r})" for key, value, own in actual if own != value]
-    return (
-        [f"algorithm.loss = {name!r} with other values than its paper's: {', '.join(other)}"] if other else []
-    )
+def _unlike_the_paper(training: TrainingTable, algorithm: AlgorithmTable) -> Iterator[str]:
+    """Compare a paper's estimator and loss with its other values; the job may have set them for others."""
+    tables = {"algorithm": algorithm, "training": training}
+    chosen = {
+        "advantage": (algorithm.advantage, estimator(algorithm.advantage).values),
+        "loss": (algorithm.loss, policy_loss(algorithm.loss).values),
+    }
+    for board, (name, values) in chosen.items():
+        actual = {key: getattr(tables[key.partition(".")[0]], key.partition(".")[2]) for key in values}
+        other = [
+            f"{key} = {actual[key]!r} (there {value!r})"
+            for key, value in values.items()
+            if actual[key] != value
+        ]
+        if other:
+            yield f"algorithm.{board} = {name!r} with other values than its paper's: {', '.join(other)}"
 
 
 def biases(config: JobConfig) -> list[str]:

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
+from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.load import FOREIGN_TABLES
@@ -76,7 +77,7 @@ def _what_is_read() -> Iterator[str]:
 
 def _more(plug: object) -> str:
     """Return further facts about a name."""
-    if isinstance(plug, LossPlug) and plug.values:
+    if isinstance(plug, LossPlug | EstimatorPlug) and plug.values:
         values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
         return f"; where the job has no value, those of its paper: {values}"
     if isinstance(plug, AllocationPlug):

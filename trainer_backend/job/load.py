@@ -20,7 +20,7 @@ from trainer_backend.job.checks import (
 )
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
+from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
 FOREIGN_TABLES = frozenset(
@@ -64,7 +64,7 @@ def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[st
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
-    tables = _with_values_of_the_loss(_gather_reward_switches(tables, places))
+    tables = _with_values_of_papers(_gather_reward_switches(tables, places), places)
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
@@ -170,19 +170,31 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
-def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the values of the chosen loss's paper for keys that the job omits.
+def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
+    """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
     So the resolved job shows every effective value. Validation reports wrong tables and names later.
+
+    Raises:
+        JobError: two papers have different values for a key that the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
-    name = algorithm.get("loss") if isinstance(algorithm, dict) else None
-    values = LOSSES[name].values if isinstance(name, str) and name in LOSSES else {}
-    for dotted, value in values.items():
-        table, _, key = dotted.partition(".")
-        home = result.get(table, {})
-        if isinstance(home, dict):
-            result[table] = {key: value, **home}
+    filled: dict[str, tuple[str, float | str]] = {}
+    for board, plugs in (("advantage", ESTIMATORS), ("loss", LOSSES)):
+        name = algorithm.get(board) if isinstance(algorithm, dict) else None
+        plug = plugs.get(name) if isinstance(name, str) else None
+        for dotted, value in plug.values.items() if plug is not None else ():
+            table, _, key = dotted.partition(".")
+            home = result.get(table, {})
+            if dotted in filled and filled[dotted][1] != value:
+                other, own = filled[dotted]
+                raise JobError(
+                    f"{places.of(f'algorithm.{board}')}: {dotted} is {value!r} in the paper of "
+                    f"algorithm.{board} = {name!r}, and {own!r} in that of {other}; set {dotted}"
+                )
+            if isinstance(home, dict) and key not in home:
+                result[table] = {key: value, **home}
+                filled[dotted] = f"algorithm.{board} = {name!r}", value
     return result
 
 

@@ -5,6 +5,7 @@ import tomli
 
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, parse_job
+from trainer_backend.plugins import ESTIMATORS
 
 MODEL = {"preset": "tiny-0.3m"}
 STEPWISE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
@@ -145,6 +146,29 @@ def test_what_the_job_says_goes_over_the_paper_and_is_told():
         "(there 'decision'), training.clip_low = 0.2 (there 0.0003), training.aggregation = 'constant' "
         "(there 'decision_mean')"
     )
+
+
+def test_dr_grpo_brings_the_constant_denominator_of_its_paper():
+    assert ESTIMATORS["dr_grpo"].compute is ESTIMATORS["grpo_no_std"].compute
+    loaded = job_of({"advantage": "dr_grpo"})
+    assert (loaded.config.training.aggregation, loaded.warnings) == ("constant", ())
+    assert job_of({"advantage": "grpo_no_std"}).config.training.aggregation == "token_mean"
+    other = job_of({"advantage": "dr_grpo"}, {"aggregation": "token_mean"})
+    assert other.warnings == (
+        "algorithm.advantage = 'dr_grpo' with other values than its paper's: training.aggregation = "
+        "'token_mean' (there 'constant')",
+    )
+
+
+def test_papers_that_differ_leave_the_key_to_the_job():
+    told = (
+        "training.aggregation is 'decision_mean' in the paper of algorithm.loss = 'gspo', and 'constant' "
+        "in that of algorithm.advantage = 'dr_grpo'; set training.aggregation"
+    )
+    with pytest.raises(JobError, match=told):
+        job_of({"advantage": "dr_grpo", "loss": "gspo"})
+    chosen = job_of({"advantage": "dr_grpo", "loss": "gspo"}, {"aggregation": "constant"}).config.training
+    assert (chosen.aggregation, chosen.clip_high) == ("constant", 4e-4)
 
 
 def test_states_that_hold_the_whole_past_are_told_to_meet_hardly_ever():

@@ -124,6 +124,7 @@ class EstimatorPlug:
     compares_siblings: whether it reads which episodes are of one group.
     bias: why its advantages do not give the policy gradient, with whatever keys and denominators; empty where
         they do at gamma 1 and fixed denominators (DESIGN.md 4.6).
+    values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
     """
 
     compute: Estimator
@@ -136,6 +137,7 @@ class EstimatorPlug:
     divides_by_std: bool = False
     compares_siblings: bool = True
     bias: str = ""
+    values: Mapping[str, float | str] = field(default_factory=dict)
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:

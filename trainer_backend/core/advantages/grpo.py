@@ -40,7 +40,8 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
 def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
     """Group-relative advantage of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
 
-    Arguments, result and errors as in `grpo`.
+    Arguments, result and errors as in `grpo`. `dr_grpo` on the plug board is this with the paper's constant
+    denominator (training.aggregation = "constant"), where the job names no other.
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
