@@ -185,7 +185,7 @@ def recredit(
         truth=truth_file or (truth_of(run) if truth else None),
         reporter=ConsoleReporter(_out),
     )  # fmt: skip
-    _out.print(tables)
+    _out.print(tables, crop=False)  # a line for all estimators may be longer than the terminal is wide
     tell(_out, f"written: {folder}")
 
 

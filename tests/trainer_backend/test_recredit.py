@@ -43,6 +43,10 @@ def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
     assert pair["correlation"] == pytest.approx(1.0), "one is the other times G / (G - 1)"
     assert b"saved-charts" in (folder / "agreement.html").read_bytes()
     assert all(name in shown for name in ESTIMATORS)
+    tables, _ = recredit_run(directory.path, (), (), None, tmp_path, (), reporter=ListReporter())
+    narrow = Console(width=60, record=True)
+    narrow.print(tables, crop=False)
+    assert "…" not in narrow.export_text(), "every number is whole, however narrow the terminal is"
 
 
 def test_gradients_are_compared_at_a_checkpoint(trained, tmp_path):

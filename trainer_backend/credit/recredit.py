@@ -186,19 +186,18 @@ def _pairs(title: str, advantages: Mapping[str, Sequence[float]], of: Agreement)
 
 
 def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
-    """Every pair once: below the diagonal."""
+    """Every pair once: below the diagonal. A column has the number of its row, so that many stay narrow."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(title)
-    for name in names[:-1]:
-        table.add_column(name, justify="right")
+    table.add_column(title, no_wrap=True, min_width=3 + max(map(len, names), default=0))
+    for number in range(1, len(names)):
+        table.add_column(str(number), justify="right", no_wrap=True, min_width=5)
     for row, name in enumerate(names):
-        if row:
-            table.add_row(name, *(_number(of(name, other)) for other in names[:row]))
+        table.add_row(f"{row + 1:>2} {name}", *(_number(of(name, other)) for other in names[:row]))
     return table
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.3f}"
+    return "-" if value is None else f"{value:+.2f}"
 
 
 _POINTS = 4_000
