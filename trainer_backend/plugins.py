@@ -305,7 +305,11 @@ BOARDS: dict[str, Mapping[str, object]] = {
     "model.tool_call_format": TOOL_FORMATS,
 }
 
-_OF_CRITICS = frozenset({"value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient"})
+_OF_HEADS = frozenset({"value_coef", "value_trunk_gradient"})
+_OF_OWN_CRITICS = frozenset(
+    {"critic_learning_rate", "critic_passes", "critic_batch_decisions", "critic_warmup"}
+)
+_OF_CRITICS = frozenset({"critic", "value_clip", "value_learning_rate"}) | _OF_HEADS | _OF_OWN_CRITICS
 
 
 def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -320,6 +324,7 @@ READS: dict[str, dict[str, frozenset[str]]] = {
     },
     "algorithm.loss": {name: _keys(training=plug.takes) for name, plug in LOSSES.items()},
     "training.aggregation": {name: _keys(training=plug.takes) for name, plug in AGGREGATIONS.items()},
+    "training.critic": {"head": _keys(training=_OF_HEADS), "own": _keys(training=_OF_OWN_CRITICS)},
     "training.learning_rate_schedule": {
         name: _keys(training=frozenset() if fall is constant else frozenset({"learning_rate_final"}))
         for name, fall in SCHEDULES.items()

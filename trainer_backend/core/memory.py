@@ -30,7 +30,7 @@ class ModelShape:
 
     parameters: all weights, tied ones once.
     adapters: weights of the adapters; 0 without [lora].
-    value_head: weights of a critic's; 0 without one.
+    critic: weights of a critic's head, and of its own layers where it has some; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
     ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
@@ -45,7 +45,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     adapters: int = 0
-    value_head: int = 0
+    critic: int = 0
     head_norms: bool = False
     vectors: int = 0
     ends: int = 0
@@ -57,7 +57,7 @@ class ModelShape:
 
     @property
     def trained(self) -> int:
-        return (self.adapters or self.parameters) + self.value_head
+        return (self.adapters or self.parameters) + self.critic
 
     def frozen_bytes(self, matrices: int) -> int:
         """Bytes of all its weights but adapters and value head, for a copy that nobody trains.
@@ -215,7 +215,7 @@ class _Held:
 
 def _whole(shape: ModelShape) -> _Held:
     """Of adapters and value head, which every rank has whole."""
-    count = shape.adapters + shape.value_head
+    count = shape.adapters + shape.critic
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 

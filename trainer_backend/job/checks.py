@@ -48,6 +48,8 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
             "weight_transfer.backend = 'nccl' sends all weights, and with [lora] the adapters alone change, "
             "which go by folder in a fraction of the bytes; known there: folder",
         )
+    if config.training.critic == "own":
+        yield from _of_an_own_critic(config)
     yield from _launcher_findings(config)
     if config.cluster is not None:
         yield from _rank_findings(config.learner, config.training, config.model)
@@ -104,6 +106,18 @@ def _launcher_findings(config: JobConfig) -> Iterator[Finding]:
             "learner.url is the address of a learner that somebody else starts, and cluster.launcher = "
             f"{launcher!r} starts one. Did you mean launcher = 'external'?",
         )
+
+
+def _of_an_own_critic(config: JobConfig) -> Iterator[Finding]:
+    """Check what a critic with layers of its own cannot be combined with."""
+    others = {
+        "[lora]: the critic trains whole layers, and the policy's own are held": config.lora is not None,
+        f"{config.learner.ranks} ranks of the learner: it is whole in one process": config.learner.ranks > 1,
+        "[rollout_only]: it learns from the actor's samples alone": bool(config.fixed_policies),
+    }
+    for other, is_there in others.items():
+        if is_there:
+            yield "training.critic", f"training.critic = 'own' does not go with {other}; known there: head"
 
 
 # Keys of [learner] that several ranks read, and nobody else.
@@ -551,7 +565,7 @@ def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
                 continue
             choice = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
             reason = f"is not read by {choice}"
-            if key.startswith("training.value_"):
+            if board == "algorithm.advantage" and key.startswith(("training.value_", "training.critic")):
                 reason = f"needs a critic, which {choice} has not"
             yield key, f"{key} {reason}; known to: {', '.join(readers)}"
 

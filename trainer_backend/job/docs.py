@@ -71,7 +71,7 @@ def _what_is_read() -> Iterator[str]:
         yield f"\n`{board}`:\n"
         for name, keys in reads.items():
             words = f": {quoted(sorted(keys))}" if keys else ""
-            yield f"- `{name}`{words}{_more(BOARDS[board][name])}"
+            yield f"- `{name}`{words}{_more(BOARDS.get(board, {}).get(name))}"
     yield ""
 
 

@@ -137,6 +137,25 @@ class TrainingTable(Table):
         default="truncate",
         description="a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)",
     )
+    critic: Literal["head", "own"] = Field(
+        default="head",
+        description="critic: head reads the policy's last hidden state by one linear layer; own is a second "
+        "model, which begins as a copy of the policy and has an optimizer, batches and passes of its own",
+    )
+    critic_learning_rate: float = Field(
+        default=1e-3, gt=0, description="own critic: constant learning rate of its layers' AdamW"
+    )
+    critic_passes: int = Field(
+        default=2, ge=1, description="own critic: passes over an iteration's decisions"
+    )
+    critic_batch_decisions: int = Field(
+        default=256, ge=1, description="own critic: decisions per optimizer step"
+    )
+    critic_warmup: int = Field(
+        default=0,
+        ge=0,
+        description="own critic: first iterations in which it learns alone, and the policy stays as it is",
+    )
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"
     )

@@ -101,12 +101,12 @@ def memory_plan(
     is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
     if not is_beside:
         config = replace(config, engines=0, processes=1)
-    has_critic = config.update.value_level is not None
+    critic = None if config.update.value_level is None else config.training.critic
     others = [_folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
     model_config = _model_config(config.model, checkpoint, vocabulary)
-    shape = model_shape(model_config, config.lora, has_critic=has_critic)
+    shape = model_shape(model_config, config.lora, critic=critic)
     copies = max(1, config.fixed_copies) if is_beside else 0
     needs = memory_needs(
         shape,
@@ -215,12 +215,12 @@ def engine_use(inference: InferenceTable, placement: Placement) -> EngineUse:
     )
 
 
-def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False) -> ModelShape:
+def model_shape(config: Any, lora: LoraTable | None, *, critic: str | None = None) -> ModelShape:
     """Counted on a model without memory, so that any architecture is counted as it is."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        return _shape(model, config.get_text_config(), lora, has_critic=has_critic)
+        return _shape(model, config.get_text_config(), lora, critic=critic)
     except (AttributeError, ValueError) as error:  # the second: a size that fits no other
         raise ModelFolderError(
             f"{config.model_type!r} is no decoder of layers with attention, which is needed: {error}",
@@ -228,7 +228,7 @@ def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False
         ) from error
 
 
-def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_critic: bool) -> ModelShape:
+def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, critic: str | None) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     count, in_layers = (
         sum(weight.numel() for weight in part.parameters())
@@ -245,7 +245,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_c
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
         adapters=0 if lora is None else _adapter_weights(model, lora),
-        value_head=width + 1 if has_critic else 0,
+        critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
     )

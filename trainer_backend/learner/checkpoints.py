@@ -5,7 +5,8 @@
                                state.json    how far training is
                                digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
-                                                  value_head.safetensors with a critic
+                                                  value_head.safetensors with a critic, and critic.safetensors
+                                   where it has layers of its own
                                with several ranks a model-n-of-m.safetensors of each and an index,
                                    and training_state/optimizer/ with the share of each
                                adapter/    with [lora], in peft's layout: a model beside it has it merged
@@ -32,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shares import restore_moments, save_moments, weights_of, write_weights
 from trainer_backend.learner.value_head import ValueHead
@@ -52,7 +54,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     adapter: Adapter | None = None,
-    head: ValueHead | None = None,
+    critic: ValueHead | OwnCritic | None = None,
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -73,8 +75,8 @@ def save_checkpoint(
         if adapter is not None:
             adapter.save(aside / FOLDER)
         own.mkdir()
-        if head is not None:
-            head.save(own)
+        if critic is not None:
+            critic.save(own)
         save_file(_rng_states(), own / "rng.safetensors")
 
     def end() -> None:

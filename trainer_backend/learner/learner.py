@@ -39,6 +39,7 @@ from trainer_backend.learner.loading import (
 )
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
 from trainer_backend.learner.sharding import gathered_copy, shard
@@ -106,8 +107,10 @@ class LocalLearner:
             weight_decay=training.weight_decay,
             offload=training.optimizer_offload,
         )
-        level, self._head = config.update.value_level, None
-        if level is not None:
+        level = config.update.value_level
+        self._head: ValueHead | None = None
+        self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
+        if level is not None and training.critic == "head":
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
         # Log-probs from `values` and `score`, by rollout id, until the next update: under the weights of now,
         # and under the policy that RL started from.
@@ -167,13 +170,29 @@ class LocalLearner:
                 loaded, adapters = load_checkpoint(config.model, started_from), checkpoint / FOLDER
                 take_out(loaded[0], started_from / FOLDER)
             learner = cls(config, *loaded, started_from=reference, adapter_folder=adapters, ranks=ranks)
-            if learner._head is not None:
-                learner._head.restore(checkpoint)
+            learner._restore_critic(checkpoint)
             return learner
 
         learner = ranks.in_turns(make)
         learner._refuse_other_models()
         return learner, restore_progress(checkpoint, learner._optimizer, ranks)
+
+    def _restore_critic(self, checkpoint: Path) -> None:
+        if self._head is not None:
+            self._head.restore(checkpoint)
+        if self._has_own_critic:
+            self._own_critic().restore(checkpoint)
+
+    @property
+    def _has_own_critic(self) -> bool:
+        return self.config.update.value_level is not None and self.config.training.critic == "own"
+
+    def _own_critic(self) -> OwnCritic:
+        level, training = self.config.update.value_level, self.config.training
+        if self._critic is None:
+            assert level is not None, "asked only where the estimator needs values"
+            self._critic = OwnCritic(self.scorer, training, level, seed=self.config.seed)
+        return self._critic
 
     def _refuse_other_models(self) -> None:
         """Each rank has taken its share of the model that it found: they must have found the same."""
@@ -214,25 +233,36 @@ class LocalLearner:
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
-        head, scorer = self._head, self.scorer
-        assert head is not None, "asked only where the estimator needs values"
         torch.set_num_threads(self.config.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
+        level = self.config.update.value_level
+        assert level is not None, "asked only where the estimator needs values"
         with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
-            values, logprobs = scorer.each(
-                segments,
-                lambda states: (head.scored(states), states.logprobs_N),
-                row_tokens=self.config.training.row_tokens,
-                micro_batch_tokens=self.config.training.micro_batch_tokens,
-            )
-        of_segments, own = iter(values), iter(logprobs)
-        by_episode = {
-            name: values_of_episode(parts, [next(of_segments) for _ in parts], level=head.level)
+            if self._has_own_critic:
+                of_segments = iter(self._own_critic().values(segments))
+            else:
+                of_segments = iter(self._values_of_head(episodes, segments))
+        return {
+            name: values_of_episode(parts, [next(of_segments) for _ in parts], level=level)
             for name, parts in episodes.items()
         }
+
+    def _values_of_head(
+        self, episodes: Mapping[str, Sequence[Segment]], segments: Sequence[Segment]
+    ) -> list[NDArray[Any]]:
+        """The values of the policy's own head; the pass gives the log-probs too, which are kept."""
+        head = self._head
+        assert head is not None, "there is no other critic"
+        values, logprobs = self.scorer.each(
+            segments,
+            lambda states: (head.scored(states), states.logprobs_N),
+            row_tokens=self.config.training.row_tokens,
+            micro_batch_tokens=self.config.training.micro_batch_tokens,
+        )
+        own = iter(logprobs)
         self._proximal |= {name: [next(own) for _ in parts] for name, parts in episodes.items()}
         head.settle(self._ranks)
-        return by_episode
+        return values
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
         """Log-probs of each episode's tokens, under the policy and the one that RL started from.
@@ -279,9 +309,15 @@ class LocalLearner:
         with self._weights_rest:
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
-            metrics = self.policy_update().run(
-                episodes, iteration=iteration, policy_version=policy_version, cache=cache
-            )
+            if iteration > self.config.training.critic_warmup:
+                metrics = self.policy_update().run(
+                    episodes, iteration=iteration, policy_version=policy_version, cache=cache
+                )
+            else:
+                metrics = {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+            if self._has_own_critic:
+                with memory_watched("the critic ran out of memory", hint=less_memory(self.config)):
+                    metrics |= self._own_critic().fit(episodes, iteration)
             if not metrics["optim/steps"]:  # they are those that it offers
                 self._is_on_offer, self._sender = was_on_offer, sender
         return metrics
@@ -306,7 +342,7 @@ class LocalLearner:
             optimizer=self._optimizer,
             progress=progress,
             adapter=self._adapter,
-            head=self._head,
+            critic=self._critic or self._head,
             base=self._base_for(folder),
             ranks=self._ranks,
         )

@@ -25,16 +25,24 @@ Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True, slots=True)
-class States:
-    """What a forward pass leaves for the heads.
+class Hidden:
+    """What a forward pass leaves for a value head.
 
     rows: as the model was given them, on its device.
     hidden_ND: last hidden states, in the order of `rows.target_N`.
-    logprobs_N, entropies_N: of the sampled tokens.
     """
 
     rows: Packed
     hidden_ND: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States(Hidden):
+    """What a forward pass leaves for both heads.
+
+    logprobs_N, entropies_N: of the sampled tokens.
+    """
+
     logprobs_N: Tensor
     entropies_N: Tensor
 
@@ -61,9 +69,17 @@ class Scorer:
         All are differentiable in the model's weights. Attention and positions keep the segments of a row
         apart, so they are those of each segment alone.
         """
-        dtype = self.placement.low or self.model.dtype
-        rows, arguments = self.attention.arranged(packed, self.placement.device, dtype)
+        rows, arguments = self._arranged(packed)
         return States(rows, *through(self.model, self._read, rows, arguments))
+
+    def hidden(self, packed: Packed) -> Hidden:
+        """As `states`, without the log-probs and the pass through the LM head that they need."""
+        rows, arguments = self._arranged(packed)
+        return Hidden(rows, through(self.model, self._hidden, rows, arguments))
+
+    def _arranged(self, packed: Packed) -> tuple[Packed, Mapping[str, Any]]:
+        dtype = self.placement.low or self.model.dtype
+        return self.attention.arranged(packed, self.placement.device, dtype)
 
     def _read(
         self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]

@@ -19,7 +19,7 @@ from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.learner.scoring import States
+from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
 # The bias moves as far as this share of what all weights together may move a value.
@@ -60,12 +60,12 @@ class ValueHead:
     def trained(self) -> dict[str, Tensor]:
         return {"weight": self._weight_D, "bias": self._bias}
 
-    def _read(self, states: States) -> Tensor:
+    def _read(self, states: Hidden) -> Tensor:
         """[N] where a value is read."""
         first_N = states.rows.first_N
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
-    def values(self, states: States) -> Tensor:
+    def values(self, states: Hidden) -> Tensor:
         """[N] V in reward units, float32, 0 where none is read.
 
         Its gradient reaches the policy with training.value_trunk_gradient.
@@ -76,7 +76,7 @@ class ValueHead:
         values_N[self._read(states)] = inputs_RD @ self._weight_D + self._bias
         return values_N
 
-    def scored(self, states: States) -> Tensor:
+    def scored(self, states: Hidden) -> Tensor:
         """`values`; the first time, it also looks at what its inputs are like (see `settle`)."""
         if self._seen is not None:
             self._seen.add(states.hidden_ND[self._read(states)])

@@ -27,6 +27,7 @@ from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
 from trainer_backend.rundir.checkpoint_paths import (
+    CRITIC_FILE,
     STARTED_FROM,
     TRAINING_FOLDER,
     VALUE_HEAD_FILE,
@@ -168,7 +169,7 @@ class Beginning:
         self._reporter.say(f"resumed from {checkpoint}")
         for line in (
             self._directory.missing_rows(progress.iteration),
-            told_on_resume(self._planner.algorithm.advantage, checkpoint),
+            told_on_resume(self._planner.algorithm.advantage, checkpoint, critic=self._planner.table.critic),
         ):
             if line is not None:
                 self._reporter.say(line)
@@ -272,10 +273,13 @@ def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
     return {} if fixed is None else fixed.models
 
 
-def told_on_resume(advantage: str, checkpoint: Path) -> str | None:
-    """A line for a person where the estimator was changed between critic and none; else None."""
+def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
+    """A line for a person where the job has another critic than the checkpoint, or none; else None."""
     needed = estimator(advantage).needs_values
     there = (checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE).exists()
+    if needed and critic == "own" and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
+        missing = f"{checkpoint.name} has no critic with layers of its own"
+        return f"{missing}, which training.critic = 'own' needs: a fresh one begins, all values 0"
     name = f"algorithm.advantage = {advantage!r}"
     if needed and not there:
         return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"

@@ -16,6 +16,7 @@ STARTED_FROM = "iteration_0"
 # file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
 VALUE_HEAD_FILE = "value_head.safetensors"
+CRITIC_FILE = "critic.safetensors"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

@@ -139,7 +139,7 @@ def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_ne
 
 
 # 100 weights outside of three layers of 300; four ranks, of which two are here.
-LAYERED = replace(SHAPE, ends=100, value_head=5)
+LAYERED = replace(SHAPE, ends=100, critic=5)
 FOUR = Sharing(parts=4, count=4, here=2)
 
 
@@ -195,7 +195,7 @@ def test_one_rank_at_a_time_loads_the_whole_model_and_each_writes_its_part_of_a_
 
 
 def test_adapters_are_whole_on_every_rank_and_what_is_under_them_is_shared():
-    shape = replace(LAYERED, adapters=50, value_head=0)
+    shape = replace(LAYERED, adapters=50, critic=0)
     use = replace(CPU, low=True, masked=False, reference=True, sharing=FOUR)
     assert changes(shape, use) == {"weights": 2000 // 4 + 200, "gathered": (100 + 2 * 300) * 2}
 

@@ -34,6 +34,21 @@ def job_of(algorithm, training=None):
             "algorithm.gae_lambda is not read by algorithm.advantage = 'stepwise'; known to: gae, gae_token",
         ),
         (
+            {"advantage": "stepwise"},
+            {"critic": "own"},
+            "training.critic needs a critic, which algorithm.advantage = 'stepwise' has not; known to: gae, gae_t",
+        ),
+        (
+            {"advantage": "gae"},
+            {"critic": "own", "value_coef": 0.1},
+            "training.value_coef is not read by training.critic = 'own'; known to: head",
+        ),
+        (
+            {"advantage": "gae"},
+            {"critic_warmup": 2},
+            "training.critic_warmup is not read by training.critic = 'head'; known to: own",
+        ),
+        (
             {"advantage": "gae", "gae_token_lambda": 0.5},
             {},
             "algorithm.gae_token_lambda is not read by algorithm.advantage = 'gae'; known to: gae_token",

@@ -246,8 +246,8 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
         memory_use(learner.config, place("cpu"), model_shape(learner.model.config, None)),
     )
     plain, more = (
-        memory_needs(model_shape(config, None, has_critic=has), use, is_gpu=False).device
-        for has in (False, True)
+        memory_needs(model_shape(config, None, critic=critic), use, is_gpu=False).device
+        for critic in (None, "head")
     )
     # 96 weights and a bias, in float32, with a gradient and two moments
     assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {

@@ -1,0 +1,158 @@
+"""A critic with layers of its own: what it learns, what the policy feels of it, what a checkpoint holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.test_value_head import (
+    critic_of,
+    episodes_of,
+    scored,
+    states,
+    tensors_of,
+)
+from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
+from trainer_backend.errors import CheckpointError, JobError, NonFiniteLoss
+from trainer_backend.job.load import parse_job
+from trainer_backend.learner.capacity import model_shape
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.beginning import told_on_resume
+from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE
+
+LEVELS = ["gae", "gae_token"]
+OWN = {"training__critic": "own", "training__entropy_coef": 0.0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def own_critic_of(tokenizer, advantage="gae", **overrides) -> LocalLearner:
+    return critic_of(tokenizer, advantage, **{**OWN, **overrides})
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_at_first_every_value_is_0(tokenizer, advantage):
+    found = scored(own_critic_of(tokenizer, advantage), states(3))
+    assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_it_learns_what_a_prompt_is_worth_by_layers_that_the_policy_never_feels(tokenizer, advantage):
+    learner = own_critic_of(tokenizer, advantage, training__critic_batch_decisions=8)
+    before = tensors_of(learner)
+    wanted = [1.0 if i % 2 else -1.0 + i / 4 for i in range(8)]
+    losses = [learner.update(episodes_of(learner, wanted), iteration=1)["value/loss"] for _ in range(30)]
+    found = [firsts(values)[0] for values in scored(learner, states(8)).values()]
+    assert losses[-1] < 0.1 * losses[0]
+    assert explained_variance(found, wanted) > 0.9
+    # advantages of 0: only a value loss could have moved the policy
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    layers = learner._critic._scorer.model.state_dict()
+    assert any(not torch.equal(tensor, layers[name]) for name, tensor in before.items())
+
+
+def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
+    plain, own = learner_of(tokenizer, training__entropy_coef=0.0), own_critic_of(tokenizer)
+    own.update(episodes_of(own, [5.0, -3.0], advantage=1.0), iteration=1)
+    plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)
+    theirs = tensors_of(own)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors_of(plain).items())
+
+
+def test_a_step_does_not_depend_on_how_it_is_cut_into_pieces(tokenizer):
+    learner = own_critic_of(tokenizer, training__critic_passes=1, training__row_tokens=16)
+    learner.update(episodes_of(learner, [1.0, -1.0] * 6), iteration=1)  # so that the head's weights are not 0
+    episodes, critic, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), learner._critic, []
+    for tokens in (4096, 64):
+        critic._table = critic._table.model_copy(update={"micro_batch_tokens": tokens})
+        loss = critic.gradient([part for item in episodes for part in item.segments], {
+            item.rollout_id: item.critic for item in episodes
+        })  # fmt: skip
+        weights = critic._scorer.model.parameters()
+        found.append((loss, torch.cat([weight.grad.flatten() for weight in weights])))
+    (whole, gradient), (cut, gradient_of_cut) = found
+    assert cut == pytest.approx(whole, rel=1e-6)
+    assert gradient.norm() > 0.01
+    torch.testing.assert_close(gradient_of_cut, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_while_it_warms_up_the_policy_stays_and_nothing_new_is_served(tokenizer):
+    learner = own_critic_of(tokenizer, training__critic_warmup=1)
+    before = tensors_of(learner)
+    metrics = learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=1)
+    assert metrics["optim/steps"] == 0.0 and metrics["value/loss"] > 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=2)["optim/steps"] > 0.0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path, advantage):
+    whole = own_critic_of(tokenizer, advantage)
+    whole.save(tmp_path / "iteration_0", Progress())
+    whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
+    whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
+    assert scored(again, states(2))["r0"] != [0.0]
+    for learner in (whole, again):
+        learner.update(episodes_of(learner, [0.5, -1.0], advantage=1.0), iteration=2)
+    assert scored(again, states(4)) == scored(whole, states(4))
+    ours, theirs = tensors_of(whole), tensors_of(again)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_run_that_goes_from_a_head_to_layers_of_its_own_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
+    learner = critic_of(tokenizer)
+    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") == (
+        "iteration_1 has no critic with layers of its own, which training.critic = 'own' needs: a fresh one "
+        "begins, all values 0"
+    )
+    again, _ = LocalLearner.resumed(own_critic_of(tokenizer).config, tmp_path / "iteration_1")
+    assert scored(again, states(1)) == {"r0": [0.0]}
+
+
+def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path):
+    learner = own_critic_of(tokenizer)
+    scored(learner, states(1))
+    learner.save(tmp_path / "iteration_1", Progress())
+    (tmp_path / "iteration_1/training_state" / CRITIC_FILE).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"training_state/critic\.safetensors: the critic cannot"):
+        LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
+
+
+def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(tokenizer):
+    learner = own_critic_of(tokenizer)
+    episodes = episodes_of(learner, [1.0, 1.0])
+    broken = [replace(episode, critic=CriticTargets([0.0], [3e38])) for episode in episodes]
+    with pytest.raises(NonFiniteLoss, match="critic"):
+        learner.update(broken, iteration=1)
+    assert scored(learner, states(1)) == {"r0": [0.0]}
+
+
+def test_the_plan_of_memory_counts_its_layers(tokenizer):
+    config = learner_of(tokenizer).model.config
+    plain, own = (model_shape(config, None, critic=critic) for critic in (None, "own"))
+    assert own.critic == plain.parameters + 97 and plain.critic == 0
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"lora": {"rank": 4}}, r"'own' does not go with \[lora\]"),
+        ({"cluster": {}, "learner": {"nproc_per_node": 2}}, "'own' does not go with 2 ranks"),
+        ({"rollout_only": {"model_path": "teacher"}}, r"'own' does not go with \[rollout_only\]"),
+    ],
+    ids=["adapters", "ranks", "a mixture"],
+)
+def test_what_it_does_not_go_with_is_refused(tables, told):
+    document = {"model": {"path": "m"}, "algorithm": {"advantage": "gae"}, "training": {"critic": "own"}}
+    with pytest.raises(JobError, match=told):
+        parse_job(document | tables, where="job.toml")

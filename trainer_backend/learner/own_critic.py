@@ -1,0 +1,158 @@
+"""A critic with layers of its own: V(s) by a second model, which begins as a copy of the policy.
+
+A linear layer on the policy's hidden states says what the policy happens to keep about a state, and a value
+loss in the policy's own layers moves the policy. This critic reads the same tokens by its own layers, with an
+optimizer, batches and passes of its own; it costs a forward pass for values, and a second model to train.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.critic import CriticTargets, ValueLevel
+from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.segments import Segment
+from trainer_backend.core.value_loss import critic_columns, value_loss
+from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.ranks import ALONE
+from trainer_backend.learner.scoring import Scorer, in_pieces, row_width
+from trainer_backend.learner.sharding import clip_gradient
+from trainer_backend.learner.stepping import Scored, in_steps
+from trainer_backend.learner.value_head import ValueHead
+from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class OwnCritic:
+    """Not thread-safe: one call at a time, like the learner that has it.
+
+    Args:
+        policy: is copied, with its weights of now.
+        table: its critic_* and value_* keys.
+        level: where its values are read.
+        seed: of the job; the order of its batches follows from it.
+    """
+
+    def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
+        self._scorer = replace(policy, model=copy.deepcopy(policy.model))
+        self._table, self._seed, self.level = table, seed, level
+        own = table.model_copy(update={"value_trunk_gradient": True})
+        self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
+        self._optimizer = adamw_of(
+            self._scorer.model,
+            learning_rate=table.critic_learning_rate,
+            weight_decay=table.weight_decay,
+            offload=table.optimizer_offload,
+        )
+
+    def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
+        """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read."""
+        (values,) = in_pieces(
+            segments,
+            self._scorer.hidden,
+            lambda states: (self._head.scored(states),),
+            ranks=ALONE,
+            row_tokens=self._table.row_tokens,
+            micro_batch_tokens=self._table.micro_batch_tokens,
+        )
+        self._head.settle(ALONE)
+        return values
+
+    def fit(self, episodes: Sequence[CreditedEpisode], iteration: int) -> dict[str, float]:
+        """Make `critic_passes` passes towards the episodes' targets; return the mean loss of the last one."""
+        learned = {episode.rollout_id: episode.critic for episode in episodes if episode.critic is not None}
+        items = [
+            [Scored(segment)] for item in episodes if item.critic is not None for segment in item.segments
+        ]
+        losses: list[float] = []
+        for number in range(self._table.critic_passes):
+            order = list(items)
+            random.Random(derived_seed(self._seed, "critic-shuffle", iteration, number)).shuffle(order)
+            steps = in_steps(order, self._table.critic_batch_decisions)
+            losses = [self._step([item.segment for item in step], learned) for step in steps]
+        return {"value/loss": sum(losses) / len(losses)} if losses else {}
+
+    def _step(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
+        loss = self.gradient(segments, targets)
+        norm = clip_gradient(self._scorer.model.parameters(), self._table.max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteLoss(
+                f"the critic's loss is {loss}, the norm of its gradient {norm}; its weights are kept",
+                hint="Lower training.critic_learning_rate.",
+            )
+        self._head.refuse_non_finite()
+        self._optimizer.step()
+        self._head.step(policy_rate=self._table.learning_rate)
+        return loss
+
+    def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
+        """The gradient of a step, left on layers and head, and its loss."""
+        table = self._table
+        width = row_width(segments, table.row_tokens)
+        packed = pack_segments(segments, row_tokens=width)
+        columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
+        self._optimizer.zero_grad(set_to_none=True)
+        self._head.zero_grad()
+        total, first = 0.0, 0
+        for piece in cut_packed(packed, max(1, table.micro_batch_tokens // width)):
+            tokens = slice(first, first + len(piece.target_N))
+            part = columns.each(lambda column: column[tokens].to(self._device))  # noqa: B023
+            loss = value_loss(self._head.values(self._scorer.hidden(piece)), part, clip=table.value_clip)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, first = total + loss.item(), tokens.stop
+        return total
+
+    @property
+    def _device(self) -> torch.device:
+        return self._scorer.placement.device
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        return dict(self._scorer.model.named_parameters())
+
+    def save(self, folder: Path) -> None:
+        """Weights and moments of its layers and of its head, as two files of a checkpoint."""
+        self._head.save(folder)
+        tensors: dict[str, Tensor] = {}
+        for name, weight in self._weights().items():
+            tensors[name] = weight.detach()
+            tensors |= {
+                f"{name}.{key}": value for key, value in self._optimizer.state.get(weight, {}).items()
+            }
+        save_file(tensors, folder / CRITIC_FILE)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Read what `save` wrote; a checkpoint without it leaves a fresh one."""
+        path = checkpoint / TRAINING_FOLDER / CRITIC_FILE
+        if not path.exists():
+            return
+        self._head.restore(checkpoint)
+        try:
+            self._take(load_file(path))
+        except Exception as error:  # safetensors and torch raise types of their own
+            raise CheckpointError(f"{path}: the critic cannot be restored: {error}") from error
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        weights = self._weights()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[name])
+        state = {
+            number: {key: tensors[f"{name}.{key}"] for key in _MOMENTS}
+            for number, name in enumerate(weights)
+            if f"{name}.step" in tensors
+        }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
