@@ -50,6 +50,13 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
         )
     if config.training.critic == "own":
         yield from _of_an_own_critic(config)
+    has_head = estimator(config.algorithm.advantage).needs_values and config.training.critic == "head"
+    if config.training.skip_certain_above is not None and has_head:
+        yield (
+            "training.skip_certain_above",
+            "training.skip_certain_above omits segments from the passes that training.critic = 'head' "
+            "learns in; known there: absent. Did you mean training.critic = 'own'?",
+        )
     yield from _launcher_findings(config)
     if config.cluster is not None:
         yield from _rank_findings(config.learner, config.training, config.model)

@@ -87,6 +87,14 @@ class TrainingTable(Table):
         default=False,
         description="omit groups whose advantages are all 0 from the update; they are still stored",
     )
+    skip_certain_above: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="omit what the actor was this sure of from its update: segments of which each token had "
+        "a higher probability when it was sampled. They have next to no gradient, and an own critic still "
+        "learns from them; absent: none",
+    )
     refill_rounds: int = Field(
         default=0,
         ge=0,

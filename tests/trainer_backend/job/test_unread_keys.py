@@ -36,12 +36,17 @@ def job_of(algorithm, training=None):
         (
             {"advantage": "stepwise"},
             {"critic": "own"},
-            "training.critic needs a critic, which algorithm.advantage = 'stepwise' has not; known to: gae, gae_t",
+            "training.critic needs a critic, which algorithm.advantage = 'stepwise' has not",
         ),
         (
             {"advantage": "gae"},
             {"critic": "own", "value_coef": 0.1},
             "training.value_coef is not read by training.critic = 'own'; known to: head",
+        ),
+        (
+            {"advantage": "gae"},
+            {"skip_certain_above": 0.99},
+            "training.skip_certain_above omits segments from the passes that training.critic = 'head'",
         ),
         (
             {"advantage": "gae"},

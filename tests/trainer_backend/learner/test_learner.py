@@ -24,7 +24,7 @@ from trainer_backend.errors import (
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, held_scorer
+from trainer_backend.learner.learner import LocalLearner, held_scorer, without_certain
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
@@ -310,3 +310,28 @@ def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(toke
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)
     assert found["loss/kl"] > 0.01
+
+
+def test_what_the_policy_was_sure_of_is_left_out_of_its_update():
+    sure, unsure = math.log(0.995), math.log(0.9)
+    first = [segment("a", [5], [20, 21], [sure, sure], t=0), segment("a", [6], [20, 21], [sure, unsure], t=1)]
+    second = [segment("b", [5], [20, 21], [sure, sure])]
+    episodes = [CreditedEpisode("a", first, [1.0, 2.0]), CreditedEpisode("b", second, [3.0])]
+    assert [(item.rollout_id, item.segments) for item in without_certain(episodes, 0.99)] == [
+        ("a", first[1:])
+    ]
+    assert [len(item.segments) for item in without_certain(episodes, 0.999)] == [2, 1]
+    of_another = [replace(item, policy="teacher") for item in episodes]
+    assert without_certain(of_another, 0.99) == of_another
+
+
+def test_an_update_without_what_was_certain_is_that_of_the_rest(tokenizer):
+    skipping, plain = learner_of(tokenizer, training__skip_certain_above=0.99), learner_of(tokenizer)
+    sure = CreditedEpisode("sure", [segment("sure", [5, 6, 9], [20, 21], [-1e-3, -1e-3])], [5.0])
+    rest = episodes_of(plain, [1.0, -1.0])
+    skipping.score({item.rollout_id: item.segments for item in [sure, *rest]})  # kept for the update
+    metrics = skipping.update([sure, *rest], iteration=1)
+    assert metrics == plain.update(rest, iteration=1)
+    weights = plain.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in skipping.model.state_dict().items())
+    assert skipping.update([sure], iteration=2) == {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
