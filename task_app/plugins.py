@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from task_app.environments.documents.environment import DocumentsConfig, Documen
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import TaskAppError, UnknownName
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
+from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
@@ -74,7 +75,11 @@ C = TypeVar("C", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """The parts of the service that a policy may use beside its config."""
+    """The parts of the service that a policy may use beside its config.
+
+    Attributes:
+        boards: those that it was named on, for a policy that asks another one.
+    """
 
     settings: Settings
     session: aiohttp.ClientSession
@@ -82,6 +87,7 @@ class PolicyContext:
     inference_key: SecretStr | None = None
     on_retry: Callable[[], None] = lambda: None
     threads: Threads | None = None
+    boards: "PlugBoards | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +118,26 @@ class RewardPlugin:
 
 
 def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
-    return OpenAIAgentPolicy(
-        config,
-        session=context.session,
-        allowed_hosts=context.settings.inference_hosts,
-        rollout_id=context.rollout_id,
-        inference_key=context.inference_key,
-        max_reply_bytes=context.settings.max_reply_bytes,
-        on_retry=context.on_retry,
-    )
+    return OpenAIAgentPolicy(config, **_of_a_model(context))
+
+
+def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
+    boards = context.boards or default_plug_boards()
+    name = boards.policy_name(config.teacher, where="teacher: ")
+    teacher = boards.policy(name, config.teacher_config, context, where="teacher_")
+    return LabelledPolicy(config, teacher, **_of_a_model(context))
+
+
+def _of_a_model(context: PolicyContext) -> dict[str, Any]:
+    """What a policy needs to ask a server, beside its config."""
+    return {
+        "session": context.session,
+        "allowed_hosts": context.settings.inference_hosts,
+        "rollout_id": context.rollout_id,
+        "inference_key": context.inference_key,
+        "max_reply_bytes": context.settings.max_reply_bytes,
+        "on_retry": context.on_retry,
+    }
 
 
 def _operators_server(settings: Settings) -> dict[str, Any]:
@@ -140,6 +157,7 @@ ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
     "openai": PolicyPlugin(OpenAIConfig, _openai, _operators_server),
+    "labelled": PolicyPlugin(LabelledConfig, _labelled, _operators_server),
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
     "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),
     "documents_teacher": PolicyPlugin(
@@ -208,7 +226,7 @@ class PlugBoards:
         complete = {**plugin.defaults(context.settings), **config}
         settings = validated(plugin.config, complete, where=where + "config")
         try:
-            return plugin.build(settings, context)
+            return plugin.build(settings, replace(context, boards=self))
         except TaskAppError as exc:
             exc.where = ".".join(filter(None, [f"{where}config", exc.where]))
             raise

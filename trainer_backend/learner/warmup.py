@@ -25,6 +25,8 @@ from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
 _RISE = 0.03
+# The key of an action that holds what a teacher would have done (task_app.policies.labelled).
+LABEL = "label"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,10 @@ class WarmupResult:
 def demonstrations(
     trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, min_outcome_reward: float
 ) -> list[Segment]:
-    """A segment for every valid, meant decision of the episodes that reach `min_outcome_reward`.
+    """A segment for every decision worth imitating of the episodes that reach `min_outcome_reward`.
 
-    The prompt is rendered as the gateway renders it, and the target is the decision as the model itself
-    would have to write it: the same tool-call format, ended by the same stop token.
+    The prompt is rendered as the gateway renders it, and the target is the decision, or its label, as the
+    model itself would have to write it: the same tool-call format, ended by the same stop token.
     """
     kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
     segments = []
@@ -135,8 +137,7 @@ def _rendered(
 ) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the answer that the template makes of the decision's words or tool calls."""
     messages = [message.model_dump(exclude_none=True) for message in seen]
-    calls = [call.model_dump() for call in step.tool_calls]
-    words = step.action_taken.get("content") or ""
+    calls, words = _wanted(step)
     answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
     target = renderer.answer_text(messages, answer, tools)
     if target is None:
@@ -160,10 +161,20 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
 
 
 def worth_imitating(step: StepData) -> bool:
-    """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`."""
-    refused = step.step_info.invalid_reason is not None
-    says_something = bool(step.tool_calls or step.action_taken.get("content"))
-    return says_something and not refused and not step.action_taken.get("exploratory", False)
+    """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`.
+
+    What stands in a label was never executed, so the environment did not refuse it.
+    """
+    refused = step.step_info.invalid_reason is not None and LABEL not in step.action_taken
+    return any(_wanted(step)) and not refused and not step.action_taken.get("exploratory", False)
+
+
+def _wanted(step: StepData) -> tuple[list[dict[str, Any]], str]:
+    """The calls and words to imitate: those of the label, where another policy labelled the decision."""
+    label = step.action_taken.get(LABEL)
+    if label is not None:
+        return label["tool_calls"], label["content"] or ""
+    return [call.model_dump() for call in step.tool_calls], step.action_taken.get("content") or ""
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:

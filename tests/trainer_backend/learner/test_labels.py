@@ -1,0 +1,64 @@
+"""What is imitated of an episode: the decisions, or the labels of a teacher that watched."""
+
+import pytest
+
+from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
+from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
+from tests.trainer_backend.learner.hand_made import tiny_tokenizer
+from trainer_backend.errors import NothingToLearnFrom
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.learner.warmup import LABEL, demonstrations
+
+TOOL = ToolSpec(
+    function=FunctionSpec(
+        name="act",
+        description="",
+        parameters={
+            "properties": {"actions": {"type": "array", "items": {"type": "string", "enum": ["noop", "do"]}}}
+        },
+    )
+)
+
+
+def call(*actions: str) -> ToolCall:
+    names = ", ".join(f'"{name}"' for name in actions)
+    return ToolCall(id="c", function=FunctionCall(name="act", arguments=f'{{"actions": [{names}]}}'))
+
+
+def label(*actions: str) -> dict[str, object]:
+    return {"content": None, "tool_calls": [call(*actions).model_dump(mode="json")]}
+
+
+def taught(action: dict[str, object], *, refused: str | None = None) -> list[str]:
+    """What the model is to write after the prompt of the one decision."""
+    step = StepData(
+        turn=1,
+        observation_data=ObservationData(messages=(Message(role="user", content="tree L2"),)),
+        action_taken=action,
+        tool_calls=(call("noop"),),
+        step_info=StepInfo(invalid_reason=refused),
+    )
+    trajectory = Trajectory(
+        env_name="e", policy_name="p", seed=0, tools=(TOOL,), steps=(step,), outcome_reward=0.0,
+        outcome_definition="none", env_steps=0, terminated=True, truncated=False,
+        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
+    )  # fmt: skip
+    renderer = ChatRenderer(tiny_tokenizer())
+    segments = demonstrations([trajectory], renderer, min_outcome_reward=0.0)
+    return [renderer.decode(part.token_ids[part.sampled_positions].tolist()) for part in segments]
+
+
+def test_a_decision_is_imitated_as_it_was_made():
+    assert taught({"type": "tool_call"}) == ["<|call|> noop<|end|>"]
+
+
+@pytest.mark.parametrize("refused", [None, "no tool call"])
+def test_a_label_is_imitated_in_its_place_whatever_became_of_the_decision(refused):
+    assert taught({"type": "tool_call", LABEL: label("do", "noop")}, refused=refused) == [
+        "<|call|> do noop<|end|>"
+    ]
+
+
+def test_an_empty_label_is_nothing_to_imitate():
+    with pytest.raises(NothingToLearnFrom):
+        taught({"type": "tool_call", LABEL: {"content": None, "tool_calls": []}})
