@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -69,6 +69,9 @@ study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialo
 
 study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_ahead
+
+study-truth: $(VENV)/.ready ## every estimator against measured advantages, 5 seeds of three settings (a day; resumable by seed)
+	$(BIN)/python -m bench.study_truth
 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
 	$(BIN)/python -m bench.study_statelm

@@ -301,7 +301,7 @@ def recredit_run(
 
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
         cosines = cosines_at(checkpoint, job, run, _played(credit, credited), advantages, reporter=reporter)
-    scores = None if file is None else TruthScores(file, _by_rollout(credited), cosines)
+    scores = None if file is None else TruthScores(file, advantages_by_rollout(credited), cosines)
     folder = out or run.path / "recredit"
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder
@@ -323,7 +323,7 @@ def _truth_of(path: Path, run: RunDirectory, iterations: Sequence[int]) -> Truth
     return file
 
 
-def _by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
+def advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
     names = [rollout.rollout_id for rollout in credited.rollouts]
     return {
         name: {rollout_id: item.advantages_T for rollout_id, item in zip(names, credits, strict=True)}

@@ -1,0 +1,141 @@
+"""Which estimator is nearest to the truth? All of them on the same rollouts, against measured advantages.
+
+    python -m bench.study_truth [--seed 0 --seed 1 …] [--setting crafter] [--decisions 300] [--continuations 16]
+
+For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
+hold values and state keys beside everything else. `turnwise truth` then measures decisions of its last
+iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
+rollouts of their own, and are left out.
+
+    crafter     the demo: 50 decisions of at most 4 actions
+    one_action  the same with one action a decision, 100 decisions
+    whole       whole games, by a policy that imitates some; continuations of 60 decisions
+
+What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
+seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.kit import ROOT, options
+from bench.study_runs import finished
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.recredit import (
+    advantages_by_rollout,
+    recredited,
+    stored_iterations,
+    stored_measured,
+)
+from trainer_backend.credit.truth_scores import TruthScores
+from trainer_backend.evaluation.truth import TruthOptions, measure_truth
+from trainer_backend.job.load import load_job
+from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.truth_file import TruthFile, truth_of
+
+ITERATIONS = 4
+COMMON = (
+    "algorithm.advantage=gae", 'rollout.state_keys=["default"]', f"training.iterations={ITERATIONS}",
+    "training.checkpoint_every=1", "training.keep_checkpoints=2", "evaluation.instances=32",
+    f"evaluation.every_n_iters={ITERATIONS}",
+)  # fmt: skip
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "crafter": (),
+    "one_action": (
+        "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1", "rollout.max_turns=100",
+    ),
+    "whole": (
+        "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000", "rollout.timeout_s=7200",
+        "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
+    ),
+}  # fmt: skip
+HORIZONS = {"whole": 60}
+FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
+
+
+def scored(
+    run: RunDirectory, setting: str, seed: int, *, decisions: int, continuations: int
+) -> dict[str, Any]:
+    """Measure what is not measured yet, and score all estimators."""
+    job = run.job()
+    started = time.monotonic()
+    asyncio.run(
+        measure_truth(
+            run,
+            job,
+            TruthOptions(
+                decisions,
+                continuations,
+                HORIZONS.get(setting),
+                None,
+                ITERATIONS,
+                None,
+                truth_of(run.path),
+                seed,
+            ),
+            lambda done, total: print(f"{setting} {seed}: {done}/{total}", end="\r", flush=True),
+        )
+    )
+    seconds = time.monotonic() - started
+    stored = stored_iterations(run, [ITERATIONS])
+    measured = stored_measured(run, [ITERATIONS])
+    credited = recredited(CreditAssignment.of(job), stored, list(ESTIMATORS), measured)
+    scores = TruthScores(TruthFile.read(truth_of(run.path), run), advantages_by_rollout(credited))
+    return {**scores.figures(), "refused": dict(credited.refused), "last_call_s": round(seconds, 1)}
+
+
+def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By estimator and figure, [median, least, greatest] over the seeds that have it."""
+    names = {name for found in seeds.values() for name in found["estimators"]}
+    return {
+        name: {
+            figure: [median(values), min(values), max(values)]
+            for figure in FIGURES
+            if (values := _values(seeds, name, figure))
+        }
+        for name in sorted(names)
+    }
+
+
+def _values(seeds: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> list[float]:
+    found = [seed["estimators"].get(name, {}).get(figure) for seed in seeds.values()]
+    return [value for value in found if value is not None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = options(
+        __doc__,
+        ("--seed", [], "a seed; may be repeated; absent: 0 to 4"),
+        ("--setting", [], f"of {', '.join(SETTINGS)}; may be repeated; absent: all"),
+        ("--set", [], "`table.key=value` over every setting; may be repeated"),
+        ("--decisions", 300, "measured for each seed"),
+        ("--continuations", 16, "pairs for each decision"),
+        ("--out", str(ROOT / "runs" / "truth"), "folder of the runs"),
+        ("--results", str(ROOT / "bench" / "results" / "truth.json"), "the file to write"),
+        arguments=arguments,
+    )
+    results = Path(given.results)
+    outcome: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    for name in given.setting or SETTINGS:
+        for seed in map(int, given.seed or range(5)):
+            settings = (*COMMON, *SETTINGS[name], f"job.seed={seed}", *given.set)
+            job = load_job(ROOT / "configs" / "crafter_cpu.toml", settings).config
+            run = finished(Path(given.out).resolve() / name / f"seed_{seed}", job)
+            found = scored(run, name, seed, decisions=given.decisions, continuations=given.continuations)
+            of_setting = outcome.setdefault(name, {"seeds": {}})
+            of_setting["seeds"][str(seed)] = found
+            of_setting["summary"] = summary(of_setting["seeds"])
+            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            print(f"{name} seed {seed}: written to {results}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
