@@ -1,6 +1,6 @@
 """Which estimator is nearest to the truth? All of them on the same rollouts, against measured advantages.
 
-    python -m bench.study_truth [--seed 0 --seed 1 …] [--setting crafter] [--decisions 300] [--continuations 16]
+    python -m bench.study_truth [--seed 0 …] [--setting crafter …] [--decisions 300] [--continuations 16]
 
 For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
 hold values and state keys beside everything else. `turnwise truth` then measures decisions of its last
