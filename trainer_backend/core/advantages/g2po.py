@@ -52,7 +52,7 @@ def g2po(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     weights = additive_weights(config)
     graph = state_graph(episodes, groups, "g2po")
     of_steps_D, parts_D = _of_steps(episodes, graph, config)
-    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes, weights=weights)
+    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes, groups=groups, weights=weights)
 
 
 def _of_steps(

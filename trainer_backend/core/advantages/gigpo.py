@@ -72,7 +72,7 @@ def _gigpo(
     episodes: Sequence[EpisodeRewards], config: AdvantageConfig, weights: tuple[float, float]
 ) -> Advantages:
     """The weighted sum; `weights` are those of A_E and A_S."""
-    siblings(episodes)
+    groups = siblings(episodes)
     refuse_missing_keys(episodes, "gigpo")
     extra = config.default_step_reward
     rewarded = [
@@ -83,7 +83,7 @@ def _gigpo(
     met = anchors(episodes)
     of_steps_D, parts_D = _of_steps(episodes, met, returns_D, config)
     sizes = anchor_sizes(met, first_decisions(episodes))
-    return summed_levels(episodes, config, of_steps_D, parts_D, sizes, weights=weights)
+    return summed_levels(episodes, config, of_steps_D, parts_D, sizes, groups=groups, weights=weights)
 
 
 def _of_steps(

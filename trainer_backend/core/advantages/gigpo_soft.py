@@ -68,7 +68,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
     of_steps_D = [own - other for own, other in zip(returns_D, parts_D["baseline"], strict=True)]
     met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
     unscaled, parts_D = replace(config, fnorm="one"), {"return": returns_D, **parts_D}
-    return summed_levels(episodes, unscaled, of_steps_D, parts_D, met, weights=weights)
+    return summed_levels(episodes, unscaled, of_steps_D, parts_D, met, groups=groups, weights=weights)
 
 
 def _soft_baselines(

@@ -64,7 +64,9 @@ def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
         "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
         "graph/path_frac": paths / max(len(graph.next_D), 1),
     }
-    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes | met, weights=weights)
+    return summed_levels(
+        episodes, config, of_steps_D, parts_D, graph.sizes | met, groups=groups, weights=weights
+    )
 
 
 def _at_the_goal(

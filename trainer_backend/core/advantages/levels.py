@@ -10,7 +10,6 @@ from trainer_backend.core.advantages.episodes import (
     Advantages,
     EpisodeRewards,
     group_counts,
-    siblings,
 )
 from trainer_backend.core.advantages.spread import SCALES, Scale, relative
 from trainer_backend.core.advantages.state_graph import Columns
@@ -25,6 +24,7 @@ def summed_levels(
     parts_D: Columns,
     met: Mapping[str, float],
     *,
+    groups: Mapping[str, list[int]],
     weights: tuple[float, float],
 ) -> Advantages:
     """A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), with their parts.
@@ -36,11 +36,8 @@ def summed_levels(
         of_steps_D: A_S of all decisions, one episode after the other.
         parts_D: what A_S was made of.
         met: metrics of how often states met.
-
-    Raises:
-        AdvantageError: see `siblings`.
+        groups: see `siblings`.
     """
-    groups = siblings(episodes)
     of_episodes, flat = _of_episodes(episodes, groups, config.episode_baseline, SCALES[config.fnorm])
     of_steps = by_episode(of_steps_D, episodes)
     own_weight, step_weight = weights
@@ -74,9 +71,9 @@ def additive_weights(config: AdvantageConfig) -> tuple[float, float]:
 def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -> list[list[Number]]:
     """[T] of each episode, from those of all decisions."""
     ends = accumulate(len(episode.rewards_T) for episode in episodes)
+    numbers_D = list(values_D)  # a slice of a list is a list already
     return [
-        list(values_D[end - len(episode.rewards_T) : end])
-        for end, episode in zip(ends, episodes, strict=True)
+        numbers_D[end - len(episode.rewards_T) : end] for end, episode in zip(ends, episodes, strict=True)
     ]
 
 
@@ -115,7 +112,8 @@ def _agreement(
         for own, steps_T in zip(of_episodes, of_steps, strict=True)
         for step in steps_T
     ]
-    agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
+    telling = len(products) - products.count(0.0)
+    agreeing = len([p for p in products if p > 0.0])
     decisions = max(len(products), 1)
     return {
         "anchors/episode_advantage_mean": math.fsum(sizes) / decisions,
