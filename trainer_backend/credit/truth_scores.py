@@ -12,6 +12,9 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
 
 TRUTH = "truth"
+# Of a bound pair or a bias with its error.
+_WIDEST = 12
+_TITLES = ("correlation", "95 %", "noiseless", "rank", "sign", "explained", "of 0")
 
 
 class TruthScores:
@@ -91,13 +94,22 @@ def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
 
 
 def _scores(scores: Mapping[str, TruthScore], cosines: Mapping[str, float]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("against the truth", no_wrap=True)
-    titles = ["correlation", "95 %", "noiseless", "rank", "sign", "explained", "of 0"]
-    for title in [*titles, *(["gradient"] if cosines else [])]:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table(
+        "against the truth",
+        scores,
+        [
+            "correlation",
+            "95 %",
+            "noiseless",
+            "rank",
+            "sign",
+            "explained",
+            "of 0",
+            *["gradient"] * bool(cosines),
+        ],
+    )
     for name, score in sorted(scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
-        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f}..{score.high:+.2f}"
+        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} {score.high:+.2f}"
         table.add_row(
             name, _number(score.correlation), bounds, _number(score.noiseless), _number(score.rank),
             "-" if score.sign_agreement is None else f"{score.sign_agreement:.0%}",
@@ -108,18 +120,25 @@ def _scores(scores: Mapping[str, TruthScore], cosines: Mapping[str, float]) -> T
 
 
 def _biases(scores: Mapping[str, TruthScore]) -> Table:
-    table = Table(box=None, pad_edge=False)
     names = [bias.name for bias in next(iter(scores.values())).biases] if scores else []
-    for title in ("bias", *names):
-        table.add_column(title, justify="left" if title == "bias" else "right")
+    table = _table("bias", scores, names)
     for name, score in scores.items():
         cells = [
-            f"{bias.mean:+.3f}" + ("" if bias.error is None else f" ± {bias.error:.3f}")
+            f"{bias.mean:+.2f}" + ("" if bias.error is None else f" ± {bias.error:.2f}")
             for bias in score.biases
         ]
         table.add_row(name, *cells)
     return table
 
 
+def _table(title: str, scores: Mapping[str, TruthScore], columns: Sequence[str]) -> Table:
+    """A row an estimator. Numbers are shown whole, however wide the terminal is."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title, no_wrap=True, min_width=max(map(len, (title, *scores))))
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), _WIDEST))
+    return table
+
+
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.3f}"
+    return "-" if value is None else f"{value:+.2f}"
