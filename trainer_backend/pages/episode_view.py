@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ from shared_schemas.messages import Message, ToolCall
 from shared_schemas.trajectory import StepData, Trajectory, exact_tokens, prompts
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.pages.credit_view import Columns, Figure, credit_figures, credit_lines
-from trainer_backend.pages.figures import MINUS, number, signed, spaced
+from trainer_backend.pages.figures import MINUS, TIMES, number, signed, spaced
 
 
 def new_messages(step: StepData) -> list[str]:
@@ -193,6 +194,7 @@ def calls_of(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
 
 
 _DID_CHARS = 160
+_NUMBER = re.compile(rf"({MINUS}?\d[\d.e+{MINUS}]*)")
 BAR_WIDTH = 64.0
 
 
@@ -233,7 +235,8 @@ class DecisionView:
 
     Attributes:
         credit: its rewards and advantages in training; empty if it was not trained on.
-        derivation: how the advantage follows from its parts: equations with numbers, each with words.
+        derivation: how the advantage follows from its parts: equations, in pieces of text and number in turn,
+            each with words about it.
         measures: counts and rewards, each with its meaning.
         prompt: the messages that the model saw.
         fresh: the prompt is written anew for each decision, so no message is marked as new.
@@ -244,7 +247,7 @@ class DecisionView:
 
     turn: int
     credit: tuple[Figure, ...]
-    derivation: tuple[tuple[str, str], ...]
+    derivation: tuple[tuple[tuple[str, ...], str], ...]
     measures: tuple[Figure, ...]
     unlocked: tuple[str, ...]
     prompt: tuple[MessageView, ...]
@@ -291,7 +294,7 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
     return DecisionView(
         turn=turn,
         credit=tuple(credit_figures(stored, signed)),
-        derivation=tuple((line.replace("-", MINUS), words) for line, words in credit_lines(stored)),
+        derivation=tuple((_typeset(equation), spaced(words)) for equation, words in credit_lines(stored)),
         measures=tuple(_measures(step)),
         unlocked=tuple(map(spaced, step_deltas(step).unique)),
         prompt=tuple(prompt_of(episode, turn)),
@@ -306,6 +309,11 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
         state_key=stored.get("state_key") or "",
         branch_returns=tuple(signed(value) for value in stored.get("branch_returns") or ()),
     )
+
+
+def _typeset(equation: str) -> tuple[str, ...]:
+    """An equation with the signs of print, in pieces: text and number in turn."""
+    return tuple(_NUMBER.split(spaced(equation).replace("-", MINUS).replace("*", TIMES)))
 
 
 def bar_of(advantage: float, largest: float) -> Bar:

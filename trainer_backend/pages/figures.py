@@ -21,6 +21,7 @@ def short_id(rollout_id: str) -> str:
 
 NONE = "–"  # noqa: RUF001 (a dash, as a table has it)
 MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

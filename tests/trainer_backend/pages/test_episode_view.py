@@ -62,7 +62,7 @@ def test_a_decision_says_how_its_advantage_follows_from_its_parts():
     stored = CREDIT[0] | {"estimator": "stepwise", "advantage_parts": parts}
     assert decision_view(PLAYED, [stored], 1).derivation == (
         (
-            "advantage 2 = return 1.5 − baseline −0.5",  # noqa: RUF001
+            ("advantage ", "2", " = return ", "1.5", " − baseline ", "−0.5", ""),  # noqa: RUF001
             "baseline: mean of 3 siblings at this turn (0 for one that has ended)",
         ),
     )

@@ -197,8 +197,9 @@ def test_an_episode_is_found_by_the_end_of_its_id_and_an_unknown_one_is_said(sho
 def test_decisions_made_in_the_same_state_stand_beside_one_another(shown: Shown, tmp_path):
     run = numbered_run(tmp_path / "tiny")
     path = run.rollouts_file("iteration_1")
+    parts = {"return": [1.0, 0.0], "baseline": [-1.0, 0.0], "compared": [2.0, 2.0]}
     credits = [
-        Credit([1.0, 0.0], [2.0, 0.0], state_keys_T=["k", "j"]),
+        Credit([1.0, 0.0], [2.0, 0.0], [1.0, 0.0], "stepwise", parts, state_keys_T=["k", "j"]),
         Credit([3.0], [-1.0], state_keys_T=["k"]),
     ]
     same_group = [
@@ -209,6 +210,8 @@ def test_decisions_made_in_the_same_state_stand_beside_one_another(shown: Shown,
     text = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=1")
     anchors = text[text.index("Anchor group") :]
     assert "this one" in anchors and f'/rollouts/{ROLLOUT}?turn=1">1, 1</a>' in anchors
+    assert "advantage <b>2</b> = return <b>1</b> \N{MINUS SIGN} baseline <b>\N{MINUS SIGN}1</b>" in text
+    assert "baseline: mean of 2 siblings at this turn" in text
     assert "1, 1</a>" not in shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
 
 

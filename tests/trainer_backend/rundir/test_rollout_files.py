@@ -1,5 +1,6 @@
 """Rollouts on disk: what is read back is what was collected."""
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from trainer_backend.rundir.rollout_files import (
     write_rollouts,
 )
 
+ROOT = Path(__file__).parents[3]
 READERS = (
     read_rollouts,
     read_values,
@@ -142,6 +144,16 @@ def test_the_parts_of_advantages_are_stored_with_their_estimator_and_missing_one
     ]
     assert stored == [{"return": 1.0}, {"return": 0.1, "compared": 3.0}]
     assert (first["value"], second["value"]) == (0.25, 0.5), "in its own column, where recredit reads it"
+
+
+def test_the_page_of_data_sets_lists_every_column(tmp_path: Path):
+    write_rollouts(tmp_path / "a.parquet", FIRST)
+    schema = pq.read_schema(tmp_path / "a.parquet")
+    _, _, section = (ROOT / "docs/data.md").read_text(encoding="utf-8").partition("## Columns of stored")
+    table = [line for line in section.partition("\nA column")[0].splitlines() if line.startswith("| ")]
+    listed = re.findall(r"`(\w+)`", "\n".join(table))
+    of_decisions = [child.name for child in schema.field("decisions").type.value_type]
+    assert sorted(listed) == sorted([*schema.names, *of_decisions])
 
 
 def test_a_file_of_a_version_without_parts_has_no_estimator(tmp_path: Path):
