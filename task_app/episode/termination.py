@@ -47,21 +47,21 @@ def stop_reason(
     facts: EpisodeFacts, limits: RolloutLimits, *, max_episode_tokens: int | None = None
 ) -> StopReason | None:
     """The first reason that holds, in the order of `StopReason`; None while the episode goes on."""
-    holds = {
-        StopReason.CRITICAL_ERROR: facts.critical_error,
-        StopReason.ENVIRONMENT_DONE: facts.environment_done,
-        StopReason.INTERACTION_DONE: facts.interaction_done,
-        StopReason.TERMINATE_ACTION: facts.terminate_action,
-        StopReason.TERMINATION_REGEX: facts.signal,
-        StopReason.INVALID_ACTION: facts.invalid_decisions >= limits.max_invalid_decisions,
-        StopReason.CONTEXT_LENGTH: facts.context_exceeded,
-        StopReason.DEADLINE: facts.elapsed_s >= limits.timeout_s,
-        StopReason.EPISODE_TOKENS: max_episode_tokens is not None
-        and facts.sampled_tokens >= max_episode_tokens,
-        StopReason.MAX_USER_TURNS: facts.user_is_silent,
-        StopReason.MAX_DECISIONS: facts.decisions_done >= limits.max_decisions,
-    }
-    return next((reason for reason in StopReason if holds.get(reason)), None)
+    too_many_tokens = max_episode_tokens is not None and facts.sampled_tokens >= max_episode_tokens
+    reasons = (
+        (StopReason.CRITICAL_ERROR, facts.critical_error),
+        (StopReason.ENVIRONMENT_DONE, facts.environment_done),
+        (StopReason.INTERACTION_DONE, facts.interaction_done),
+        (StopReason.TERMINATE_ACTION, facts.terminate_action),
+        (StopReason.TERMINATION_REGEX, facts.signal),
+        (StopReason.INVALID_ACTION, facts.invalid_decisions >= limits.max_invalid_decisions),
+        (StopReason.CONTEXT_LENGTH, facts.context_exceeded),
+        (StopReason.DEADLINE, facts.elapsed_s >= limits.timeout_s),
+        (StopReason.EPISODE_TOKENS, too_many_tokens),
+        (StopReason.MAX_USER_TURNS, facts.user_is_silent),
+        (StopReason.MAX_DECISIONS, facts.decisions_done >= limits.max_decisions),
+    )
+    return next((reason for reason, holds in reasons if holds), None)
 
 
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:

@@ -191,13 +191,13 @@ class _Before:
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
     """The reward of each env step that ran, and whether the last one had an effect."""
     rewards: list[float] = []
-    has_effect = False
+    has_effect, state = False, _visible_state(engine)
     for action in actions:
         if engine.over:
             break
-        before = _visible_state(engine)
         rewards.append(float(engine.act(_ACTION_IDS[action])))
-        has_effect = _visible_state(engine) != before
+        before, state = state, _visible_state(engine)
+        has_effect = state != before
     return rewards, has_effect
 
 
