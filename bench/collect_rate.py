@@ -1,0 +1,232 @@
+"""Decisions a second of collecting whole games of Crafter, of this tree and of another one in turns.
+
+    python -m bench.collect_rate [--model FOLDER] [--games 64] [--rounds 3] [--against TREE]
+
+Two players with the compact text and 4 actions a decision, from a new world until death: the scripted
+teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process.
+What is timed is a stage of a run: requests, episodes, answers, spool, Parquet file. The CPU time is that of
+both processes, the task app and the one that collects. Rounds alternate between the trees, with the same
+seeds, after one that is not counted. Linux only: the task app's clock is read from /proc.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import kit
+from shared_schemas.rollouts import RolloutRequest
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.task_apps import task_apps
+from trainer_backend.job.load import load_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.run.gateways import gateway_listener
+from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+from trainer_backend.run.run import collected
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.rundir.spool import Spool
+
+JOB = """
+[job]
+name = "collect_rate"
+[model]
+device = "cpu"
+preset = "tiny-0.3m"
+[inference]
+max_model_len = 256
+[services]
+iteration_timeout_s = 7200.0
+[rollout]
+env_name = "crafter"
+env_config = {{ text = "compact", max_actions = 4, length = 10_000 }}
+max_turns = 10_000
+max_invalid_decisions = 10_000
+timeout_s = 7200.0
+episodes_per_batch = {games}
+max_tokens = 8
+[warmup]
+policy_name = "crafter_teacher"
+policy_config = {{ memory = false, max_actions = 4 }}
+episodes = {games}
+[training]
+group_size = 1
+step_rewards_enabled = true
+step_rewards_mode = "decision_stepwise"
+event_rewards_kind = "unique"
+"""
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+def task_app_seconds() -> float:
+    """CPU seconds so far of the children of this process: the job's own task apps."""
+    total = 0.0
+    for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return total
+
+
+class Stage:
+    """A stage of a run that can be collected again and again, each time as another start of it."""
+
+    def __init__(
+        self, folder: Path, collector: Collector, plan: Callable[[str], list[RolloutRequest]]
+    ) -> None:
+        self._folder, self._collector, self._plan = folder, collector, plan
+        self._count = 0
+
+    async def collect(self) -> dict[str, float]:
+        """Play all games; return the decisions, and the seconds of both processes and of the clock."""
+        self._count += 1
+        requests = self._plan(f"bench.{self._count}")
+        ours_s, apps_s, wall_s = time.process_time(), task_app_seconds(), time.monotonic()
+        spool = Spool.open(
+            self._folder / "stage.spool.jsonl", requests, versions=range(1), gateway_urls=(), tell=print
+        )
+        collection = await collected(
+            requests, self._collector, spool=spool, tell=lambda done, total: None, stop=asyncio.Event()
+        )
+        assert collection is not None and not collection.failed, "every game is played to its end"
+        write_rollouts(self._folder / "stage.parquet", collection.all)
+        spool.remove()
+        await self._collector.ack(requests[0].run_id, collection.all)
+        games = [rollout.trajectory for rollout in collection.rollouts if rollout.trajectory is not None]
+        return {
+            "decisions": sum(len(game.steps) for game in games),
+            "outcome": statistics.mean(game.outcome_reward for game in games),
+            "task_app_s": task_app_seconds() - apps_s,
+            "trainer_s": time.process_time() - ours_s,
+            "wall_s": time.monotonic() - wall_s,
+        }
+
+
+@asynccontextmanager
+async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIterator[Stage]:
+    """The stage of the teacher, or of the model, with a task app and what else it needs."""
+    async with task_apps(job, folder / "task_app.log") as apps:
+        collector = Collector(apps, timeout_s=job.services.iteration_timeout_s)
+        if model is None:
+            yield Stage(folder, collector, lambda run_id: Planner.of(job, run_id).warmup())
+            return
+        with gateway_listener(job.services) as listener:
+            server = PolicyServer(job.job.name, listener, job.inference)
+            policy = await asyncio.to_thread(FolderPolicy, job.model, server, model)
+            with policy.serving() as inference:
+                yield Stage(folder, collector, lambda run_id: Planner.of(job, run_id, inference).training(1))
+
+
+async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
+    """In a process of a tree: a stage for each line of stdin, a line of JSON for each."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "job.toml").write_text(JOB.format(games=games))
+        job = load_job(Path(name) / "job.toml", settings).config
+        async with stage_of(job, model, Path(name)) as stage:
+            while await asyncio.to_thread(sys.stdin.readline):
+                print(json.dumps(await stage.collect()), flush=True)
+
+
+@contextmanager
+def stages(tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[], dict[str, float]]]:
+    """Figures of one stage by a tree's code, for each call."""
+    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--work", *arguments]
+    process = subprocess.Popen(
+        command, cwd=tree, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+
+    def once() -> dict[str, float]:
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        print(file=process.stdin, flush=True)
+        figures: dict[str, float] = json.loads(process.stdout.readline())
+        return figures
+
+    try:
+        yield once
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """The median, and the least and the largest."""
+    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, statistics.median, max))
+    return f"{middle} ({low} to {high})"
+
+
+def measured(
+    player: str, arguments: Sequence[str], settings: Sequence[str], trees: dict[str, Path], rounds: int
+) -> dict[str, Any]:
+    """Time a player on each tree in turns, and print what a decision takes."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    with ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(stages(tree, [*arguments, *(settings if name == "this" else ())]))
+            for name, tree in trees.items()
+        }
+        for number in range(rounds + 1):
+            for name, once in sides.items():
+                row = once()
+                if number:  # the first has warmed up
+                    rows[name].append(row)
+    result: dict[str, Any] = {"player": player, "load_1min": os.getloadavg()[0]}
+    for name, sets in rows.items():
+        micro = {
+            key: [1e6 * row[f"{key}_s"] / row["decisions"] for row in sets] for key in ("task_app", "trainer")
+        }
+        rates = [row["decisions"] / row["wall_s"] for row in sets]
+        both = [sum(pair) for pair in zip(*micro.values(), strict=True)]
+        print(
+            f"{player}, {name} tree: {spread(rates)} decisions a second; CPU time of one in µs: "
+            f"{spread(both)}, of these task app {spread(micro['task_app'])}, "
+            f"trainer {spread(micro['trainer'])}; {sets[0]['decisions']:.0f} decisions, "
+            f"outcome {sets[0]['outcome']:.2f}"
+        )
+        result[name] = {"rates": rates, "cpu_us": both, **micro}
+    if "other" in rows:
+        for figure, best in (("rates", 1), ("cpu_us", -1)):
+            pairs = zip(result["this"][figure], result["other"][figure], strict=True)
+            ratios = [(ours / theirs) ** best for ours, theirs in pairs]
+            print(f"{player}: {figure} x{spread(ratios, 2)}, {rounds} rounds in turns")
+            result[f"{figure}_ratios"] = ratios
+    return result
+
+
+def main() -> int:
+    options = kit.options(
+        __doc__,
+        ("--model", Path, "a model folder, such as checkpoints/started_from of a run"),
+        ("--games", 64, "games of a stage"),
+        ("--rounds", 3),
+        ("--against", Path, "the root of another tree"),
+        ("--player", [], "teacher or model; absent: both, as far as --model is given"),
+        ("--set", [], "table.key=value, for this tree alone"),
+        ("--work", False, "used by the script itself"),
+    )
+    if options.work:
+        asyncio.run(work(options.model, options.games, options.set))
+        return 0
+    trees = {"this": kit.ROOT} | ({} if options.against is None else {"other": options.against.resolve()})
+    settings = [word for text in options.set for word in ("--set", text)]
+    models = {"teacher": None} | ({} if options.model is None else {"model": options.model.resolve()})
+    results = []
+    for player in options.player or models:
+        folder = models[player]
+        arguments = ["--games", str(options.games)]
+        arguments += [] if folder is None else ["--model", str(folder)]
+        results.append(measured(player, arguments, settings, trees, options.rounds))
+    print(json.dumps({"bench": "collect_rate", "cpus": os.cpu_count(), "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
