@@ -29,6 +29,7 @@ from bench.study_runs import finished
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.recredit import (
     advantages_by_rollout,
+    groups_of,
     recredited,
     stored_iterations,
     stored_measured,
@@ -71,14 +72,14 @@ def scored(
             run,
             job,
             TruthOptions(
-                decisions,
-                continuations,
-                HORIZONS.get(setting),
-                None,
-                ITERATIONS,
-                None,
-                truth_of(run.path),
-                seed,
+                decisions=decisions,
+                continuations=continuations,
+                horizon=HORIZONS.get(setting),
+                budget=None,
+                iteration=ITERATIONS,
+                checkpoint=None,
+                out=truth_of(run.path),
+                seed=seed,
             ),
             lambda done, total: print(f"{setting} {seed}: {done}/{total}", end="\r", flush=True),
         )
@@ -87,7 +88,9 @@ def scored(
     stored = stored_iterations(run, [ITERATIONS])
     measured = stored_measured(run, [ITERATIONS])
     credited = recredited(CreditAssignment.of(job), stored, list(ESTIMATORS), measured)
-    scores = TruthScores(TruthFile.read(truth_of(run.path), run), advantages_by_rollout(credited))
+    scores = TruthScores(
+        TruthFile.read(truth_of(run.path), run), advantages_by_rollout(credited), groups_of(credited)
+    )
     return {**scores.figures(), "refused": dict(credited.refused), "last_call_s": round(seconds, 1)}
 
 

@@ -60,7 +60,7 @@ class ReplayRequest(Body):
     )
     snapshots: tuple[FrameTurn, ...] = Field(
         default=(),
-        max_length=256,
+        max_length=16,
         description="turns to take a snapshot of the environment after, from which rollouts can start",
     )
     side: FrameSide = FRAME_SIDE

@@ -221,8 +221,9 @@ def measure_the_truth(
     loaded = opened.job_with(overrides or ())
     warn(_err, loaded)
     options = TruthOptions(
-        decisions, continuations, horizon, budget, iteration, checkpoint, out or truth_of(run), seed
-    )
+        decisions=decisions, continuations=continuations, horizon=horizon, budget=budget, iteration=iteration,
+        checkpoint=checkpoint, out=out or truth_of(run), seed=seed,
+    )  # fmt: skip
     with _err.status("measuring") as status:
 
         def show(done: int, total: int) -> None:

@@ -70,10 +70,20 @@ class About(OpenBody):
     capabilities: _Capabilities = _Capabilities()
 
 
-class _InstanceInfo(OpenBody):
+class InstanceInfo(OpenBody):
+    """What the task app says of an environment.
+
+    Attributes:
+        conversation: the task app keeps its history.
+        takes_answers: words without a call are accepted.
+        restorable: it has snapshots; None: the task app is too old to say.
+        reseedable: it can be given other draws after one.
+        state_keys: the names of its state keys.
+    """
+
     conversation: bool = False
     takes_answers: bool = True
-    restorable: bool = False
+    restorable: bool | None = None
     reseedable: bool = False
     state_keys: tuple[str, ...] = ()
 
@@ -88,14 +98,12 @@ class Instance(OpenBody):
     Attributes:
         id: for `snapshot` and `terminate`.
         observation: of an environment: `achievements_counts` has a counter of every achievement.
-        info: `conversation`: the task app keeps its history; `takes_answers`: words without a call are
-            accepted; `restorable`, `reseedable`: it has snapshots, and can be given other draws after one;
-            `state_keys`: the names of its state keys.
+        info: of an environment.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
-    info: _InstanceInfo = _InstanceInfo()
+    info: InstanceInfo = InstanceInfo()
 
 
 class TaskAppClient:

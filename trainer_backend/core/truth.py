@@ -1,7 +1,7 @@
 """The true advantage of stored decisions, and how near estimators come to it. Pure.
 
-The truth of a decision is measured by pairs of continuations (`credit.truth` plays them): in pair k the
-policy plays on from after the decision, and once more from before it, with the same random numbers.
+The truth of a decision is measured by pairs of continuations, which `evaluation.truth_player` plays: in pair
+k the policy plays on from after the decision, and once more from before it, with the same random numbers.
 """
 
 import math
@@ -167,12 +167,12 @@ class TruthScore:
 
     Attributes:
         correlation: Pearson's of A and T; None where one of them is constant. The bounds are those of its
-            95 % interval, by resampling episodes.
+            95 % interval, by resampling groups: siblings share a world, and most baselines.
         noiseless: what the correlation would be without the noise of T: divided by sqrt(1 - noise / variance
             of T); None where T is nothing but noise.
         rank: Spearman's correlation.
         sign_agreement: share with the sign of T, among decisions whose sign is known and whose A is not 0.
-        scale: the c that brings c * A nearest to T: a learning rate makes up for an estimator's unit.
+        scale: the c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit.
         error: mean squared error of scale * A, less the noise of T, in squared reward units.
         explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
         variance: of scale * A.
@@ -197,23 +197,27 @@ class TruthScore:
     biases: tuple[Bias, ...]
 
 
-def truth_score(advantages: Sequence[float], truths: Sequence[TrueAdvantage]) -> TruthScore:
+def truth_score(
+    advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
+) -> TruthScore:
     """Score one estimator.
 
     Args:
         advantages: [N] of the measured decisions, in their order.
         truths: [N], at least one.
+        groups: [N] the group of each one's rollout.
     """
     true = [item.advantage for item in truths]
     noise = math.fsum(item.error**2 for item in truths) / len(truths)
     square = math.fsum(value * value for value in advantages)
-    scale = math.fsum(a * t for a, t in zip(advantages, true, strict=True)) / square if square else 0.0
+    product = math.fsum(a * t for a, t in zip(advantages, true, strict=True))
+    scale = max(product, 0.0) / square if square else 0.0
     scaled = [scale * value for value in advantages]
     apart = [a - t for a, t in zip(scaled, true, strict=True)]
     error = math.fsum(value * value for value in apart) / len(apart) - noise
     true_square = math.fsum(value * value for value in true) / len(true) - noise
     known = [(a, t) for a, t, item in zip(advantages, true, truths, strict=True) if item.is_known]
-    low, high = _interval(advantages, truths)
+    low, high = _interval(advantages, true, groups)
     found = correlation(advantages, true)
     return TruthScore(
         decisions=len(truths),
@@ -240,20 +244,20 @@ def _without_noise(found: float | None, true: Sequence[float], noise: float) -> 
 
 
 def _interval(
-    advantages: Sequence[float], truths: Sequence[TrueAdvantage]
+    advantages: Sequence[float], true: Sequence[float], groups: Sequence[str]
 ) -> tuple[float | None, float | None]:
-    """95 % interval of the correlation: whole episodes are drawn with replacement."""
+    """95 % interval of the correlation: whole groups are drawn with replacement."""
     number: dict[str, int] = {}
-    episode_N = np.array([number.setdefault(item.rollout_id, len(number)) for item in truths])
+    group_N = np.array([number.setdefault(name, len(number)) for name in groups])
     if len(number) < 2:
         return None, None
-    pairs_N2 = np.array([(a, item.advantage) for a, item in zip(advantages, truths, strict=True)])
+    pairs_N2 = np.array(list(zip(advantages, true, strict=True)))
     random = np.random.default_rng(0)
     drawn = (
         np.bincount(random.integers(len(number), size=len(number)), minlength=len(number))
         for _ in range(_RESAMPLES)
     )
-    values = [_weighted_correlation(pairs_N2, counts[episode_N].astype(float)) for counts in drawn]
+    values = [_weighted_correlation(pairs_N2, counts[group_N].astype(float)) for counts in drawn]
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < _RESAMPLES // 2:
         return None, None

@@ -14,11 +14,12 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
-from trainer_backend.core.critic import OfEpisode
+from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
 from trainer_backend.credit.truth_scores import TRUTH, TruthScores
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
@@ -35,7 +36,7 @@ from trainer_backend.rundir.rollout_files import (
     read_values_after,
     write_rollouts,
 )
-from trainer_backend.rundir.truth_file import TruthFile
+from trainer_backend.rundir.truth_file import TruthFile, rewards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,7 @@ def recredit_run(
     job = run.job_with(overrides).config
     for name in names:
         estimator(name)
-    file = None if truth is None else _truth_of(truth, run, iterations)
+    file = None if truth is None else _truth_of(truth, run, job, iterations)
     if file is not None:
         iterations = [file.setting.iteration]
     stored = stored_iterations(run, iterations)
@@ -301,26 +302,41 @@ def recredit_run(
 
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
         cosines = cosines_at(checkpoint, job, run, _played(credit, credited), advantages, reporter=reporter)
-    scores = None if file is None else TruthScores(file, advantages_by_rollout(credited), cosines)
+    scores = (
+        None
+        if file is None
+        else TruthScores(file, advantages_by_rollout(credited), groups_of(credited), cosines)
+    )
     folder = out or run.path / "recredit"
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder
 
 
-def _truth_of(path: Path, run: RunDirectory, iterations: Sequence[int]) -> TruthFile:
+def _truth_of(path: Path, run: RunDirectory, job: JobConfig, iterations: Sequence[int]) -> TruthFile:
     """
     Raises:
-        RunDirectoryError: see `TruthFile.read`; nothing is measured yet, or only another iteration.
+        RunDirectoryError: see `TruthFile.read`; another iteration is measured, or other rewards.
     """
     file = TruthFile.read(path, run)
-    if not file.truths:
-        raise RunDirectoryError(f"{path}: no decision is measured yet; `turnwise truth` goes on with it")
-    if iterations and set(iterations) != {file.setting.iteration}:
+    setting = file.setting
+    if iterations and set(iterations) != {setting.iteration}:
         asked = ", ".join(map(str, iterations))
         raise RunDirectoryError(
-            f"{path} is the truth of iteration {file.setting.iteration}, and --iteration asks for {asked}"
+            f"{path} is the truth of iteration {setting.iteration}, and --iteration asks for {asked}"
+        )
+    stored = {**setting.rewards, "gamma": setting.gamma}
+    own = {**rewards_of(job.training), "gamma": job.algorithm.gamma}
+    if others := [name for name in own if own[name] != stored.get(name)]:
+        told = ", ".join(f"{name} = {stored.get(name)!r} instead of {own[name]!r}" for name in others)
+        raise RunDirectoryError(
+            f"{path} is the truth of other returns, with {told}; give the same --set to both commands"
         )
     return file
+
+
+def groups_of(credited: Recredited) -> dict[str, str]:
+    """By rollout id."""
+    return {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
 
 
 def advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
@@ -333,23 +349,23 @@ def advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[
 
 def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpisode]]:
     """Advantages of the measured decisions, the truth's too; all others have none."""
-    names = [rollout.rollout_id for rollout in credited.rollouts]
-    first = next(iter(credited.credits.values()), [])
 
-    def masked(rollout_id: str, row_T: Sequence[float]) -> list[float]:
-        return [
-            value if (rollout_id, turn) in file.truths else 0.0 for turn, value in enumerate(row_T, start=1)
-        ]
+    def masked(rollout_id: str, credit: Credit) -> OfEpisode:
+        kept_T = [(rollout_id, turn + 1) in file.truths for turn in range(len(credit.advantages_T))]
+        if credit.token_advantages is not None:
+            rows_T = zip(kept_T, credit.token_advantages.rows_T, strict=True)
+            return ByToken([row if kept else [0.0] * len(row) for kept, row in rows_T])
+        return [value if kept else 0.0 for kept, value in zip(kept_T, credit.advantages_T, strict=True)]
 
-    truth = [
-        [
-            item.advantage if (item := file.truths.get((rollout_id, turn))) is not None else 0.0
-            for turn in range(1, len(credit.advantages_T) + 1)
+    def true(rollout: Rollout) -> OfEpisode:
+        assert rollout.trajectory is not None, "only finished rollouts are credited"
+        found = [file.truths.get((rollout.rollout_id, step.turn)) for step in rollout.trajectory.steps]
+        return [0.0 if item is None else item.advantage for item in found]
+
+    return {TRUTH: list(map(true, credited.rollouts))} | {
+        name: [
+            masked(item.rollout_id, credit) for item, credit in zip(credited.rollouts, credits, strict=True)
         ]
-        for rollout_id, credit in zip(names, first, strict=True)
-    ]
-    return {TRUTH: list[OfEpisode](truth)} | {
-        name: [masked(rollout_id, item.advantages_T) for rollout_id, item in zip(names, credits, strict=True)]
         for name, credits in credited.credits.items()
     }
 

@@ -23,6 +23,7 @@ class TruthScores:
     Args:
         file: at least one decision is measured.
         advantages: by estimator, the advantages of each rollout; what the truth has measured is among them.
+        groups: the group of each rollout.
 
     Attributes:
         advantages: by estimator, of the measured decisions.
@@ -35,13 +36,18 @@ class TruthScores:
         self,
         file: TruthFile,
         advantages: Mapping[str, Mapping[str, Sequence[float]]],
+        groups: Mapping[str, str],
         cosines: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
-        self.setting, truths = file.setting, list(file.truths.values())
+        # In an order that does not depend on which was measured first.
+        self.setting, truths = file.setting, [file.truths[key] for key in sorted(file.truths)]
+        of_groups = [groups.get(item.rollout_id, item.rollout_id) for item in truths]
         self.noise = noise_of(truths)
         self.true = [item.advantage for item in truths]
         self.advantages = {name: _at(of_rollouts, truths) for name, of_rollouts in advantages.items()}
-        self.scores = {name: truth_score(values, truths) for name, values in self.advantages.items()}
+        self.scores = {
+            name: truth_score(values, truths, of_groups) for name, values in self.advantages.items()
+        }
         self.cosines = {name: cosine for (name, other), cosine in (cosines or {}).items() if other == TRUTH}
 
     def figures(self) -> dict[str, object]:

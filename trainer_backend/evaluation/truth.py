@@ -15,6 +15,7 @@ from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
@@ -30,7 +31,7 @@ from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDe
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, play_of, rewards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ async def measure_truth(
         JobError: the job's environment or rewards do not allow it; the budget is too small.
         RunDirectoryError: no stored rollouts, or not the policy that sampled them; see `TruthFile.open`.
     """
-    _refuse_rewards(job, options)
+    _refuse_options(job, options)
     configure_logs_from()
     iteration, checkpoint = _policy_of(run, options)
     (rollouts,) = stored_iterations(run, [iteration])
@@ -94,17 +95,20 @@ async def measure_truth(
     data = await asyncio.to_thread(data_of, job)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
-            fresh_draws = await _draws_afresh(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
+            environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
             setting = TruthSetting(
                 run_id=run.run_id,
                 iteration=iteration,
-                checkpoint=checkpoint.name,
+                checkpoint=(
+                    checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
+                ),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
                 horizon=options.horizon,
-                fresh_draws=fresh_draws,
+                fresh_draws=environment.reseedable,
                 seed=options.seed,
-                rewards=job.training.step_rewards.model_dump(mode="json"),
+                rewards=rewards_of(job.training),
+                play=play_of(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
             collector = Collector(
@@ -120,7 +124,7 @@ async def measure_truth(
                 )
                 chosen = list(islice(_chosen(rollouts, options.seed), options.decisions))
                 lanes = max(2, 2 * job.rollout.max_concurrent_rollouts // options.continuations)
-                return await _Measuring(player, file, options, tell).all(chosen, lanes)
+                return await _Measurer(player, file, options, tell).all(chosen, lanes)
 
             return await by_checkpoint(job, checkpoint, measure)
 
@@ -129,8 +133,8 @@ async def measure_truth(
 _NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
 
 
-def _refuse_rewards(job: JobConfig, options: TruthOptions) -> None:
-    """Refuse rewards that a part of an episode does not tell."""
+def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
+    """Refuse a budget for nothing, and rewards that a part of an episode does not tell."""
     training = job.training
     if options.budget is not None and options.budget < 2 * options.continuations:
         raise JobError(
@@ -184,8 +188,8 @@ def _refuse_other_versions(rollouts: Sequence[Rollout], checkpoint: Path) -> Non
         )
 
 
-async def _draws_afresh(apps: TaskApps, first: RolloutRequest) -> bool:
-    """Whether the environment can be given other draws.
+async def _environment(apps: TaskApps, first: RolloutRequest) -> InstanceInfo:
+    """What the task app says of the job's environment.
 
     Raises:
         JobError: it has no snapshots.
@@ -196,14 +200,17 @@ async def _draws_afresh(apps: TaskApps, first: RolloutRequest) -> bool:
     created = await client.create("env", body)
     await client.terminate("env", created.id)
     if created.info.conversation or not created.info.restorable:
-        talks = created.info.conversation
-        why = "is a conversation, which no snapshot holds" if talks else "has no snapshots"
+        why = "has no snapshots"
+        if created.info.conversation:
+            why = "is a conversation, which no snapshot holds"
+        elif created.info.restorable is None:
+            why = f"is at a task app that does not say whether it has snapshots ({client.url}); update it"
         raise JobError(
             f"{first.env.env_name!r} {why}, and the truth is measured by playing on from one",
             where="rollout.env_name",
             hint="An environment with snapshot() and restore() can be measured (docs/plugins.md).",
         )
-    return created.info.reseedable
+    return created.info
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
@@ -231,7 +238,7 @@ def _state(step: StepData) -> str:
     return keys[min(keys)] if keys else ""
 
 
-class _Measuring:
+class _Measurer:
     """The measurement of several decisions side by side."""
 
     def __init__(

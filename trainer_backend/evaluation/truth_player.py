@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 from shared_schemas.replay import ReplayRequest, ReplayTurn, words_of
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Continuation, Planner
-from trainer_backend.collect.wire import ReplayDeparts
+from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.truth import TrueAdvantage, mean_difference
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import TaskAppError
 from trainer_backend.rundir.truth_file import TruthSetting
+
+_ATTEMPTS = 2  # of a replay; at two task apps where there are two
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class StoredDecision:
         """Whether the stored episode has a decision after this one."""
         return self.step.turn < len(self.episode.steps)
 
-    def having(self, step: StepData) -> Rollout:
+    def cut_after(self, step: StepData) -> Rollout:
         """The rollout up to this decision, with `step` in its place."""
         before = self.episode.steps[: self.step.turn - 1]
         episode = self.episode.model_copy(update={"steps": (*before, step)})
@@ -75,11 +77,16 @@ class ContinuationPlayer:
         """The measured truth of a decision; None where fewer than two of its pairs were played.
 
         Raises:
-            TaskAppError: its episode goes otherwise when it is replayed.
+            TaskAppError: its episode goes otherwise when it is replayed, or shows another prompt.
         """
-        before, after = await self._moments(item)
+        moments = await self._moments(item)
+        if moments is None:
+            return None
+        before, after = moments
         count = self.setting.continuations
         firsts = await self._collect([self._first(item, before, k) for k in range(count)])
+        for episode in firsts.values():
+            _refuse_other_prompt(episode.steps[0], item)
         others = {
             k: _Side(episode.steps[0], episode, episode.final_snapshot)
             for k, episode in firsts.items()
@@ -124,8 +131,11 @@ class ContinuationPlayer:
             if side.moment is None or k in rests
         }
 
-    async def _moments(self, item: StoredDecision) -> tuple[str, str | None]:
-        """Snapshots before the decision, and after it if the episode went on, by a replay of the episode."""
+    async def _moments(self, item: StoredDecision) -> tuple[str, str | None] | None:
+        """Snapshots before the decision, and after it if the episode went on, by a replay of the episode.
+
+        None where no task app of two can be reached for it.
+        """
         turn = item.step.turn
         origin = self.planner.source.of_group(item.rollout.group_id, item.episode.seed)
         env = self.planner.players.env(origin)
@@ -136,18 +146,16 @@ class ContinuationPlayer:
             turns=tuple(map(ReplayTurn.of, item.episode.steps[:turn])),
             snapshots=(turn - 1, turn) if item.goes_on else (turn - 1,),
         )
-        client = next((app.client for app in self.apps.members if app.fault is None), None)
-        if client is None:
-            raise TaskAppError(f"no task app answers: {self.apps.answers()}")
-        try:
-            snapshots = await client.snapshots(record)
-        except ReplayDeparts as error:
-            raise TaskAppError(
-                f"{error.detail}: rollout {item.rollout.rollout_id!r} was played in another environment than "
-                "the task app has, or in another version of it",
-                hint="Start the task app of the version that the run was trained with.",
-            ) from error
-        return snapshots[turn - 1], snapshots.get(turn)
+        members = [app.client for app in self.apps.members if app.fault is None]
+        for client in (*members, *members)[:_ATTEMPTS]:
+            try:
+                snapshots = await client.snapshots(record)
+            except TaskAppLost:
+                continue
+            except ReplayDeparts as error:
+                raise _played_elsewhere(item, error.detail) from error
+            return snapshots[turn - 1], snapshots.get(turn)
+        return None
 
     def _first(self, item: StoredDecision, before: str, k: int) -> RolloutRequest:
         """The policy's new choice before the decision: one decision, and the moment after it."""
@@ -174,7 +182,7 @@ class ContinuationPlayer:
         )
         seed_parts = ("truth", *self._seed_parts(item, k))
         what = Continuation(group, k, seed_parts, max_decisions=self.setting.horizon)
-        return self.planner.continuation(item.having(side.step), start, what)
+        return self.planner.continuation(item.cut_after(side.step), start, what)
 
     def _return(self, item: StoredDecision, episode: Trajectory) -> float:
         """The discounted return of an episode from the decision on."""
@@ -183,17 +191,36 @@ class ContinuationPlayer:
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
 
     async def _collect(self, requests: Sequence[RolloutRequest]) -> dict[int, Trajectory]:
-        """By pair, those that were played."""
+        """By pair, those that were played. What ran out of time has lost what would have come."""
         collection = await self.collector.collect(requests)
         if requests:
             await self.collector.ack(self.planner.run_id, collection.all)
-        return {item.sibling: item.trajectory for item in collection.rollouts if item.trajectory is not None}
+        return {
+            item.sibling: item.trajectory
+            for item in collection.rollouts
+            if item.trajectory is not None and item.trajectory.stop_reason is not StopReason.DEADLINE
+        }
 
     def _group(self, item: StoredDecision) -> str:
-        return f"{item.rollout.rollout_id.replace(':', '.')}/truth-{item.step.turn}"
+        _, _, place = item.rollout.rollout_id.partition("/")  # without the run that stored it
+        return f"{self.planner.run_id}/{place.replace(':', '.')}/{item.step.turn}"
 
     def _seed_parts(self, item: StoredDecision, k: int) -> tuple[int | str, ...]:
         return self.setting.seed, item.rollout.group_id, item.rollout.sibling, item.step.turn, k
+
+
+def _refuse_other_prompt(step: StepData, item: StoredDecision) -> None:
+    """Refuse another text of the same state: the policy would choose by what it never saw."""
+    if step.observation_data.messages != item.step.observation_data.messages:
+        raise _played_elsewhere(item, f"the prompt of decision {item.step.turn} is another one")
+
+
+def _played_elsewhere(item: StoredDecision, told: str) -> TaskAppError:
+    return TaskAppError(
+        f"{told}: rollout {item.rollout.rollout_id!r} was played in another environment than the task app "
+        "has, or in another version of it",
+        hint="Start the task app of the version that the run was trained with.",
+    )
 
 
 def _is_same(step: StepData, stored: StepData) -> bool:

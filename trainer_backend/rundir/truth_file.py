@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import append_line, read_lines, write_errors
+from trainer_backend.job.rollout_table import RolloutTable
+from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.rundir.files import append_line, read_lines, replace_lines, write_errors
 from trainer_backend.rundir.layout import RunDirectory
 
 _TRUTH = TypeAdapter(TrueAdvantage)
@@ -19,18 +21,26 @@ def truth_of(run: Path) -> Path:
     return run / "truth.jsonl"
 
 
+# What of [rollout] decides what a policy sees and does; the rest is about speed.
+_PLAY = frozenset(
+    {"env_name", "env_config", "policy_name", "policy_config", "max_turns", "max_invalid_decisions"}
+    | {"termination_regex", "termination_target", "temperature", "top_p", "top_k", "max_tokens"}
+)
+
+
 class TruthSetting(BaseModel):
     """What the measured advantages depend on, beside the rollouts.
 
     Attributes:
         run_id: of the run that stored them.
-        checkpoint: name of the folder whose policy plays on.
+        checkpoint: name of the run's checkpoint that plays on, or the path of another one.
         gamma: discount per decision.
         continuations: pairs of continuations for each decision.
         horizon: decisions that a continuation may take; None: as many as its episode has left.
         fresh_draws: whether each pair of continuations draws its own random numbers of the world; if not, all
             have those that the stored episode met.
-        rewards: the reward switches of [training].
+        rewards: of [training], what r_t depends on.
+        play: of [rollout], what the policy sees and may do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +54,18 @@ class TruthSetting(BaseModel):
     fresh_draws: bool
     seed: int
     rewards: dict[str, Any]
+    play: dict[str, Any]
+
+
+def rewards_of(table: TrainingTable) -> dict[str, Any]:
+    """What r_t depends on."""
+    switches = table.step_rewards.model_dump(mode="json")
+    return {**switches, "horizon": table.step_rewards_horizon, "kl_reward_coef": table.kl_reward_coef}
+
+
+def play_of(table: RolloutTable) -> dict[str, Any]:
+    """What the policy sees and may do."""
+    return table.model_dump(mode="json", include=set(_PLAY))
 
 
 class TruthFile:
@@ -63,9 +85,9 @@ class TruthFile:
         Raises:
             RunDirectoryError: there is no such file, it is no truth, or that of another run.
         """
-        if not path.exists():
-            raise RunDirectoryError(f"{path}: no truth is measured; `turnwise truth {run.path}` measures it")
         file = cls._parse(path)
+        if file is None:
+            raise RunDirectoryError(f"{path}: no truth is measured; `turnwise truth {run.path}` measures it")
         if file.setting.run_id != run.run_id:
             raise RunDirectoryError(
                 f"{path} is the truth of run {file.setting.run_id!r}, and {run.path} is run {run.run_id!r}"
@@ -74,38 +96,48 @@ class TruthFile:
 
     @classmethod
     def open(cls, path: Path, setting: TruthSetting) -> Self:
-        """The file to go on with, or a new one.
+        """The file to go on with, or a new one, which is written with its first decision.
 
         Raises:
             RunDirectoryError: the file was measured with another setting.
         """
-        if path.exists():
-            file = cls._parse(path)
-            if file.setting != setting:
-                differs = _difference(file.setting, setting)
-                raise RunDirectoryError(f"{path} was measured with {differs}; --out names another file")
-            return file
-        with write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, setting.model_dump(mode="json"), durable=True)
-        return cls(path, setting, [])
+        file = cls._parse(path)
+        if file is None:
+            return cls(path, setting, [])
+        if file.setting != setting:
+            difference = _difference(file.setting, setting)
+            raise RunDirectoryError(f"{path} was measured with {difference}; --out names another file")
+        return file
 
     def add(self, truth: TrueAdvantage) -> None:
+        if not self.truths:
+            with write_errors(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_lines(self.path, [self.setting.model_dump(mode="json")], durable=True)
         append_line(self.path, asdict(truth), durable=True)
         self.truths[truth.rollout_id, truth.turn] = truth
 
     @classmethod
-    def _parse(cls, path: Path) -> Self:
+    def _parse(cls, path: Path) -> Self | None:
+        """None where nothing is measured: there is no file, or no decision in it."""
+        if not path.exists():
+            return None
         try:
-            first, *rows = read_lines(path)
-            return cls(
-                path, TruthSetting.model_validate(first), [_TRUTH.validate_python(row) for row in rows]
-            )
-        except (ValueError, ValidationError) as error:
+            lines = read_lines(path)
+            if not lines or (len(lines) == 1 and "run_id" in lines[0]):
+                return None
+            first, *rows = lines
+            truths = [_TRUTH.validate_python(row) for row in rows]
+            return cls(path, TruthSetting.model_validate(first), truths)
+        except (OSError, ValidationError) as error:
             raise RunDirectoryError(f"{path} is no file of `turnwise truth`") from error
 
 
 def _difference(stored: TruthSetting, asked: TruthSetting) -> str:
-    before, after = stored.model_dump(), asked.model_dump()
-    others = [name for name in before if before[name] != after[name]]
-    return ", ".join(f"{name} = {before[name]!r} instead of {after[name]!r}" for name in others)
+    before, after = _flat(stored), _flat(asked)
+    others = [name for name in before | after if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} = {before.get(name)!r} instead of {after.get(name)!r}" for name in others)
+
+
+def _flat(setting: TruthSetting) -> dict[str, Any]:
+    return setting.model_dump(exclude={"rewards", "play"}) | setting.rewards | setting.play

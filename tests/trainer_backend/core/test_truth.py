@@ -5,8 +5,14 @@ import random
 
 import pytest
 
+from trainer_backend.core import truth
 from trainer_backend.core.agreement import rank_correlation
-from trainer_backend.core.truth import TrueAdvantage, even_order, mean_difference, noise_of, truth_score
+from trainer_backend.core.truth import TrueAdvantage, even_order, mean_difference, noise_of
+
+
+def truth_score(advantages, truths):
+    """Every episode a group of its own."""
+    return truth.truth_score(advantages, truths, [item.rollout_id for item in truths])
 
 
 def measured(advantage, *, error=0.0, turn=1, reward=0.0, rollout="a", **rest):
@@ -84,6 +90,12 @@ def test_scores_by_hand():
     # thirds of the turns 1, 2, 3, 4 begin at 2 and 3
     assert [bias.decisions for bias in score.biases] == [1, 1, 2, 3, 1]
     assert (score.low, score.high) == (None, None), "one episode cannot be resampled"
+
+
+def test_the_opposite_of_the_truth_explains_nothing():
+    truths = [measured(1.0), measured(-1.0), measured(0.5)]
+    score = truth_score([-item.advantage for item in truths], truths)
+    assert (score.correlation, score.scale, score.explained) == (pytest.approx(-1.0), 0.0, 0.0)
 
 
 def test_signs_that_are_lost_in_noise_are_not_compared():
