@@ -34,6 +34,7 @@ from task_app.protocols import DecisionOutcome, Observation
 
 class Config(Body):
     worth: int = 3
+    word: str = "turn"
 
 
 class Coins:
@@ -42,7 +43,7 @@ class Coins:
     name, outcome_definition, quick_step = "coins", "position: where it ended", True
 
     def __init__(self, config):
-        self._worth, self._turn = config.worth, None
+        self._worth, self._word, self._turn = config.worth, config.word, None
 
     def reset(self, seed):
         self._turn = self._position = self._thrown = 0
@@ -94,7 +95,7 @@ class Coins:
             raise EpisodeOver()
 
     def _show(self, reward):
-        text = f"turn {self._turn} at {self._position}"
+        text = f"{self._word} {self._turn} at {self._position}"
         return Observation(text, {"turn": self._turn, "position": self._position}, {}, reward)
 
 
@@ -277,8 +278,12 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
     refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))
     off = job.model_copy(update={"training": job.training.model_copy(update={"step_rewards_mode": "off"})})
     refused(JobError, "--horizon cuts continuations short", horizon=2, job=off)
-    other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"env_config": {"worth": 8}})})
-    refused(TaskAppError, "was played in another environment than the task app has", job=other)
+    for config, told in (
+        ({"worth": 8}, "departed from the recorded episode"),
+        ({"word": "round"}, "the prompt of decision . is another one"),
+    ):
+        other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"env_config": config})})
+        refused(TaskAppError, f"{told}.*was played in another environment than the task app has", job=other)
     with pytest.raises(RunDirectoryError, match="is the truth of run 'tiny"):
         TruthFile.read(measure(run).file.path, replace(trained[0]))
     with pytest.raises(RunDirectoryError, match=r"other returns, with gamma = 0\.8 instead of 0\.5"):
