@@ -21,7 +21,7 @@ from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
@@ -321,11 +321,27 @@ class LocalLearner:
             else:
                 metrics = {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
             if self._has_own_critic:
-                with memory_watched("the critic ran out of memory", hint=less_memory(self.config)):
-                    metrics |= self._own_critic().fit(episodes, iteration)
+                metrics |= self._fit_critic(episodes, iteration, steps=int(metrics["optim/steps"]))
             if not metrics["optim/steps"]:  # they are those that it offers
                 self._is_on_offer, self._sender = was_on_offer, sender
         return metrics
+
+    def _fit_critic(
+        self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
+    ) -> dict[str, float]:
+        """An iteration's passes of the own critic.
+
+        Args:
+            steps: that the policy has taken in this iteration; an error counts them beside the critic's.
+        """
+        critic = self._own_critic()
+        before = critic.steps
+        try:
+            with memory_watched("the critic ran out of memory", hint=less_memory(self.config)):
+                return critic.fit(episodes, iteration)
+        except UpdateStopped as error:
+            error.steps_taken = steps + critic.steps - before
+            raise
 
     def trained(self) -> list[Tensor]:
         """The weights of the policy that are trained, and of the value head; a rank has a share of each."""

@@ -27,10 +27,11 @@ from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.ranks import ALONE
-from trainer_backend.learner.scoring import Scorer, in_pieces, row_width
+from trainer_backend.learner.scoring import Scorer, in_pieces, refuse_unknown_ids, row_width
 from trainer_backend.learner.sharding import clip_gradient
-from trainer_backend.learner.stepping import Scored, in_steps
+from trainer_backend.learner.stepping import Scored, in_steps, stepping
 from trainer_backend.learner.value_head import ValueHead
+from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
@@ -45,11 +46,15 @@ class OwnCritic:
         table: its critic_* and value_* keys.
         level: where its values are read.
         seed: of the job; the order of its batches follows from it.
+
+    Attributes:
+        steps: optimizer steps taken since this object was made.
     """
 
     def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
         self._scorer = replace(policy, model=copy.deepcopy(policy.model))
         self._table, self._seed, self.level = table, seed, level
+        self.steps = 0
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         self._optimizer = adamw_of(
@@ -60,7 +65,12 @@ class OwnCritic:
         )
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
-        """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read."""
+        """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read.
+
+        Raises:
+            SegmentError: a token that the model has no embedding of.
+        """
+        refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         (values,) = in_pieces(
             segments,
             self._scorer.hidden,
@@ -97,6 +107,7 @@ class OwnCritic:
         self._head.refuse_non_finite()
         self._optimizer.step()
         self._head.step(policy_rate=self._table.learning_rate)
+        self.steps += 1
         return loss
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
@@ -108,12 +119,13 @@ class OwnCritic:
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
         total, first = 0.0, 0
-        for piece in cut_packed(packed, max(1, table.micro_batch_tokens // width)):
-            tokens = slice(first, first + len(piece.target_N))
-            part = columns.each(lambda column: column[tokens].to(self._device))  # noqa: B023
-            loss = value_loss(self._head.values(self._scorer.hidden(piece)), part, clip=table.value_clip)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total, first = total + loss.item(), tokens.stop
+        with stepping(self._scorer.model):
+            for piece in cut_packed(packed, max(1, table.micro_batch_tokens // width)):
+                tokens = slice(first, first + len(piece.target_N))
+                part = columns.each(lambda column: column[tokens].to(self._device))  # noqa: B023
+                loss = value_loss(self._head.values(self._scorer.hidden(piece)), part, clip=table.value_clip)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total, first = total + loss.item(), tokens.stop
         return total
 
     @property

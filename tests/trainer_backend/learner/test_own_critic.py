@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.test_out_of_memory import Shortage
 from tests.trainer_backend.learner.test_value_head import (
     critic_of,
     episodes_of,
@@ -15,7 +16,7 @@ from tests.trainer_backend.learner.test_value_head import (
     tensors_of,
 )
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
-from trainer_backend.errors import CheckpointError, JobError, NonFiniteLoss
+from trainer_backend.errors import CheckpointError, JobError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.learner import LocalLearner
@@ -135,6 +136,45 @@ def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(tokenizer):
     with pytest.raises(NonFiniteLoss, match="critic"):
         learner.update(broken, iteration=1)
     assert scored(learner, states(1)) == {"r0": [0.0]}
+
+
+@pytest.mark.parametrize(("policy_learns", "steps"), [(False, 1), (True, 2)], ids=["critic alone", "both"])
+def test_an_error_of_its_second_step_counts_its_first_one_and_the_policy_s(tokenizer, policy_learns, steps):
+    learner = own_critic_of(
+        tokenizer,
+        training__critic_batch_decisions=1,
+        training__critic_passes=1,
+        training__critic_warmup=0 if policy_learns else 1,
+        training__update_passes=1,
+    )
+    episodes = episodes_of(learner, [1.0, 1.0], advantage=1.0)
+    Shortage(learner._critic._scorer, 2)
+    with pytest.raises(OutOfMemory, match="the critic ran out of memory") as caught:
+        learner.update(episodes, iteration=1)
+    assert caught.value.steps_taken == steps
+
+
+def test_checkpointed_layers_are_computed_again_and_give_the_same_gradient(tokenizer):
+    found = []
+    for checkpointing in (False, True):
+        learner = own_critic_of(tokenizer, training__gradient_checkpointing=checkpointing)
+        learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)  # so that the head's weights are not 0
+        episodes, critic, calls = episodes_of(learner, [2.0, 0.5]), learner._critic, []
+        layer = critic._scorer.model.model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        critic.gradient([item.segments[0] for item in episodes], {
+            item.rollout_id: item.critic for item in episodes
+        })  # fmt: skip
+        found.append((len(calls), layer.up_proj.weight.grad))
+    (once, gradient), (twice, again) = found
+    assert (once, twice) == (1, 2)
+    torch.testing.assert_close(again, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_beyond_its_vocabulary_is_refused_with_its_place(tokenizer):
+    foreign = segment("r0", [5, 6, 7], [20, 10**6], [-1.0, -1.0])
+    with pytest.raises(SegmentError, match="rollout r0, turn 1, token 4: token id 1000000, and the actor"):
+        scored(own_critic_of(tokenizer), [foreign])
 
 
 def test_the_plan_of_memory_counts_its_layers(tokenizer):
