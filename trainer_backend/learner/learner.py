@@ -54,7 +54,7 @@ from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_wo
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
-from trainer_backend.rundir.checkpoint_paths import STARTED_FROM
+from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
 
 # A server that hangs costs one pass over the weights; the others load them in the next, in their time.
@@ -180,7 +180,8 @@ class LocalLearner:
         return learner, restore_progress(checkpoint, learner._optimizer, ranks)
 
     def _restore_critic(self, checkpoint: Path) -> None:
-        if self._head is not None:
+        # The head of a critic with layers of its own reads those, and says nothing of the policy's.
+        if self._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
             self._head.restore(checkpoint)
         if self._has_own_critic:
             self._own_critic().restore(checkpoint)

@@ -276,13 +276,19 @@ def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
 def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
     """A line for a person where the job has another critic than the checkpoint, or none; else None."""
     needed = estimator(advantage).needs_values
-    there = (checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE).exists()
-    if needed and critic == "own" and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
+    there, has_own = (
+        (checkpoint / TRAINING_FOLDER / name).exists() for name in (VALUE_HEAD_FILE, CRITIC_FILE)
+    )
+    fresh = "a fresh one begins, all values 0"
+    if needed and critic == "own" and not has_own:
         missing = f"{checkpoint.name} has no critic with layers of its own"
-        return f"{missing}, which training.critic = 'own' needs: a fresh one begins, all values 0"
+        return f"{missing}, which training.critic = 'own' needs: {fresh}"
+    if needed and critic == "head" and has_own:
+        left = f"the critic of {checkpoint.name} has layers of its own and is left behind"
+        return f"{left}: training.critic = 'head' reads the policy's; {fresh}"
     name = f"algorithm.advantage = {advantage!r}"
     if needed and not there:
-        return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"
+        return f"{checkpoint.name} has no value head, which {name} needs: {fresh}"
     if there and not needed:
         return f"the value head of {checkpoint.name} is left behind: {name} needs none"
     return None

@@ -120,6 +120,19 @@ def test_a_run_that_goes_from_a_head_to_layers_of_its_own_says_so_and_begins_fre
     assert scored(again, states(1)) == {"r0": [0.0]}
 
 
+def test_a_run_that_goes_back_to_a_head_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
+    learner = own_critic_of(tokenizer)
+    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None
+    assert told_on_resume("gae", tmp_path / "iteration_1", critic="head") == (
+        "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' reads "
+        "the policy's; a fresh one begins, all values 0"
+    )
+    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
+    assert scored(again, states(1)) == {"r0": [0.0]}
+
+
 def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path):
     learner = own_critic_of(tokenizer)
     scored(learner, states(1))
