@@ -277,7 +277,9 @@ def less_memory(config: LearnerConfig) -> str:
     knobs = [f"lower {sizes}"]
     if not table.gradient_checkpointing:
         knobs.append("set training.gradient_checkpointing = true")
-    if config.lora is None:
+    if config.update.has_own_critic:  # which neither [lora] nor several ranks go with
+        knobs.append("set training.critic = 'head'")
+    elif config.lora is None:
         knobs.append("train adapters with [lora]")
     knobs += _of_ranks(config, is_gpu=place(config.model.device).device.type != "cpu")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
@@ -303,7 +305,7 @@ def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
         if not table.fsdp_cpu_offload:
             yield "set learner.fsdp_cpu_offload = true"
         return
-    if torch.cuda.device_count() > 1:
+    if torch.cuda.device_count() > 1 and not config.update.has_own_critic:
         yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
     if not config.training.optimizer_offload:
         yield "set training.optimizer_offload = true"

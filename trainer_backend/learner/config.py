@@ -32,6 +32,11 @@ class UpdateConfig:
     planned_tokens: int
     seed: int
 
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether the critic has layers of its own."""
+        return self.value_level is not None and self.training.critic == "own"
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:

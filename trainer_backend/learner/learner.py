@@ -183,12 +183,8 @@ class LocalLearner:
         # The head of a critic with layers of its own reads those, and says nothing of the policy's.
         if self._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
             self._head.restore(checkpoint)
-        if self._has_own_critic:
+        if self.config.update.has_own_critic:
             self._own_critic().restore(checkpoint)
-
-    @property
-    def _has_own_critic(self) -> bool:
-        return self.config.update.value_level is not None and self.config.training.critic == "own"
 
     def _own_critic(self) -> OwnCritic:
         level, training = self.config.update.value_level, self.config.training
@@ -241,7 +237,7 @@ class LocalLearner:
         level = self.config.update.value_level
         assert level is not None, "asked only where the estimator needs values"
         with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
-            if self._has_own_critic:
+            if self.config.update.has_own_critic:
                 of_segments = iter(self._own_critic().values(segments))
             else:
                 of_segments = iter(self._values_of_head(episodes, segments))
@@ -321,7 +317,7 @@ class LocalLearner:
                 )
             else:
                 metrics = {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
-            if self._has_own_critic:
+            if self.config.update.has_own_critic:
                 metrics |= self._fit_critic(episodes, iteration, steps=int(metrics["optim/steps"]))
             if not metrics["optim/steps"]:  # they are those that it offers
                 self._is_on_offer, self._sender = was_on_offer, sender

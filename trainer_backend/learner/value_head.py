@@ -108,7 +108,7 @@ class ValueHead:
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
                     "the gradient of the value head is not finite; the weights before this step are kept",
-                    hint="lower training.value_learning_rate or training.value_coef",
+                    hint="lower training.value_learning_rate",
                 )
 
     def step(self, *, policy_rate: float) -> None:
