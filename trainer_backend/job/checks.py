@@ -13,7 +13,16 @@ from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable, Table
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.plugins import LOSSES, READS, aggregation, allocation, estimator, not_read, policy_loss
+from trainer_backend.plugins import (
+    AGGREGATIONS,
+    LOSSES,
+    READS,
+    aggregation,
+    allocation,
+    estimator,
+    not_read,
+    policy_loss,
+)
 
 Finding = tuple[str, str]  # a key, and a sentence about it
 _SCHEDULE = "rollout_allocation_schedule"
@@ -50,13 +59,8 @@ def process_findings(config: JobConfig) -> Iterator[Finding]:
         )
     if config.training.critic == "own":
         yield from _of_an_own_critic(config)
-    has_head = estimator(config.algorithm.advantage).needs_values and config.training.critic == "head"
-    if config.training.skip_certain_above is not None and has_head:
-        yield (
-            "training.skip_certain_above",
-            "training.skip_certain_above omits segments from the passes that training.critic = 'head' "
-            "learns in; known there: absent. Did you mean training.critic = 'own'?",
-        )
+    if config.training.skip_certain_above is not None:
+        yield from _of_certain_segments(config)
     yield from _launcher_findings(config)
     if config.cluster is not None:
         yield from _rank_findings(config.learner, config.training, config.model)
@@ -125,6 +129,38 @@ def _of_an_own_critic(config: JobConfig) -> Iterator[Finding]:
     for other, is_there in others.items():
         if is_there:
             yield "training.critic", f"training.critic = 'own' does not go with {other}; known there: head"
+
+
+def _of_certain_segments(config: JobConfig) -> Iterator[Finding]:
+    """Check what needs the segments that `training.skip_certain_above` omits."""
+    key, training = "training.skip_certain_above", config.training
+    if estimator(config.algorithm.advantage).needs_values and training.critic == "head":
+        yield (
+            key,
+            f"{key} omits segments from the passes that training.critic = 'head' learns in; known there: "
+            "absent. Did you mean training.critic = 'own'?",
+        )
+    if aggregation(training.aggregation).over == "iteration":
+        others = ", ".join(name for name, plug in AGGREGATIONS.items() if plug.over != "iteration")
+        yield (
+            key,
+            f"{key} omits segments, and training.aggregation = {training.aggregation!r} gives what is left "
+            f"of an episode the weight of all of it; known there: {others}",
+        )
+    levels = {
+        "algorithm.ratio_level": config.algorithm.ratio_level,
+        "training.behaviour_weight_level": training.behaviour_weight_level,
+    } | {
+        f"{table.name}: behaviour_weight_level": table.behaviour_weight_level
+        for table in config.fixed_policies
+    }
+    for name, level in levels.items():
+        if level == "episode":
+            yield (
+                key,
+                f"{key} omits segments, and {name} = 'episode' multiplies over all tokens of an episode; "
+                "known there: token, decision",
+            )
 
 
 # Keys of [learner] that several ranks read, and nobody else.
@@ -364,6 +400,8 @@ def advice(config: JobConfig) -> list[str]:
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
             "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
         )
+    if training.skip_certain_above is not None:
+        findings += _of_what_certain_segments_say(config)
     findings += _of_the_states(config.algorithm)
     if by_outcome and not (plug.needs_state_keys or plug.needs_texts):
         findings.append(
@@ -389,6 +427,32 @@ def _of_the_states(algorithm: AlgorithmTable) -> Iterator[str]:
             f"algorithm.advantage = {name!r} compares decisions in equal states, and those of "
             f"state_hashing_function = {key!r} hold all that was seen before: hardly any is met twice "
             "(anchors/singleton_frac is the share that is not)"
+        )
+
+
+def _of_what_certain_segments_say(config: JobConfig) -> Iterator[str]:
+    """Name the terms that do without the segments that `training.skip_certain_above` omits."""
+    key, training, advantage = "training.skip_certain_above", config.training, config.algorithm.advantage
+    if not estimator(advantage).needs_values:
+        yield (
+            f"{key} with algorithm.advantage = {advantage!r}, which has no critic: only where the advantages "
+            "of a state are 0 on average is what it omits small (docs/credit.md). Did you mean advantage = "
+            "'gae' with training.critic = 'own'?"
+        )
+    terms = [f"training.{name}" for name in ("entropy_coef", "kl_coef") if getattr(training, name)]
+    if terms:
+        yield (
+            f"{key} omits certain decisions from {' and '.join(terms)} too, which then do not hold the "
+            "policy back where it is most certain"
+        )
+    if training.target_kl is not None:
+        yield (
+            f"{key} with training.target_kl: what is omitted counts as unmoved in the distance that "
+            "target_kl bounds"
+        )
+    if config.fixed_policies:
+        yield (
+            f"{key} omits segments of the actor alone: those of [rollout_only] weigh more beside what is left"
         )
 
 
@@ -454,6 +518,11 @@ def biases(config: JobConfig) -> list[str]:
         findings.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
     if training.refill_rounds:
         findings.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
+    if training.skip_certain_above is not None:
+        findings.append(
+            f"training.skip_certain_above = {training.skip_certain_above:g} (of certain decisions, only what "
+            "was sampled against the odds)"
+        )
     if config.rollout.sampling_of().is_truncated:
         findings.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
     if training.max_staleness:

@@ -49,6 +49,21 @@ def job_of(algorithm, training=None):
             "training.skip_certain_above omits segments from the passes that training.critic = 'head'",
         ),
         (
+            {},
+            {"skip_certain_above": 0.99, "aggregation": "episode_equal"},
+            "aggregation = 'episode_equal' gives what is left .* known there: token_mean, decision_mean, con",
+        ),
+        (
+            {"ratio_level": "episode"},
+            {"skip_certain_above": 0.99},
+            "skip_certain_above omits segments, and algorithm.ratio_level = 'episode' multiplies over all",
+        ),
+        (
+            {},
+            {"skip_certain_above": 0.99, "behaviour_weight_level": "episode"},
+            "skip_certain_above omits segments, and training.behaviour_weight_level = 'episode' multiplies",
+        ),
+        (
             {"advantage": "gae"},
             {"critic_warmup": 2},
             "training.critic_warmup is not read by training.critic = 'head'; known to: own",
@@ -121,6 +136,25 @@ def test_a_critic_takes_its_keys_and_needs_no_siblings():
     assert loaded.warnings == ()
     alone = job_of({"advantage": "rloo"}, {"group_size": 1})
     assert "group_size is 1" in alone.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "training", "told"),
+    [
+        ({"advantage": "gae"}, {"critic": "own"}, []),
+        ({}, {}, ["advantage = 'stepwise', which has no critic"]),
+        (
+            {"advantage": "gae"},
+            {"critic": "own", "entropy_coef": 0.01, "kl_coef": 0.1, "target_kl": 0.05},
+            ["from training.entropy_coef and training.kl_coef too", "counts as unmoved in the distance"],
+        ),
+    ],
+)
+def test_what_certain_decisions_would_have_said_is_told(algorithm, training, told):
+    table = {"skip_certain_above": 0.98, "entropy_coef": 0.0, **training}
+    warnings = job_of(algorithm, table).warnings
+    assert len(warnings) == len(told)
+    assert all(part in warning for part, warning in zip(told, warnings, strict=True))
 
 
 def test_gamma_is_the_tasks_and_may_stand_beside_any_estimator():

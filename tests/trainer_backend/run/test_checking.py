@@ -60,6 +60,7 @@ def test_a_servers_key_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pyte
         ({"advantage": "gae", "gae_lambda": 1.0}, {"aggregation": "constant"}, []),
         ({"advantage": "gae"}, {"aggregation": "constant"}, ["algorithm.gae_lambda"]),
         ({"advantage": "gigpo"}, {}, ["algorithm.advantage", "training.aggregation"]),
+        ({}, {"aggregation": "constant", "skip_certain_above": 0.98}, ["training.skip_certain_above"]),
         (
             {"gamma": 0.9},
             {"aggregation": "episode_equal", "skip_flat_groups": True, "refill_rounds": 1},
