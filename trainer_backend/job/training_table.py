@@ -92,8 +92,8 @@ class TrainingTable(Table):
         gt=0,
         lt=1,
         description="omit what the actor was this sure of from its update: segments of which each token had "
-        "a higher probability when it was sampled. They have next to no gradient, and an own critic still "
-        "learns from them; absent: none",
+        "a higher probability when it was sampled. A named bias, small with an own critic, which still "
+        "learns from them (docs/credit.md); absent: none",
     )
     refill_rounds: int = Field(
         default=0,
@@ -162,7 +162,7 @@ class TrainingTable(Table):
     critic_warmup: int = Field(
         default=0,
         ge=0,
-        description="own critic: first iterations in which it learns alone, and the policy stays as it is",
+        description="own critic: its first iterations, in which it learns alone and the policy stays as it is",
     )
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"

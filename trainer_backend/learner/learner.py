@@ -48,7 +48,7 @@ from trainer_backend.learner.sharding import gathered_copy, shard
 from trainer_backend.learner.shares import sample_of
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.learner.update import EMPTY, LogprobCache, PolicyUpdate, Reference
+from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
@@ -308,20 +308,35 @@ class LocalLearner:
         with self._weights_rest:
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
-            learned, sure_above = episodes, self.config.training.skip_certain_above
-            if sure_above is not None:  # what was scored before is in the order of all segments
-                learned, cache = without_certain(episodes, sure_above), EMPTY
-            if learned and iteration > self.config.training.critic_warmup:
-                metrics = self.policy_update().run(
-                    learned, iteration=iteration, policy_version=policy_version, cache=cache
-                )
-            else:
-                metrics = {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+            metrics = self._update_policy(episodes, iteration, policy_version, cache)
             if self.config.update.has_own_critic:
                 metrics |= self._fit_critic(episodes, iteration, steps=int(metrics["optim/steps"]))
             if not metrics["optim/steps"]:  # they are those that it offers
                 self._is_on_offer, self._sender = was_on_offer, sender
         return metrics
+
+    def _update_policy(
+        self,
+        episodes: Sequence[CreditedEpisode],
+        iteration: int,
+        policy_version: int | None,
+        cache: LogprobCache,
+    ) -> dict[str, float]:
+        """The policy's steps: none while an own critic warms up, nor where it was certain of everything."""
+        training, share, metrics = self.config.training, 1.0, dict[str, float]()
+        if training.skip_certain_above is not None:
+            numbers = uncertain_segments(episodes, training.skip_certain_above)
+            rest, cache = part_of(episodes, numbers), cache.part(numbers)
+            share = _tokens(rest) / _tokens(episodes)
+            episodes, metrics = rest, {"optim/certain_frac": 1.0 - share}
+        warms_up = (
+            self.config.update.has_own_critic and self._own_critic().iterations < training.critic_warmup
+        )
+        if warms_up or not episodes:
+            return metrics | {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+        return metrics | self.policy_update(share).run(
+            episodes, iteration=iteration, policy_version=policy_version, cache=cache
+        )
 
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
@@ -345,10 +360,15 @@ class LocalLearner:
         head = () if self._head is None else self._head.trained.values()
         return [*(weight for weight in self.model.parameters() if weight.requires_grad), *head]
 
-    def policy_update(self) -> PolicyUpdate:
-        """The update of the weights as they are now."""
+    def policy_update(self, share: float = 1.0) -> PolicyUpdate:
+        """The update of the weights as they are now, from this share of the sampled tokens."""
         return PolicyUpdate(
-            self.scorer, self._optimizer, self.config, reference=self._pull(), head=self._head
+            self.scorer,
+            self._optimizer,
+            self.config,
+            reference=self._pull(),
+            head=self._head,
+            share=share,
         )
 
     def save(self, folder: Path, progress: Progress) -> None:
@@ -472,26 +492,42 @@ class LocalLearner:
         return held.logprobs
 
 
-def without_certain(episodes: Sequence[CreditedEpisode], probability: float) -> list[CreditedEpisode]:
-    """The episodes without the actor's segments that it was sure of; none is left without a segment.
+def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
+    """By rollout id, the numbers of its segments but for those of the actor that it was certain of.
 
     Of a token with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much
-    as that of any other, and says next to nothing.
+    as that of any other. What leaving it out biases is in docs/credit.md.
 
     Args:
-        probability: a segment is left out where each of its tokens had a higher one when it was sampled.
+        probability: a segment is certain where each of its tokens had a higher one when it was sampled.
 
     Source: the idea of a gradient of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who
     choose by entropy.
     """
     least = math.log(probability)
-    kept = [
-        item
-        if item.policy != ACTOR
-        else replace(item, segments=[part for part in item.segments if part.logprobs.min() <= least])
+    return {
+        item.rollout_id: [
+            number
+            for number, segment in enumerate(item.segments)
+            if item.policy != ACTOR or segment.logprobs.min() <= least
+        ]
         for item in episodes
+    }
+
+
+def part_of(
+    episodes: Sequence[CreditedEpisode], numbers: Mapping[str, Sequence[int]]
+) -> list[CreditedEpisode]:
+    """The episodes with the segments of these numbers alone; none is left without a segment."""
+    return [
+        replace(item, segments=[item.segments[number] for number in numbers[item.rollout_id]])
+        for item in episodes
+        if numbers[item.rollout_id]
     ]
-    return [item for item in kept if item.segments]
+
+
+def _tokens(episodes: Sequence[CreditedEpisode]) -> int:
+    return sum(len(segment.logprobs) for item in episodes for segment in item.segments)
 
 
 def scorer_of(

@@ -36,6 +36,8 @@ from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+# A key of its file, beside those of its weights.
+_ITERATIONS = "iterations"
 
 
 class OwnCritic:
@@ -49,12 +51,13 @@ class OwnCritic:
 
     Attributes:
         steps: optimizer steps taken since this object was made.
+        iterations: of which it has learned, those before a resume too.
     """
 
     def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
         self._scorer = replace(policy, model=copy.deepcopy(policy.model))
         self._table, self._seed, self.level = table, seed, level
-        self.steps = 0
+        self.steps = self.iterations = 0
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         self._optimizer = adamw_of(
@@ -94,6 +97,7 @@ class OwnCritic:
             random.Random(derived_seed(self._seed, "critic-shuffle", iteration, number)).shuffle(order)
             steps = in_steps(order, self._table.critic_batch_decisions)
             losses = [self._step([item.segment for item in step], learned) for step in steps]
+        self.iterations += 1
         return {"value/loss": sum(losses) / len(losses)} if losses else {}
 
     def _step(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
@@ -138,7 +142,7 @@ class OwnCritic:
     def save(self, folder: Path) -> None:
         """Weights and moments of its layers and of its head, as two files of a checkpoint."""
         self._head.save(folder)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {_ITERATIONS: torch.tensor(self.iterations)}
         for name, weight in self._weights().items():
             tensors[name] = weight.detach()
             tensors |= {
@@ -159,6 +163,8 @@ class OwnCritic:
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         weights = self._weights()
+        # The file of an older release has no count; its critic was warm.
+        self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(tensors[name])

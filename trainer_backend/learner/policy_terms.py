@@ -19,7 +19,8 @@ from trainer_backend.job.training_table import TrainingTable
 _OF_FIXED = ("ratio_mean", "entropy")
 _OF_CLIPPED = ("clip_low_share", "clip_high_share")
 # How far the step lies from the proximal policy: nats, mean over the tokens of all samples, whatever the loss
-# makes of their ratios and weights. It is what target_kl bounds, so it must mean the same in every job.
+# makes of their ratios and weights. It is what target_kl bounds, so it must mean the same in every job: what
+# training.skip_certain_above omits counts as unmoved.
 DRIFT = "loss/kl_to_proximal"
 
 
@@ -27,21 +28,25 @@ DRIFT = "loss/kl_to_proximal"
 class StepSums:
     """Sums over a whole step, by which the sums over its pieces become means.
 
-    tokens: all that were sampled.
+    tokens: all that were sampled, with the step's share of those that are left out of the iteration.
     weights: by policy, of its tokens' weights in the loss.
     critic: of the value loss's; 0 without one.
     """
 
-    tokens: int
+    tokens: float
     weights: Mapping[str, float]
     critic: float
 
 
 class PolicyTerms:
-    """The objectives of a job, and its loss over tokens of any of its policies."""
+    """The objectives of a job, and its loss over tokens of any of its policies.
 
-    def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable) -> None:
-        self.objectives, self._table = objectives, table
+    Args:
+        share: of the iteration's sampled tokens, that its steps hold.
+    """
+
+    def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable, share: float = 1.0) -> None:
+        self.objectives, self._table, self._share = objectives, table, share
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -72,7 +77,9 @@ class PolicyTerms:
         """Return sums over a whole step, so that a reported mean is over a policy's own samples."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
         return StepSums(
-            len(batch.weight_N), weights, 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
+            len(batch.weight_N) / self._share,
+            weights,
+            0.0 if batch.critic is None else float(batch.critic.weight_N.sum()),
         )
 
     def spans_pieces(self, batch: Batch) -> bool:

@@ -56,6 +56,14 @@ class LogprobCache:
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
+    def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
+        """Of the segments of these numbers alone, by rollout id."""
+
+        def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+            return {name: [rows[number] for number in numbers[name]] for name, rows in logprobs.items()}
+
+        return LogprobCache(of(self.proximal), of(self.reference))
+
 
 EMPTY = LogprobCache()
 
@@ -66,6 +74,7 @@ class PolicyUpdate:
     Args:
         reference: the policy that a KL term pulls towards; None without such a term.
         head: a critic's; None where no episode has targets for it.
+        share: of the iteration's sampled tokens, that the episodes of `run` hold.
     """
 
     def __init__(
@@ -76,10 +85,11 @@ class PolicyUpdate:
         *,
         reference: Reference | None = None,
         head: ValueHead | None = None,
+        share: float = 1.0,
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._config, self._table, self._ranks = config, config.training, scorer.ranks
-        self._terms = PolicyTerms(config.update.objectives, config.training)
+        self._terms = PolicyTerms(config.update.objectives, config.training, share)
         self._aggregation = aggregation(config.training.aggregation)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)

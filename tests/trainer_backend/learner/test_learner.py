@@ -24,7 +24,8 @@ from trainer_backend.errors import (
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, held_scorer, without_certain
+from trainer_backend.learner.learner import LocalLearner, held_scorer, part_of, uncertain_segments
+from trainer_backend.learner.policy_terms import DRIFT
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
@@ -317,21 +318,48 @@ def test_what_the_policy_was_sure_of_is_left_out_of_its_update():
     first = [segment("a", [5], [20, 21], [sure, sure], t=0), segment("a", [6], [20, 21], [sure, unsure], t=1)]
     second = [segment("b", [5], [20, 21], [sure, sure])]
     episodes = [CreditedEpisode("a", first, [1.0, 2.0]), CreditedEpisode("b", second, [3.0])]
-    assert [(item.rollout_id, item.segments) for item in without_certain(episodes, 0.99)] == [
-        ("a", first[1:])
-    ]
-    assert [len(item.segments) for item in without_certain(episodes, 0.999)] == [2, 1]
+    numbers = uncertain_segments(episodes, 0.99)
+    assert numbers == {"a": [1], "b": []}
+    assert [(item.rollout_id, item.segments) for item in part_of(episodes, numbers)] == [("a", first[1:])]
+    assert uncertain_segments(episodes, 0.999) == {"a": [0, 1], "b": [0]}
     of_another = [replace(item, policy="teacher") for item in episodes]
-    assert without_certain(of_another, 0.99) == of_another
+    assert part_of(of_another, uncertain_segments(of_another, 0.99)) == of_another
+
+
+# One decision of two tokens, whose sampler gave them a probability of 0.999.
+CERTAIN = CreditedEpisode("certain", [segment("certain", [5, 6, 9], [20, 21], [-1e-3, -1e-3])], [5.0])
 
 
 def test_an_update_without_what_was_certain_is_that_of_the_rest(tokenizer):
     skipping, plain = learner_of(tokenizer, training__skip_certain_above=0.99), learner_of(tokenizer)
-    sure = CreditedEpisode("sure", [segment("sure", [5, 6, 9], [20, 21], [-1e-3, -1e-3])], [5.0])
     rest = episodes_of(plain, [1.0, -1.0])
-    skipping.score({item.rollout_id: item.segments for item in [sure, *rest]})  # kept for the update
-    metrics = skipping.update([sure, *rest], iteration=1)
-    assert metrics == plain.update(rest, iteration=1)
+    metrics, of_rest = skipping.update([CERTAIN, *rest], iteration=1), plain.update(rest, iteration=1)
+    assert metrics.pop("optim/certain_frac") == pytest.approx(1 / 3)
+    # what is omitted counts as unmoved: the mean is over all six tokens, of which two are certain
+    assert metrics.pop(DRIFT) == pytest.approx(of_rest.pop(DRIFT) * 2 / 3, rel=1e-6)
+    assert metrics == of_rest
     weights = plain.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in skipping.model.state_dict().items())
-    assert skipping.update([sure], iteration=2) == {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+    nothing = {"optim/steps": 0.0, "optim/steps_skipped": 0.0, "optim/certain_frac": 1.0}
+    assert skipping.update([CERTAIN], iteration=2) == nothing
+
+
+def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(tokenizer):
+    settings = {"training__skip_certain_above": 0.99, "training__kl_coef": 0.1, "training__update_passes": 1}
+    found = []
+    for is_scored in (True, False):
+        learner = learner_of(tokenizer, training__batch_decisions=1, **settings)
+        first, second = (item.segments[0] for item in episodes_of(learner, [1.0, -1.0]))
+        of_both = [
+            replace(CERTAIN.segments[0], rollout_id="r1"),
+            segment("r1", [5, 6, 8], [21, 31], second.logprobs, t=1),
+        ]
+        episodes = [CreditedEpisode("r0", [first], [1.0]), CreditedEpisode("r1", of_both, [5.0, -1.0])]
+        if is_scored:
+            learner.score({item.rollout_id: item.segments for item in episodes})
+        calls: list[int] = []
+        learner.model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        found.append((learner.update(episodes, iteration=1), len(calls)))
+    (of_cache, steps), (scored_anew, passes) = found
+    assert of_cache == pytest.approx(scored_anew, abs=1e-6)
+    assert (steps, passes) == (2, 4)  # else policy and reference, a copy with its hook, score once more

@@ -93,6 +93,17 @@ def test_while_it_warms_up_the_policy_stays_and_nothing_new_is_served(tokenizer)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
 
 
+def test_a_critic_that_begins_in_the_middle_of_a_run_warms_up_then(tokenizer, tmp_path: Path):
+    learner = own_critic_of(tokenizer, training__critic_warmup=2)
+    found = []
+    for iteration in (50, 51, 52):
+        episodes = episodes_of(learner, [1.0, -2.0], advantage=1.0)
+        found.append(learner.update(episodes, iteration=iteration)["optim/steps"] > 0)
+        learner.save(tmp_path / f"iteration_{iteration}", Progress(iteration, 1, 2))
+        learner, _ = LocalLearner.resumed(learner.config, tmp_path / f"iteration_{iteration}")
+    assert found == [False, False, True]
+
+
 @pytest.mark.parametrize("advantage", LEVELS)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path, advantage):
     whole = own_critic_of(tokenizer, advantage)
