@@ -378,7 +378,7 @@ async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
 
 
 async def _update(run: Run, result: IterationResult, progress: Progress) -> dict[str, float]:
-    """Update the policy and return its metrics; if all groups are flat and skipped, there is no update."""
+    """Update the policy and return its metrics; say so where it takes no step."""
     episodes, iteration = result.credited.episodes, progress.iteration + 1
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
@@ -390,12 +390,17 @@ async def _update(run: Run, result: IterationResult, progress: Progress) -> dict
             f"{algorithm.advantage!r} compares first decisions alone; algorithm.state_hashing_function = "
             f"{algorithm.state_hashing_function!r} may tell states apart that are alike"
         )
-    return await asyncio.to_thread(
+    update = await asyncio.to_thread(
         run.learner.update,
         episodes,
         iteration=iteration,
         policy_version=progress.policy_version if run.planner.table.max_staleness else None,
     )
+    if not update["optim/steps"]:
+        is_certain = update.get("optim/certain_frac") == 1.0
+        reason = "every decision is certain" if is_certain else "the critic warms up"
+        run.reporter.say(f"iteration {iteration}: {reason}, so the policy takes no step")
+    return update
 
 
 async def _save_last(run: Run, progress: Progress) -> None:

@@ -563,3 +563,22 @@ async def test_rollouts_that_cannot_be_credited_are_kept_to_look_at(tmp_path: Pa
     with pytest.raises(TrainerError, match="no decision_rewards"):
         await train(run, Progress(), asyncio.Event())
     assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"optim/certain_frac": 1.0}, "every decision is certain"),
+        ({"optim/certain_frac": 0.6}, "the critic warms up"),
+        ({}, "the critic warms up"),
+    ],
+)
+async def test_an_iteration_without_a_step_of_the_policy_says_why(tmp_path: Path, metrics, reason):
+    class Resting(Learner):
+        def update(self, episodes: object, *, iteration: int, policy_version: object = None):
+            return {"optim/steps": 0.0, "optim/steps_skipped": 0.0, **metrics}
+
+    run = run_of(tmp_path, learner=Resting(), training__iterations=1)
+    progress = await train(run, Progress(), asyncio.Event())
+    assert (progress.policy_version, progress.updates) == (0, 0)
+    assert f"iteration 1: {reason}, so the policy takes no step" in run.reporter.lines

@@ -162,7 +162,7 @@ class TrainingTable(Table):
     critic_warmup: int = Field(
         default=0,
         ge=0,
-        description="own critic: its first iterations, in which it learns alone and the policy stays as it is",
+        description="own critic: its first iterations, in which it learns alone and the policy stays",
     )
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"
