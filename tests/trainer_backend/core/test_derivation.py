@@ -30,6 +30,17 @@ def test_a_line_has_the_numbers_and_says_what_the_baseline_is():
     assert lines(STEPWISE, compared=None, **numbers) == [(equation, "")]
 
 
+def test_a_number_that_is_0_is_said_where_it_counts_no_others():
+    # the decision led to the goal itself: 0.5 ** 0 = 1
+    numbers = {"step_advantage": 0.5, "closeness": 1.0, "baseline": 0.5, "scale": 1.0, "next_distance": 0.0}
+    assert lines(ESTIMATORS["graphgpo"].derivation, compared=0.0, **numbers) == [
+        (
+            "step_advantage 0.5 = (closeness 1 - baseline 0.5) / scale 1",
+            "baseline: its own, as there is nothing to compare with; closeness: 0 decisions from the goal",
+        )
+    ]
+
+
 def test_an_equation_without_all_its_numbers_is_left_out():
     numbers = {"advantage": 1.0, "td_error": 0.25, "later": 0.75, "reward": 2.0, "next_value": None}
     assert lines(ESTIMATORS["gae"].derivation, **numbers) == [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.advantages.derivation import PARTS, substituted
+from trainer_backend.core.advantages.derivation import PARTS, substitution
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.critic import ByToken
 from trainer_backend.errors import AdvantageError
@@ -98,7 +98,7 @@ def equated(derivation, numbers):
     for equation in derivation.equations:
         result, right = equation.split(" = ")
         try:
-            arithmetic = substituted(right, lambda name: f"({numbers[name]!r})")
+            arithmetic = substitution(right, lambda name: f"({numbers[name]!r})")
         except KeyError:
             assert equation != derivation.equations[-1], "the advantage always follows"
             continue

@@ -62,17 +62,17 @@ class Derivation:
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         return [
-            (substituted(equation, lambda name: f"{name} {show(known[name])}"), self._said(names, known))
+            (substitution(equation, lambda name: f"{name} {show(known[name])}"), self._remarks(names, known))
             for equation in self.equations
             if (names := set(_NAME.findall(equation))) <= known.keys()
         ]
 
-    def _said(self, names: Set[str], known: Mapping[str, float]) -> str:
-        said = [(name, _phrase(words, known)) for name, words in self.words if name in names]
-        return "; ".join(f"{name}: {phrase}" for name, phrase in said if phrase)
+    def _remarks(self, names: Set[str], known: Mapping[str, float]) -> str:
+        phrases = [(name, _phrase(words, known)) for name, words in self.words if name in names]
+        return "; ".join(f"{name}: {phrase}" for name, phrase in phrases if phrase)
 
 
-def substituted(equation: str, number: Callable[[str], str]) -> str:
+def substitution(equation: str, number: Callable[[str], str]) -> str:
     """The equation with a text for each name."""
     return _NAME.sub(lambda match: number(match[0]), equation)
 
@@ -82,7 +82,7 @@ def _phrase(words: str, known: Mapping[str, float]) -> str:
     counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
     if None in counts.values():
         return ""
-    if 0 in counts.values():
+    if counts.get("compared") == 0:
         return "its own, as there is nothing to compare with"
     plural = "" if 1 in counts.values() else r"\1"
     return re.sub(r"\[(\w+)\]", plural, words).format_map({name: f"{n:g}" for name, n in counts.items()})

@@ -60,8 +60,8 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
     groups = siblings(episodes)
     weights = additive_weights(config)
     _refuse_missing_texts(episodes)
-    keyed = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
-    graph = state_graph(keyed, groups, "gigpo_soft")
+    by_text = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
+    graph = state_graph(by_text, groups, "gigpo_soft")
     texts_D = [text for episode in episodes for text in episode.texts_T]
     returns_D = returns_to_go(episodes, config.gamma)
     parts_D = _soft_baselines(graph, texts_D, returns_D, config.similarity_temperature)
