@@ -143,7 +143,7 @@ class BalrogEnvironment(CrafterEnvironment):
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         observation = super()._observe(reward, news)
         history = [list(turn) for turn in self._history]
-        self._data = {**observation.data, "answers": list(ANSWERS), "history": history}
+        self._data = {**observation.data, "answer_names": list(ANSWERS), "history": history}
         return replace(observation, data=self._data)
 
     def _text(self, data: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from task_app.protocols import Observation
 
 _VITALS = frozenset({"health", "food", "drink", "energy"})
 # The history of BALROG's text is past news, and its answers are the same everywhere.
-_TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answers"})
+_TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answer_names"})
 # Kinds to walk on: they are everywhere, so the nearest one says nothing.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})
 _CENTRE = (COLUMNS // 2, ROWS // 2)

@@ -87,6 +87,12 @@ async def test_where_an_environment_takes_words_the_action_is_said_in_its_words(
     assert environment.outcome_reward() >= 1
 
 
+@pytest.mark.parametrize("data", [{"answers": 1}, {"answer_names": 1}, {"answer_names": [1, 2]}])
+async def test_data_of_another_kind_under_a_like_name_are_no_words_to_answer_with(data):
+    action, *_ = await RandomPolicy().get_action(PolicyObservation((), data), [])
+    assert action["type"] == "tool_call"
+
+
 def test_a_memory_of_cells_outside_the_world_is_refused():
     memory = MapMemory()
     memory.restore({"step": 3, "cells": [[-4, 67, "void"]]})
