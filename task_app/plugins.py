@@ -21,7 +21,7 @@ from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import TaskAppError, UnknownName
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.labelled import LabelledConfig, LabelledPolicy
-from task_app.policies.openai import OpenAIAgentPolicy
+from task_app.policies.openai import ModelAccess, OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
@@ -118,17 +118,20 @@ class RewardPlugin:
 
 
 def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
-    return OpenAIAgentPolicy(config, **_of_a_model(context))
+    return OpenAIAgentPolicy(config, **_access(context))
 
 
 def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
     boards = context.boards or default_plug_boards()
     name = boards.policy_name(config.teacher, where="teacher: ")
-    teacher = boards.policy(name, config.teacher_config, context, where="teacher_")
-    return LabelledPolicy(config, teacher, **_of_a_model(context))
+    # Key and id are those of the model that plays: the teacher's server may be another operator's, and at our
+    # own gateway a second conversation under this id would break the first one's.
+    apart = replace(context, inference_key=None, rollout_id=None)
+    teacher = boards.policy(name, config.teacher_config, apart, where="teacher_")
+    return LabelledPolicy(config, teacher, **_access(context))
 
 
-def _of_a_model(context: PolicyContext) -> dict[str, Any]:
+def _access(context: PolicyContext) -> ModelAccess:
     """What a policy needs to ask a server, beside its config."""
     return {
         "session": context.session,

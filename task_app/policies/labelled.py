@@ -7,13 +7,13 @@ Source: Ross, Gordon and Bagnell, DAgger, arXiv:1011.0686.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import Field
 
 from shared_schemas.messages import Message
 from task_app.episode.actions import read_action
-from task_app.policies.openai import OpenAIAgentPolicy
+from task_app.policies.openai import ModelAccess, OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from task_app.protocols import AgentPolicy, PolicyAnswer, RestorablePolicy
 
@@ -32,13 +32,13 @@ class LabelledPolicy(OpenAIAgentPolicy):
 
     Args:
         teacher: sees each observation; what it answers is never executed.
-        others: as of `OpenAIAgentPolicy`.
+        access: as of `OpenAIAgentPolicy`.
     """
 
     name = "labelled"
 
-    def __init__(self, config: LabelledConfig, teacher: AgentPolicy, **others: Any) -> None:
-        super().__init__(config, **others)
+    def __init__(self, config: LabelledConfig, teacher: AgentPolicy, **access: Unpack[ModelAccess]) -> None:
+        super().__init__(config, **access)
         self._teacher = teacher
 
     async def get_action(
@@ -47,10 +47,8 @@ class LabelledPolicy(OpenAIAgentPolicy):
         available_tools_specs: list[dict[str, Any]] | None = None,
     ) -> PolicyAnswer:
         action, raw, log_probs, value = await super().get_action(observation, available_tools_specs)
-        taught, _, _, _ = await self._teacher.get_action(observation, available_tools_specs)
-        label = read_action(taught)
-        calls = [call.model_dump(mode="json") for call in label.tool_calls]
-        return {**action, "label": {"content": label.text, "tool_calls": calls}}, raw, log_probs, value
+        answer, _, _, _ = await self._teacher.get_action(observation, available_tools_specs)
+        return {**action, "label": _label(answer)}, raw, log_probs, value
 
     def snapshot(self) -> dict[str, Any]:
         """The model's state, and the teacher's where it has one."""
@@ -63,3 +61,13 @@ class LabelledPolicy(OpenAIAgentPolicy):
         super().restore(state)
         if isinstance(self._teacher, RestorablePolicy):
             self._teacher.restore(state.get("teacher") or {})
+
+
+def _label(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The calls and words of a teacher's answer, and its mark where it is a random detour."""
+    action = read_action(answer)
+    label = {
+        "content": action.text,
+        "tool_calls": [call.model_dump(mode="json") for call in action.tool_calls],
+    }
+    return label | ({"exploratory": True} if answer.get("exploratory", False) else {})

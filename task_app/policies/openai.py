@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import aiohttp
 import stamina
@@ -104,6 +104,17 @@ def decision_seed(seed: int, turn: int) -> int:
     """The sampling seed of decision `turn` (from 1): pure, in [0, 2**31 - 1)."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**31 - 1)
+
+
+class ModelAccess(TypedDict, total=False):
+    """The arguments of `OpenAIAgentPolicy` beside its config that a service gives it."""
+
+    session: aiohttp.ClientSession | None
+    allowed_hosts: Collection[str] | None
+    rollout_id: str | None
+    inference_key: SecretStr | str | None
+    max_reply_bytes: int
+    on_retry: Callable[[], None]
 
 
 class OpenAIAgentPolicy:

@@ -163,10 +163,13 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
 def worth_imitating(step: StepData) -> bool:
     """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`.
 
-    What stands in a label was never executed, so the environment did not refuse it.
+    With a label its mark counts, and that of the action, which is not imitated, does not. What stands in a
+    label was never executed, so the environment did not refuse it.
     """
-    refused = step.step_info.invalid_reason is not None and LABEL not in step.action_taken
-    return any(_wanted(step)) and not refused and not step.action_taken.get("exploratory", False)
+    label = step.action_taken.get(LABEL)
+    refused = step.step_info.invalid_reason is not None and label is None
+    source = step.action_taken if label is None else label
+    return any(_wanted(step)) and not refused and not source.get("exploratory", False)
 
 
 def _wanted(step: StepData) -> tuple[list[dict[str, Any]], str]:

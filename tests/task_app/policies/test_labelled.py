@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 
 import pytest
+from pydantic import SecretStr
 
 from shared_schemas.task_definition import TaskDefinitionModel
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import UnknownName
-from task_app.plugins import POLICIES, PlugBoards, PolicyContext, default_plug_boards
+from task_app.plugins import POLICIES, PlugBoards, PolicyContext, PolicyPlugin, default_plug_boards
 from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 from task_app.policies.scripted import CrafterTeacher, TeacherConfig
 from task_app.protocols import PolicyObservation
@@ -73,3 +74,33 @@ def test_the_teacher_is_looked_up_on_the_boards_that_name_the_policy(name):
     else:
         with pytest.raises(UnknownName, match="teacher"):
             boards.policy("labelled", config, context)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0])
+async def test_a_random_detour_of_the_teacher_is_marked_in_the_label_and_not_in_the_action(epsilon):
+    observation = PolicyObservation((), CrafterEnvironment().reset(1).data)
+    async with fake_inference(waiting()) as fake:
+        config = LabelledConfig(inference_url=fake.url, model="m", ask_token_ids=False, **TEACHER)
+        policy = LabelledPolicy(config, CrafterTeacher(TeacherConfig(epsilon=epsilon)))
+        action, *_ = await policy.get_action(observation, [])
+    assert action["label"].get("exploratory", False) is (epsilon == 1.0)
+    assert "exploratory" not in action
+
+
+async def test_a_teacher_behind_a_server_gets_neither_the_key_nor_the_rollout_id_of_the_model_that_plays():
+    contexts: list[PolicyContext] = []
+
+    def built(config: TeacherConfig, context: PolicyContext) -> CrafterTeacher:
+        contexts.append(context)
+        return CrafterTeacher(config)
+
+    boards = PlugBoards(
+        {}, {"labelled": POLICIES["labelled"], "crafter_teacher": PolicyPlugin(TeacherConfig, built)}
+    )
+    context = PolicyContext(Settings(), session=None, rollout_id="r", inference_key=SecretStr("of the model"))
+    config = {"ask_token_ids": False, "model": "m", **TEACHER}
+    async with fake_inference(waiting()) as fake:
+        policy = boards.policy("labelled", {**config, "inference_url": fake.url}, context)
+        await policy.get_action(PolicyObservation((), CrafterEnvironment().reset(1).data), [])
+    assert [headers["authorization"] for headers in fake.headers] == ["Bearer of the model"]
+    assert [(context.rollout_id, context.inference_key) for context in contexts] == [(None, None)]

@@ -62,3 +62,8 @@ def test_a_label_is_imitated_in_its_place_whatever_became_of_the_decision(refuse
 def test_an_empty_label_is_nothing_to_imitate():
     with pytest.raises(NothingToLearnFrom):
         taught({"type": "tool_call", LABEL: {"content": None, "tool_calls": []}})
+
+
+def test_a_label_that_is_a_random_detour_of_the_teacher_is_not_imitated():
+    with pytest.raises(NothingToLearnFrom):
+        taught({"type": "tool_call", LABEL: {**label("do"), "exploratory": True}})
