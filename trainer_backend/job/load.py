@@ -170,10 +170,15 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
+# Keys of papers that another key of their table switches off.
+_SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
+
+
 def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
-    So the resolved job shows every effective value. Validation reports wrong tables and names later.
+    So the resolved job shows every effective value. Validation reports wrong tables and names later. A value
+    is not filled in where the job says that its switch is off.
 
     Raises:
         JobError: two papers have different values for a key that the job omits.
@@ -186,6 +191,8 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
         for dotted, value in plug.values.items() if plug is not None else ():
             table, _, key = dotted.partition(".")
             home = result.get(table, {})
+            if isinstance(home, dict) and home.get(_SWITCHES.get(dotted)) is False:
+                continue
             if dotted in filled and filled[dotted][1] != value:
                 other, own = filled[dotted]
                 raise JobError(

@@ -202,6 +202,15 @@ def test_what_the_job_says_goes_over_the_paper_and_is_told():
     )
 
 
+def test_flat_groups_that_are_not_skipped_are_not_refilled_because_of_the_paper():
+    loaded = job_of({"loss": "dapo"}, {"skip_flat_groups": False})
+    assert loaded.config.training.refill_rounds == 0
+    (told,) = loaded.warnings
+    assert "training.skip_flat_groups = False (there True), training.refill_rounds = 0 (there 9)" in told
+    with pytest.raises(JobError, match="refill_rounds needs training"):
+        job_of({"loss": "dapo"}, {"skip_flat_groups": False, "refill_rounds": 2})
+
+
 def test_dr_grpo_brings_the_constant_denominator_of_its_paper():
     assert ESTIMATORS["dr_grpo"].compute is ESTIMATORS["grpo_no_std"].compute
     loaded = job_of({"advantage": "dr_grpo"})
