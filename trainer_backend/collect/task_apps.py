@@ -4,6 +4,7 @@ A child lives exactly as long as this process: it is stopped at the end, and its
 from this process, so it also ends when this process is killed.
 """
 
+import asyncio
 import os
 import secrets
 import sys
@@ -124,7 +125,8 @@ async def task_apps(
 
     Args:
         job: names them in [services], or none.
-        log_file: receives the log of an own task app.
+        log_file: receives the log of an own task app. The second one's is beside it, with _1 after its name,
+            and so on.
         player: a model on a foreign server; the own task app may call it. The operators of other task apps
             decide that themselves.
         tell: receives a sentence when one is lost, and when it is back.
@@ -139,20 +141,33 @@ async def task_apps(
             )  # fmt: skip
         else:
             key = SecretStr(secrets.token_urlsafe(32))
-            urls = []
-            for _ in range(table.task_apps):
-                own = EmbeddedTaskApp(
-                    log_file,
+            own = [
+                EmbeddedTaskApp(
+                    log_file.with_stem(f"{log_file.stem}_{number}") if number else log_file,
                     hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
                     body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
                     api_key=key,
                 )
-                urls.append((await stack.enter_async_context(own)).url)
+                for number in range(table.task_apps)
+            ]
+            await _start(own, stack)
+            urls = [app.url for app in own]
             # No waiting for one that is lost: nobody would restart it.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         yield await stack.enter_async_context(apps)
+
+
+async def _start(own: Sequence[EmbeddedTaskApp], stack: AsyncExitStack) -> None:
+    """Start the task apps side by side; where one fails, those that are not up yet are ended."""
+    starts = [asyncio.ensure_future(stack.enter_async_context(app)) for app in own]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for start in starts:
+            start.cancel()
+        await asyncio.wait(starts)
 
 
 def _body_bytes(source: Rows) -> int:

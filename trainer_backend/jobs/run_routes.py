@@ -62,9 +62,10 @@ class Log(Body):
 class LogQuery(Body):
     part: str = Field(
         default="run",
-        pattern=r"^(run|process|task_app|learner|gateway_\d{1,2})$",
+        pattern=r"^(run|process|task_app(_\d{1,2})?|learner|gateway_\d{1,2})$",
         description="run: what the run told; process, task_app: all that its process or its own task app "
-        "printed; learner, gateway_0, gateway_1, ...: those of its processes with [cluster]",
+        "printed; task_app_1, ...: those of its further task apps; learner, gateway_0, gateway_1, ...: those "
+        "of its processes with [cluster]",
     )
     offset: int = Field(default=0, ge=0, le=2**53, description="`next_offset` of the answer before")
     tail: int = Field(default=1000, ge=1, le=10_000, description="the last so many lines of what is new")

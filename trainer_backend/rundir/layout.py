@@ -58,7 +58,7 @@ class RunDirectory:
 
     @property
     def task_app_log(self) -> Path:
-        """The log of a task app that this run starts itself."""
+        """The log of a task app that this run starts itself; of several, the first one's."""
         return self.path / "task_app.log"
 
     def gateway_log(self, number: int) -> Path:
@@ -182,7 +182,7 @@ class RunDirectory:
     def _is_unused(self, path: Path, *, with_log: bool) -> bool:
         if path.name in _FOLDERS:
             return path.is_dir() and not any(path.iterdir())
-        logs = (self.task_app_log, self.learner_log)
+        logs = (self.task_app_log, *self.path.glob("task_app_*.log"), self.learner_log)
         if path.name in _OF_EVERY_START or (with_log and path in logs):
             return True
         return path in (self.metrics_file, *logs) and path.stat().st_size == 0

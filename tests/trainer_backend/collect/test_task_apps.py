@@ -1,5 +1,7 @@
 """Where the key of a named task app comes from, against a real one."""
 
+import asyncio
+
 import pytest
 
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
@@ -41,6 +43,45 @@ async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_
             raise AssertionError("nothing was started")
     (role,) = roles
     assert role.withheld == {"TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"}
+
+
+async def test_own_task_apps_start_side_by_side_and_one_that_fails_is_told_by_its_own_log(
+    monkeypatch, tmp_path
+):
+    roles: list[Role] = []
+    ended: list[Role] = []
+    both = asyncio.Event()
+
+    class Waiting:
+        def __init__(self, role: Role) -> None:
+            self.role = role
+
+        async def address(self) -> None:
+            await both.wait()
+            if self.role is roles[1]:
+                await asyncio.Event().wait()  # it is not up yet when the first one has failed
+
+        async def ended(self) -> int:
+            return 1
+
+        async def end(self, grace_s: float) -> None:
+            ended.append(self.role)
+
+    class Starting:
+        async def start(self, role: Role) -> Waiting:
+            roles.append(role)
+            role.log_file.write_text(f"fault {len(roles)}\n")
+            if len(roles) == 2:
+                both.set()
+            return Waiting(role)
+
+    monkeypatch.setattr("trainer_backend.collect.task_apps.LOCAL", Starting())
+    with pytest.raises(TaskAppError, match="fault 1") as caught:
+        async with asyncio.timeout(20), task_apps(tiny_job(services__task_apps=2), tmp_path / "task_app.log"):
+            raise AssertionError("none was up")
+    assert [role.log_file.name for role in roles] == ["task_app.log", "task_app_1.log"]
+    assert str(tmp_path / "task_app.log") in caught.value.hint
+    assert ended == roles
 
 
 async def test_a_job_may_start_several_task_apps_of_its_own(tmp_path):

@@ -167,8 +167,9 @@ async def test_logs_are_read_from_where_one_was(served):
     assert await log(part="process") == {
         "lines": [{"time": "", "text": "one"}, {"time": "", "text": "tw\ufffd"}], "next_offset": 8,
     }  # fmt: skip
-    (folder / "gateway_1.log").write_bytes(b"listening\n")
-    assert [line["text"] for line in (await log(part="gateway_1"))["lines"]] == ["listening"]
+    for part in ("gateway_1", "task_app_1"):
+        (folder / f"{part}.log").write_bytes(b"listening\n")
+        assert [line["text"] for line in (await log(part=part))["lines"]] == ["listening"]
     assert (await log(part="task_app"))["lines"] == (await log(part="learner"))["lines"] == []
     assert (await served.client.get(f"/jobs/{job_id}/log?part=secrets")).status_code == 422
 

@@ -95,7 +95,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, told: str):
 def test_a_run_in_which_nothing_was_done_can_be_removed(tmp_path: Path):
     run = create_run(tiny_job(), tmp_path / "runs" / "run")
     run.forget_after(-1)  # what every start does
-    run.task_app_log.write_text("starting\n")
+    for log in (run.task_app_log, run.path / "task_app_1.log"):
+        log.write_text("starting\n")
     RecordingReporter(run, ListReporter()).say("run directory: here")
     assert not run.remove_if_unused(with_log=False)
     with run_lock(run.path):  # somebody goes on with it
