@@ -42,8 +42,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "policy": (
         {"rollout__policy_name": "opnai"},
         HERE,
-        "rollout.policy_name: unknown policy 'opnai'; known: crafter_teacher, documents_teacher, openai, "
-        "random, sums_teacher. Did you mean 'openai'?",
+        "rollout.policy_name: unknown policy 'opnai'; known: crafter_teacher, documents_teacher, labelled, "
+        "openai, random, sums_teacher. Did you mean 'openai'?",
     ),
     "key of the policy": (
         {"rollout__policy_config": {"max_attempt": 2}},

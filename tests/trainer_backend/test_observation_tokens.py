@@ -55,6 +55,7 @@ def step_of(estimator, aggregation, spans, level="token"):
     episodes = [
         EpisodeRewards(
             name, "g", REWARDS[name], state_keys_T=["s"] * len(REWARDS[name]),
+            texts_T=["s"] * len(REWARDS[name]),
             values_T=getattr(found, "firsts_T", found),
             token_values=found if plug.needs_values != "decision" else None,
             branch_returns_T=[[0.5]] * len(REWARDS[name]),
