@@ -445,11 +445,6 @@ def _of_what_certain_segments_say(config: JobConfig) -> Iterator[str]:
             f"{key} omits certain decisions from {' and '.join(terms)} too, which then do not hold the "
             "policy back where it is most certain"
         )
-    if training.target_kl is not None:
-        yield (
-            f"{key} with training.target_kl: what is omitted counts as unmoved in the distance that "
-            "target_kl bounds"
-        )
     if config.fixed_policies:
         yield (
             f"{key} omits segments of the actor alone: those of [rollout_only] weigh more beside what is left"
