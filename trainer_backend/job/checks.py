@@ -150,9 +150,6 @@ def _of_certain_segments(config: JobConfig) -> Iterator[Finding]:
     levels = {
         "algorithm.ratio_level": config.algorithm.ratio_level,
         "training.behaviour_weight_level": training.behaviour_weight_level,
-    } | {
-        f"{table.name}: behaviour_weight_level": table.behaviour_weight_level
-        for table in config.fixed_policies
     }
     for name, level in levels.items():
         if level == "episode":

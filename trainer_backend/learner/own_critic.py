@@ -87,7 +87,7 @@ class OwnCritic:
 
     def fit(self, episodes: Sequence[CreditedEpisode], iteration: int) -> dict[str, float]:
         """Make `critic_passes` passes towards the episodes' targets; return the mean loss of the last one."""
-        learned = {episode.rollout_id: episode.critic for episode in episodes if episode.critic is not None}
+        targets = {episode.rollout_id: episode.critic for episode in episodes if episode.critic is not None}
         items = [
             [Scored(segment)] for item in episodes if item.critic is not None for segment in item.segments
         ]
@@ -96,7 +96,7 @@ class OwnCritic:
             order = list(items)
             random.Random(derived_seed(self._seed, "critic-shuffle", iteration, number)).shuffle(order)
             steps = in_steps(order, self._table.critic_batch_decisions)
-            losses = [self._step([item.segment for item in step], learned) for step in steps]
+            losses = [self._step([item.segment for item in step], targets) for step in steps]
         self.iterations += 1
         return {"value/loss": sum(losses) / len(losses)} if losses else {}
 

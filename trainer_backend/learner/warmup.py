@@ -137,7 +137,7 @@ def _rendered(
 ) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the answer that the template makes of the decision's words or tool calls."""
     messages = [message.model_dump(exclude_none=True) for message in seen]
-    calls, words = _wanted(step)
+    calls, words = _target(step)
     answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
     target = renderer.answer_text(messages, answer, tools)
     if target is None:
@@ -169,10 +169,10 @@ def worth_imitating(step: StepData) -> bool:
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None
     source = step.action_taken if label is None else label
-    return any(_wanted(step)) and not refused and not source.get("exploratory", False)
+    return any(_target(step)) and not refused and not source.get("exploratory", False)
 
 
-def _wanted(step: StepData) -> tuple[list[dict[str, Any]], str]:
+def _target(step: StepData) -> tuple[list[dict[str, Any]], str]:
     """The calls and words to imitate: those of the label, where another policy labelled the decision."""
     label = step.action_taken.get(LABEL)
     if label is not None:

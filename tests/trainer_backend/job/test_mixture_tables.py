@@ -289,6 +289,17 @@ def test_what_a_mixture_may_have_got_wrong_is_told(schedule: dict[str, Any], tol
     assert told in warning
 
 
+def test_samples_that_weigh_more_beside_what_is_left_are_told_and_may_have_weights_of_episodes():
+    tables = {
+        "model": {"path": "m"},
+        "rollout_only": {"model_path": "x", "behaviour_weight_level": "episode"},
+        "rollout_allocation_schedule": {"alpha": 0.5},
+        "training": {"skip_certain_above": 0.98, "entropy_coef": 0.0},
+    }
+    _, warning = parse_job(tables, where="job.toml").warnings
+    assert warning.endswith("those of [rollout_only] weigh more beside what is left")
+
+
 def test_a_fixed_policy_whose_model_was_forgotten_is_told():
     tables = {"model": {"path": "m"}, "rollout_only": {"temperature": 0.5}}
     (warning,) = parse_job(tables, where="job.toml").warnings
