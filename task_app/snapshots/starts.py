@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
-from task_app.errors import NotReseedable, NotRestorable, SnapshotRefused, boundary
+from task_app.errors import NotRestorable, SnapshotRefused, boundary
 from task_app.protocols import (
     Environment,
     Observation,
@@ -65,8 +65,7 @@ def restore(environment: Environment, state: bytes) -> Observation:
 
 def reseed(environment: Environment, seed: int) -> None:
     """Have the environment take its further draws from this seed; a generator is made in microseconds."""
-    if not isinstance(environment, ReseedableEnvironment):
-        raise NotReseedable(environment.name, where="start.draws_seed")
+    assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
     with boundary("environment.reseed"):
         environment.reseed(seed)
 

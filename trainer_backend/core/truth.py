@@ -5,7 +5,7 @@ k the policy plays on from after the decision, and once more from before it, wit
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,9 +131,14 @@ class Noise:
         return self.error / self.spread if self.spread > 0.0 else None
 
 
+def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
+    """Mean square of the standard errors."""
+    return math.fsum(item.error**2 for item in truths) / len(truths)
+
+
 def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
     """Of at least one decision."""
-    noise = math.fsum(item.error**2 for item in truths) / len(truths)
+    noise = _noise_square(truths)
     variance = spread_of([item.advantage for item in truths]).std ** 2
     return Noise(
         len(truths),
@@ -208,7 +213,7 @@ def truth_score(
         groups: [N] the group of each one's rollout.
     """
     true = [item.advantage for item in truths]
-    noise = math.fsum(item.error**2 for item in truths) / len(truths)
+    noise = _noise_square(truths)
     square = math.fsum(value * value for value in advantages)
     product = math.fsum(a * t for a, t in zip(advantages, true, strict=True))
     scale = max(product, 0.0) / square if square else 0.0
@@ -278,14 +283,16 @@ def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bi
     """By thirds of the turns, and by whether the decision earned something."""
     turns = sorted(item.turn for item in truths)
     first, second = turns[len(turns) // 3], turns[2 * len(turns) // 3]
-    parts: Mapping[str, Sequence[float]] = {
-        f"turns below {first}": [d for d, item in zip(apart, truths, strict=True) if item.turn < first],
-        f"turns {first} to {second - 1}": [
-            d for d, item in zip(apart, truths, strict=True) if first <= item.turn < second
-        ],
-        f"turns from {second}": [d for d, item in zip(apart, truths, strict=True) if item.turn >= second],
-        "no reward": [d for d, item in zip(apart, truths, strict=True) if item.reward == 0.0],
-        "a reward": [d for d, item in zip(apart, truths, strict=True) if item.reward != 0.0],
+    kinds: Mapping[str, Callable[[TrueAdvantage], bool]] = {
+        f"turns below {first}": lambda item: item.turn < first,
+        f"turns {first} to {second - 1}": lambda item: first <= item.turn < second,
+        f"turns from {second}": lambda item: item.turn >= second,
+        "no reward": lambda item: item.reward == 0.0,
+        "a reward": lambda item: item.reward != 0.0,
+    }
+    parts = {
+        name: [value for value, item in zip(apart, truths, strict=True) if belongs(item)]
+        for name, belongs in kinds.items()
     }
     return tuple(_bias(name, values) for name, values in parts.items() if values)
 

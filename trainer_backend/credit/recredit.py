@@ -60,10 +60,10 @@ class Recredited:
 
 def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
     """The rollout files of these iterations, or of all, in order."""
-    files = {int(path.stem.removeprefix("iteration_")): path for path in run.iteration_files()}
+    files = run.iterations()
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
-        stored = ", ".join(map(str, sorted(files))) or "none"
+        stored = ", ".join(map(str, files)) or "none"
         which = f"iteration {', '.join(missing)}" if missing else "any iteration"
         raise RunDirectoryError(f"{run.path}: no rollouts of {which}; stored: {stored}")
     return [files[number] for number in sorted(set(iterations) or files)]

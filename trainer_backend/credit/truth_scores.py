@@ -100,20 +100,7 @@ def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
 
 
 def _scores(scores: Mapping[str, TruthScore], cosines: Mapping[str, float]) -> Table:
-    table = _table(
-        "against the truth",
-        scores,
-        [
-            "correlation",
-            "95 %",
-            "noiseless",
-            "rank",
-            "sign",
-            "explained",
-            "of 0",
-            *["gradient"] * bool(cosines),
-        ],
-    )
+    table = _table("against the truth", scores, (*_TITLES, *(("gradient",) if cosines else ())))
     for name, score in sorted(scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
         bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} {score.high:+.2f}"
         table.add_row(

@@ -158,7 +158,7 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
 
 def _policy_of(run: RunDirectory, options: TruthOptions) -> tuple[int, Path]:
     """The iteration to measure, and the checkpoint that sampled it, or the one that is asked for."""
-    stored = sorted(int(path.stem.removeprefix("iteration_")) for path in run.iteration_files())
+    stored = list(run.iterations())
     checkpoints = dict(whole_checkpoints(run.checkpoints))
     if not stored:
         raise RunDirectoryError(f"{run.path}: no rollouts of any iteration are stored")

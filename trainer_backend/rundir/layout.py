@@ -89,6 +89,11 @@ class RunDirectory:
         """List the stored rollouts of training iterations, unordered."""
         return list(self.rollouts.glob("iteration_*.parquet"))
 
+    def iterations(self) -> dict[int, Path]:
+        """The stored rollouts of training by the number of their iteration, in order."""
+        files = {int(path.stem.removeprefix("iteration_")): path for path in self.iteration_files()}
+        return dict(sorted(files.items()))
+
     def remove_spools(self, iteration: int) -> None:
         """Delete the spools of training up to an iteration, whose weights have learned from them."""
         for path in self.rollouts.glob("iteration_*.spool.jsonl"):
