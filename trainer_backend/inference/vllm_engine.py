@@ -278,7 +278,7 @@ class VllmEngine(RemoteEngine):
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Mapping[str, Any]:
-        """One request beside the samples, whose reply is JSON."""
+        """One request beside the samples, whose reply is JSON. None: the caller has a deadline around it."""
         status, text = await self._exchange(method, route, params=params, body=body, timeout_s=timeout_s)
         return _reply(status, text, self.url + route)
 
@@ -292,7 +292,7 @@ class VllmEngine(RemoteEngine):
         timeout_s: float | None = None,
     ) -> tuple[int, bytes]:
         """Status and body, on a connection of its own: its caller may run in another loop."""
-        where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s or self._wait_s)
+        where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
@@ -428,7 +428,7 @@ class VllmEngine(RemoteEngine):
             # Nothing may be taken from a cache: what is tested is the weights.
             "cache_salt": f"score {uuid4().hex}",
         }
-        reply = await self._control("POST", _GENERATE, body=body)
+        reply = await self._control("POST", _GENERATE, body=body, timeout_s=self._wait_s)
         places: Any = reply.get("prompt_logprobs")
         try:
             return [
