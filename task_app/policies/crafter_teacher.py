@@ -217,12 +217,14 @@ def wood(facts: Facts, limit: int) -> Actions | None:
 
 
 def _wood_goal(facts: Facts) -> int:
-    """Wood for a table and the next pair of tools, or for iron tools without a second table."""
-    for material in ("wood", "stone"):
-        pair = sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
-        if pair:
-            return pair + _TABLE_WOOD * ("table" not in facts.near)
-    return sum(not _count(facts, tool) for tool in ("iron_pickaxe", "iron_sword"))
+    """Wood for wooden tools and a table; then for all other tools, and a second table where the iron lies."""
+    wooden, stony, iron = (
+        sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
+        for material in ("wood", "stone", "iron")
+    )
+    tools = wooden or stony + iron
+    needs_table = tools and ("table" not in facts.near or (stony and not wooden))
+    return tools + _TABLE_WOOD * bool(needs_table)
 
 
 def stone(facts: Facts, limit: int) -> Actions | None:
