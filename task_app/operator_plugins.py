@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service_kit.errors import SettingsError
-from task_app.plugin_file import module_of
+from service_kit.plugin_file import module_of
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
@@ -39,7 +39,7 @@ def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
 
 
 def _boards_of(file: Path) -> dict[str, dict[str, Any]]:
-    module = module_of(file)
+    module = module_of(file, option="--plugins")
     if not any(hasattr(module, name) for name in _KINDS):
         raise SettingsError(f"--plugins {file} defines none of {', '.join(_KINDS)}")
     boards_by_name = {name: getattr(module, name, {}) for name in _KINDS}

@@ -316,12 +316,13 @@ def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = fr
     return frozenset({f"algorithm.{key}" for key in algorithm} | {f"training.{key}" for key in training})
 
 
+def _read_by(plug: EstimatorPlug) -> frozenset[str]:
+    return _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
+
+
 # The job's keys that each name reads; a set key that only other names read is refused (`check`).
 READS: dict[str, dict[str, frozenset[str]]] = {
-    "algorithm.advantage": {
-        name: _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
-        for name, plug in ESTIMATORS.items()
-    },
+    "algorithm.advantage": {name: _read_by(plug) for name, plug in ESTIMATORS.items()},
     "algorithm.loss": {name: _keys(training=plug.takes) for name, plug in LOSSES.items()},
     "training.aggregation": {name: _keys(training=plug.takes) for name, plug in AGGREGATIONS.items()},
     "training.critic": {"head": _keys(training=_OF_HEADS), "own": _keys(training=_OF_OWN_CRITICS)},
@@ -334,6 +335,22 @@ READS: dict[str, dict[str, frozenset[str]]] = {
         for name, plug in ALLOCATIONS.items()
     },
 }
+
+
+def add_plug(board: str, name: str, plug: EstimatorPlug | LossPlug) -> None:
+    """Put an estimator or a loss of the operator's own on its board."""
+    if isinstance(plug, EstimatorPlug):
+        ESTIMATORS[name] = plug
+        READS[board][name] = _read_by(plug)
+    else:
+        LOSSES[name] = plug
+        READS[board][name] = _keys(training=plug.takes)
+
+
+def remove_plug(board: str, name: str) -> None:
+    """Take one of them away again."""
+    del READS[board][name]
+    (ESTIMATORS if board == "algorithm.advantage" else LOSSES).pop(name)
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:

@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs
+from service_kit.plugin_file import module_of
 from shared_schemas.evaluate_result import EvaluateResult
 from task_app.errors import boundary
-from task_app.plugin_file import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 
@@ -36,7 +36,7 @@ def main(file: str, name: str) -> None:
     with asyncio.Runner() as runner:
         try:
             with boundary(f"{file}: REWARD_FUNCTIONS[{name!r}]"):
-                function: RewardFunction = module_of(Path(file)).REWARD_FUNCTIONS[name]
+                function: RewardFunction = module_of(Path(file), option="--plugins").REWARD_FUNCTIONS[name]
         except ServiceError as exc:
             _say(replies, {"error": exc.detail})
             return

@@ -149,7 +149,7 @@ def test_the_process_of_a_reward_function_imports_no_environment_and_no_web():
         if module not in reached:
             reached.add(module)
             ahead += IMPORTS[modules[module]] & modules.keys()
-    assert {"task_app.plugin_file", "task_app.reward_functions.decorator"} <= reached
+    assert {"service_kit.plugin_file", "task_app.reward_functions.decorator"} <= reached
     assert not [name for name in reached if name.startswith(("task_app.environments", "task_app.policies"))]
     libraries = {library for module in reached for library in LIBRARIES[modules[module]]}
     assert not libraries & {"aiohttp", "fastapi", "starlette", "numpy", "crafter"}

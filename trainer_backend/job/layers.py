@@ -31,6 +31,7 @@ REWARD_HOMES = ("training", "training.rewards", "rollout")
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
+    ("job.trainer_plugins", "job.trainer_plugins_sha256"),
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
 # Keys with a path, or a list of paths, that must exist before a run.
@@ -39,6 +40,7 @@ PATHS = (
     "inference.vllm_python",
     "rollout_only.model_path",
     "services.task_plugins",
+    "job.trainer_plugins",
     "data.path",
     "data.evaluation_path",
     "multi_turn.interaction_config_path",

@@ -1,8 +1,9 @@
 """Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from trainer_backend.job.checks import (
 )
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
@@ -64,6 +66,7 @@ def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[st
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
+    tables = _with_plugins(tables, places)
     tables = _with_values_of_papers(_gather_reward_switches(tables, places), places)
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
@@ -116,6 +119,31 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     return value
+
+
+def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
+    """Load the operator's estimators and losses, whose names the job may then give, and note what they hold.
+
+    Raises:
+        JobError: a file cannot be loaded, or is no longer what the run began with.
+    """
+    job = _table_of(tables, "job", places)
+    files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256")
+    files = [files] if isinstance(files, str) else files
+    if not files or not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        return dict(tables)  # absent, or of a type that the schema refuses
+    place = places.of("job.trainer_plugins")
+    try:
+        digests = load_plugins([Path(file) for file in files])
+    except JobError as error:
+        raise JobError(f"{place}: {error}") from error
+    if known and known != digests:
+        changed = [file for file, old, new in zip_longest(files, known, digests) if old != new]
+        raise JobError(
+            f"{place}: {changed[0]} has changed since the run began. Restore it, begin a new run, or "
+            f"accept it with --set 'job.trainer_plugins={json.dumps(files)}'"
+        )
+    return {**tables, "job": {**job, "trainer_plugins": files, "trainer_plugins_sha256": digests}}
 
 
 def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:

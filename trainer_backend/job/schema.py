@@ -44,6 +44,17 @@ class JobTable(Table):
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="root of every world, sampling and shuffle seed")
     runs_dir: Path = Field(default=Path("runs"), description="parent of run directories")
+    trainer_plugins: tuple[Path, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Python files with estimators or losses of your own (docs/plugins.md)",
+    )
+    trainer_plugins_sha256: tuple[str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="of each of them; absent: whatever they hold. A run stores what it began with, and goes "
+        "on with no other",
+    )
 
 
 class EvaluationTable(Table):

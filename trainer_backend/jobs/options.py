@@ -69,6 +69,13 @@ class Flags:
             help="models of the hub that posted jobs may name, such as 'Qwen/*'; may be repeated",
         ),
     ] = None
+    plugins: Annotated[
+        list[Path] | None,
+        Option(
+            "--plugins",
+            help="a Python file with estimators or losses that posted jobs may name; may be repeated",
+        ),
+    ] = None
     clusters: Annotated[
         list[str] | None,
         Option(

@@ -289,6 +289,15 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     job = _table(document.get("job", {}), "job")
     if job.get("runs_dir") in (None, str(JobTable().runs_dir)):
         job["runs_dir"] = str(bounds.data_dir)
+    own = [str(file) for file in bounds.plugins]
+    # They run in this process as soon as the job is read, so what it names is compared before.
+    if job.get("trainer_plugins", own) not in (own, []):
+        raise JobError(
+            f"{WHERE}: job.trainer_plugins names code, which the service's operator chooses (--plugins); "
+            f"leave it out. Every job has {', '.join(own) or 'none'}"
+        )
+    if own:
+        job["trainer_plugins"] = own
     document["job"] = job
 
 
@@ -299,6 +308,8 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
     if config.services.gateway_host != bounds.gateway_host:
         yield "services.gateway_host is the service's own to choose (--gateway-host); leave it out"
     for key, path in paths_of(config):
+        if key == "job.trainer_plugins":  # the operator's own
+            continue
         roots = ", ".join(map(str, _roots(key, bounds)))
         if not _is_allowed(key, path, bounds):
             yield f"{key} names a file outside of what posted jobs may read: {roots} (--allow-root)"

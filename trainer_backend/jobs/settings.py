@@ -1,6 +1,6 @@
 """The settings of a trainer service: addresses, bounds of posted jobs, keys."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from service_kit.keys import TRAINER_KEY, key_from_environ
 from service_kit.server import is_wildcard
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.endpoints import VARIABLE
+from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import fault_in
 from trainer_backend.jobs.options import Flags as Flags  # with what is made of them
 from trainer_backend.jobs.slots import ANSWER_S
+from trainer_backend.operator_plugins import load_plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Bounds:
         models: patterns of models on the hub, downloaded with the operator's access to the operator's disk.
         clusters: learners and Rays that its roles may be at, by learner.url and cluster.ray_address.
         gateway_host: the address of every job's gateway.
+        plugins: files of estimators and losses that every job has; a job may name no others.
     """
 
     data_dir: Path
@@ -70,6 +73,7 @@ class Bounds:
     models: tuple[str, ...] = ()
     clusters: frozenset[str] = frozenset()
     gateway_host: str = "127.0.0.1"
+    plugins: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,17 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         models=tuple(flags.models or ()),
         clusters=frozenset(address.rstrip("/") for address in flags.clusters or ()),
         gateway_host=flags.gateway_host,
+        plugins=_loaded(flags.plugins or ()),
     )
     rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)
     database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
     return Settings(flags, database, bounds, rules, key)
+
+
+def _loaded(files: Sequence[Path]) -> tuple[Path, ...]:
+    """The files, absolute; a fault in one ends the start and not the first job that names it."""
+    try:
+        load_plugins(files, option="--plugins")
+    except JobError as error:
+        raise SettingsError(str(error)) from error
+    return tuple(file.resolve() for file in files)

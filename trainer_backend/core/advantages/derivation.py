@@ -48,7 +48,7 @@ class Derivation:
             decision does not have are not said.
     """
 
-    equations: tuple[str, ...]
+    equations: tuple[str, ...] = ()
     words: tuple[tuple[str, str], ...] = ()
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:

@@ -114,7 +114,7 @@ Estimator = Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages]
 class EstimatorPlug:
     """An estimator on the plug board.
 
-    derivation: how its advantages follow from their parts.
+    derivation: how its advantages follow from their parts; without equations it reports none.
     takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
     needs_state_keys: whether decisions must carry the name of their state.
     needs_texts: whether decisions must carry the text of their observation.
@@ -128,7 +128,7 @@ class EstimatorPlug:
     """
 
     compute: Estimator
-    derivation: Derivation
+    derivation: Derivation = field(default_factory=Derivation)
     takes: frozenset[str] = frozenset()
     needs_state_keys: bool = False
     needs_texts: bool = False

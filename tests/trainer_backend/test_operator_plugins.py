@@ -1,0 +1,155 @@
+"""Estimators and losses from a file of the operator's: named in a job, checked, refused when they change."""
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.losses import LossConfig
+from trainer_backend.errors import AdvantageError, JobError
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.jobs.posted import validate_job
+from trainer_backend.jobs.settings import Bounds
+from trainer_backend.operator_plugins import _LOADED
+from trainer_backend.plugins import ESTIMATORS, LOSSES, READS, estimator, policy_loss
+
+PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
+OF_THE_PAGE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
+HEAD = "from trainer_backend.operator_plugins import estimator, loss\n"
+MINE = HEAD + '@estimator("mine")\ndef mine(episodes, config):\n    return {}\n'
+ONES = "[[1.0] * len(episode.rewards_T) for episode in episodes]"
+EPISODES = [EpisodeRewards("a", "g", [1.0, 2.0, 4.0]), EpisodeRewards("b", "g", [0.0, 1.0])]
+MODEL = {"model": {"preset": "tiny-0.3m"}}
+
+
+@pytest.fixture(autouse=True)
+def _boards():
+    """No other test meets what these add."""
+    with ExitStack() as stack:
+        for board in (ESTIMATORS, LOSSES, _LOADED, *READS.values()):
+            stack.enter_context(patch.dict(board))
+        yield
+
+
+def job_with(folder: Path, code: str, *overrides: str):
+    (folder / "mine.py").write_text(code, encoding="utf-8")
+    job = folder / "job.toml"
+    if not job.exists():
+        job.write_text('[model]\npreset = "tiny-0.3m"\n[job]\ntrainer_plugins = ["mine.py"]\n')
+    return load_job(job, overrides).config
+
+
+def refusal(folder: Path, code: str, *overrides: str) -> str:
+    with pytest.raises(JobError) as error:
+        job_with(folder, code, *overrides)
+    return str(error.value)
+
+
+def test_the_estimator_of_the_page_subtracts_the_median_of_the_group_at_each_turn(tmp_path):
+    # returns-to-go at gamma 0.5: a 3, 4, 4; b 0.5, 1; medians 1.75, 2.5, 4
+    job = job_with(tmp_path, OF_THE_PAGE, "algorithm.advantage=median_return", "algorithm.loss=spo")
+    found = estimator(job.algorithm.advantage).compute(EPISODES, AdvantageConfig(gamma=0.5))
+    assert found.per_episode == [[1.25, 1.5, 0.0], [-1.25, -1.5]]
+
+
+def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_path):
+    # ratios 2 and 1/2, clip 0.5: 2 * 3 - 3 * 1 = 3, and 0.5 * -4 - 4 * 0.25 = -3; weights 1/2 and 1/4
+    job_with(tmp_path, OF_THE_PAGE)
+    nan = float("nan")
+    logprobs = torch.tensor([0.0, -1.0, nan], requires_grad=True)
+    proximal = torch.tensor([0.0, -1.0, nan]) - torch.tensor([2.0, 0.5, 1.0]).log()
+    weights = torch.tensor([0.5, 0.25, 0.0])
+    found = policy_loss("spo").compute(
+        logprobs, proximal, torch.tensor([3.0, -4.0, nan]), weights, LossConfig(clip_high=0.5)
+    )
+    assert found.item() == pytest.approx(-(0.5 * 3 + 0.25 * -3))
+    found.backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    assert policy_loss("spo").clips
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("[[0.0] * 3]", "'mine' returned 1 rows for 2 episodes"),
+        ("[[0.0] * 3, [0.0] * 3]", "rollout b: the estimator 'mine' returned 3 advantages for 2 decisions"),
+        ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "rollout a, turn 3: the estimator 'mine' returned nan"),
+        ("1 / 0", "'mine' raised ZeroDivisionError: division by zero"),
+        ("None", "'mine' raised TypeError"),
+    ],
+)
+def test_wrong_credit_is_never_learned_from(tmp_path, result, words):
+    job_with(tmp_path, MINE.format(result))
+    with pytest.raises(AdvantageError) as error:
+        estimator("mine").compute(EPISODES, AdvantageConfig())
+    assert words in str(error.value)
+
+
+def test_a_loss_by_token_is_refused_since_nothing_would_weigh_it(tmp_path):
+    job_with(
+        tmp_path, HEAD + '@loss("raw")\ndef raw(lp, proximal, advantages, weights, config):\n    return lp\n'
+    )
+    with pytest.raises(JobError, match=r"the loss 'raw' returned \(2,\); a loss is one number"):
+        policy_loss("raw").compute(*[torch.zeros(2)] * 4, LossConfig())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (MINE.replace('"mine"', '"gae"').format(ONES), "algorithm.advantage = 'gae' is there already"),
+        (MINE.replace('"mine"', '"My est"').format(ONES), "'My est' is no name"),
+        (MINE.replace('"mine"', '"mine", takes=["gae_lamda"]').format(ONES), "Did you mean 'gae_lambda'?"),
+        (MINE.replace('"mine"', '"mine", needs_value="decision"').format(ONES), "'needs_values'?"),
+        ("1 / 0", "mine.py raised ZeroDivisionError: division by zero"),
+        ("x = 1", "marks nothing with @estimator(NAME) or @loss(NAME)"),
+    ],
+)
+def test_a_file_that_cannot_be_taken_is_refused_with_its_reason(tmp_path, code, words):
+    told = refusal(tmp_path, code)
+    assert words in told and "job.toml" in told and "mine.py" in told
+
+
+def test_an_unknown_name_is_told_those_of_the_file_too(tmp_path):
+    assert "Did you mean 'mine'?" in refusal(tmp_path, MINE.format(ONES), "algorithm.advantage=mines")
+
+
+def test_keys_that_a_plug_in_does_not_read_are_refused_and_those_that_it_takes_are_not(tmp_path):
+    code = MINE.replace('"mine"', '"mine", takes=["omega"]').format(ONES)
+    job_with(tmp_path, code, "algorithm.advantage=mine", "algorithm.omega=0.25")
+    told = refusal(tmp_path, code, "algorithm.advantage=mine", "algorithm.gae_lambda=0.5")
+    assert "algorithm.gae_lambda is not read by" in told
+
+
+def test_a_run_goes_on_with_the_file_that_it_began_with_alone(tmp_path):
+    stored = tmp_path / "run"
+    stored.mkdir()
+    (stored / "job.toml").write_text(
+        dump_job(job_with(tmp_path, MINE.format(ONES), "algorithm.advantage=mine"))
+    )
+    assert load_job(stored / "job.toml").config.algorithm.advantage == "mine"
+    (tmp_path / "mine.py").write_text(MINE.format("[[2.0] * len(e.rewards_T) for e in episodes]"))
+    with pytest.raises(JobError, match=r"mine\.py has changed since the run began"):
+        load_job(stored / "job.toml")
+    load_job(stored / "job.toml", [f"job.trainer_plugins={tmp_path / 'mine.py'}"])
+    assert estimator("mine").compute(EPISODES, AdvantageConfig()).per_episode[0] == [2.0] * 3
+
+
+def test_a_posted_job_runs_no_file_but_the_operators(tmp_path):
+    (tmp_path / "runs").mkdir()
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    bounds = Bounds(data_dir=tmp_path / "runs", roots=(tmp_path,))
+    with pytest.raises(JobError, match="which the service's operator chooses"):
+        validate_job({**MODEL, "job": {"trainer_plugins": [str(trap)]}}, bounds)
+    assert not (tmp_path / "sprung").exists()
+    own = tmp_path / "own.py"
+    own.write_text(MINE.format(ONES))
+    posted = validate_job(
+        {**MODEL, "algorithm": {"advantage": "mine"}},
+        Bounds(data_dir=tmp_path / "runs", plugins=(own,)),
+    )
+    assert posted.loaded.config.job.trainer_plugins == (own,)

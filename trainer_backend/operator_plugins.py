@@ -1,0 +1,226 @@
+"""`job.trainer_plugins`: estimators and losses from files of the operator's own.
+
+A file marks them with `@estimator` and `@loss`. It runs in every process that reads the job: at `check`, in a
+run and its learner, at `recredit`, `truth` and `compare`. docs/plugins.md has an example.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from service_kit.errors import SettingsError
+from service_kit.plugin_file import module_of
+from shared_schemas.base import did_you_mean
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    Estimator,
+    EstimatorPlug,
+)
+from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
+from trainer_backend.errors import AdvantageError, JobError, place
+from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
+
+KEY = "job.trainer_plugins"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
+_MARK = "turnwise_plug"
+Rows = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A function's name on a board, and its plug."""
+
+    board: str
+    name: str
+    plug: EstimatorPlug | LossPlug
+
+
+def estimator(
+    name: str, *, takes: Collection[str] = (), **facts: Any
+) -> Callable[[Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]], Any]:
+    """Name an estimator, as `algorithm.advantage` then may.
+
+    The function gets all episodes of a batch and the keys of `[algorithm]`, and returns for each episode, in
+    the order given, its [T] advantages in reward units; or `Advantages`, which may hold parts and counts too.
+
+    Args:
+        takes: the keys of `[algorithm]` that it reads, beside gamma.
+        facts: what else `EstimatorPlug` tells of it, such as needs_values = "decision".
+
+    Raises:
+        SettingsError: `takes` or `facts` name what is not known.
+    """
+    _refuse_unknown(name, takes, {item.name for item in fields(AdvantageConfig)} - {"gamma"}, "[algorithm]")
+    known = {item.name for item in fields(EstimatorPlug)} - {"compute", "takes"}
+    _refuse_unknown(name, facts, known, "EstimatorPlug")
+
+    def mark(compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]) -> Any:
+        plug = EstimatorPlug(_checked(name, compute), takes=frozenset(takes), **facts)
+        setattr(compute, _MARK, _Marked("algorithm.advantage", name, plug))
+        return compute
+
+    return mark
+
+
+def loss(
+    name: str, *, takes: Collection[str] = (), values: Mapping[str, float | bool | str] | None = None
+) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Name a loss, as `algorithm.loss` then may; arguments and result are those of `clipped_policy_loss`.
+
+    Args:
+        takes: the keys of `[training]` that it reads, of those in `LossConfig`. With none it counts as a loss
+            without a ratio, whose rollouts are used for one pass.
+        values: by dotted key of the job, what stands where the job does not say otherwise.
+
+    Raises:
+        SettingsError: `takes` names a key that is not known.
+    """
+    _refuse_unknown(name, takes, {item.name for item in fields(LossConfig)}, "[training]")
+
+    def mark(compute: PolicyLoss) -> PolicyLoss:
+        plug = LossPlug(_scalar(name, compute), frozenset(takes), dict(values or {}))
+        setattr(compute, _MARK, _Marked("algorithm.loss", name, plug))
+        return compute
+
+    return mark
+
+
+def _refuse_unknown(name: str, given: Collection[str], known: Collection[str], home: str) -> None:
+    for key in given:
+        if key not in known:
+            raise SettingsError(f"{name!r} names {key!r} of {home}{did_you_mean(key, known)}")
+
+
+def _checked(
+    name: str, compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]
+) -> Estimator:
+    """The function with a check of what it returns: wrong credit must never be learned from in silence."""
+
+    def advantages_of(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+        try:
+            found = compute(episodes, config)
+            result = (
+                found if isinstance(found, Advantages) else Advantages([[*map(float, row)] for row in found])
+            )
+        except AdvantageError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise AdvantageError(f"the estimator {name!r} raised {reason}") from error
+        if len(result.per_episode) != len(episodes):
+            raise AdvantageError(
+                f"the estimator {name!r} returned {len(result.per_episode)} rows for {len(episodes)} episodes"
+            )
+        for episode, row_T in zip(episodes, result.per_episode, strict=True):
+            if len(row_T) != len(episode.rewards_T):
+                raise AdvantageError(
+                    f"the estimator {name!r} returned {len(row_T)} advantages for "
+                    f"{len(episode.rewards_T)} decisions",
+                    where=place(episode.rollout_id),
+                )
+            for t, value in enumerate(row_T):
+                if not math.isfinite(value):
+                    raise AdvantageError(
+                        f"the estimator {name!r} returned {value}", where=place(episode.rollout_id, t + 1)
+                    )
+        return result
+
+    return advantages_of
+
+
+def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
+    """The function without padding, whatever stands there, and with a check that it gives one number."""
+
+    # Tensors: the orchestrator reads this file too, and has no torch.
+    def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, config: LossConfig) -> Any:
+        # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
+        own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
+        found = compute(own, before, credit, weights, config)
+        shape = tuple(getattr(found, "shape", (type(found).__name__,)))
+        if shape:
+            raise JobError(
+                f"the loss {name!r} returned {shape}; a loss is one number: weigh the tokens and add them up"
+            )
+        return found
+
+    return loss_of
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What this process has taken from a file."""
+
+    digest: str
+    marked: list[_Marked] = field(default_factory=list)
+
+
+_LOADED: dict[Path, _Loaded] = {}
+
+
+def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
+    """Put the estimators and losses of the files on the boards; a file that changed replaces its own.
+
+    Args:
+        option: names the files in errors.
+
+    Returns:
+        The SHA-256 of each file.
+
+    Raises:
+        JobError: a file is missing, raises, marks nothing, or takes a name that is there already.
+    """
+    return [_load(file.resolve(), option) for file in files]
+
+
+def _load(file: Path, option: str) -> str:
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise JobError(f"{option} names {str(file)!r}, which cannot be read: {error.strerror}") from error
+    known = _LOADED.get(file)
+    if known is not None and known.digest == digest:
+        return digest
+    try:
+        marked = list(_marked_in(vars(module_of(file, option=option))))
+    except SettingsError as error:
+        raise JobError(str(error)) from error
+    if not marked:
+        raise JobError(
+            f"{option} names {str(file)!r}, which marks nothing with @estimator(NAME) or @loss(NAME)"
+        )
+    own = {(item.board, item.name) for item in known.marked} if known else set()
+    _refuse_names(marked, own, f"{option}, {file}")
+    for board, name in own:
+        remove_plug(board, name)
+    for item in marked:
+        add_plug(item.board, item.name, item.plug)
+    _LOADED[file] = _Loaded(digest, marked)
+    return digest
+
+
+def _marked_in(names: Mapping[str, Any]) -> Iterator[_Marked]:
+    seen = set[int]()
+    for value in names.values():
+        mark = getattr(value, _MARK, None)
+        if isinstance(mark, _Marked) and id(mark) not in seen:  # an alias is no second one
+            seen.add(id(mark))
+            yield mark
+
+
+def _refuse_names(marked: Sequence[_Marked], own: Collection[tuple[str, str]], where: str) -> None:
+    taken = {("algorithm.advantage", name) for name in ESTIMATORS} | {
+        ("algorithm.loss", name) for name in LOSSES
+    }
+    taken -= set(own)
+    for item in marked:
+        if not _NAME.fullmatch(item.name):
+            raise JobError(f"{where}: {item.name[:80]!r} is no name: a-z, 0-9 and _, at most 60")
+        if (item.board, item.name) in taken:
+            raise JobError(f"{where}: {item.board} = {item.name!r} is there already; choose another name")
+        taken.add((item.board, item.name))
