@@ -7,6 +7,7 @@ Names: N = 4096 cells, x before y as in stock; P distinct lattice points; K slot
 """
 
 import functools
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,8 @@ LAYERS: dict[str, tuple[float, float]] = {
     "tree": (5, 7),
 }
 NORM = 103
+# The first worlds of a process are made on many threads at once, and each of them would compute the geometry.
+_ONE_AT_A_TIME = threading.Lock()
 MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407
 WORD = 1 << 64
 
@@ -72,7 +75,8 @@ def noise_layers(seed: int) -> dict[str, Floats]:
     Returns:
         [N] values in about -0.9 .. 0.9 by layer name, before weights and normalisation.
     """
-    shape = geometry()
+    with _ONE_AT_A_TIME:
+        shape = geometry()
     perm = permutation(seed)
     point_P = perm[(perm[(perm[shape.x_P] + shape.y_P) & 255] + shape.z_P) & 255] % len(GRADIENTS)
     gx_P, gy_P, gz_P = (np.ascontiguousarray(GRADIENTS[point_P, axis]) for axis in range(3))
