@@ -9,7 +9,7 @@ rollouts of their own, and are left out.
 
     crafter     the demo: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
-    whole       whole games, by a policy that imitates some; continuations of 60 decisions
+    whole       whole games, by a policy that imitates some
 
 What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
@@ -57,7 +57,6 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
     ),
 }  # fmt: skip
-HORIZONS = {"whole": 60}
 FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
 
 
@@ -74,7 +73,7 @@ def scored(
             TruthOptions(
                 decisions=decisions,
                 continuations=continuations,
-                horizon=HORIZONS.get(setting),
+                horizon=None,
                 budget=None,
                 iteration=ITERATIONS,
                 checkpoint=None,

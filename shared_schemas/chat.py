@@ -15,6 +15,9 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 from, after temperature, top_p and top_k, renormalised; otherwise those of softmax(logits / temperature),
 before any truncation. Importance weights need the former.
 
+`common_draws: true` in the request: the sampled tokens follow from its seed alone, not from seed and prompt.
+Two conversations with the same seeds then draw the same random numbers, however much their prompts differ.
+
 `max_model_length` in the request, with or without the header: the job's own limit, below the model's. If
 prompt and max_tokens together exceed the lower limit, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED, the
 counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.

@@ -197,7 +197,7 @@ def measure_the_truth(
         int, typer.Option(min=2, help="pairs of continuations for each: the noise falls with their root")
     ] = 16,
     horizon: Annotated[
-        int | None, typer.Option(min=1, help="decisions of a continuation; absent: to the episode's end")
+        int | None, typer.Option(min=1, help="decisions of a continuation; absent: until gamma leaves 5 %")
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="stop once so many decisions were played")] = None,
     iteration: Annotated[

@@ -109,7 +109,7 @@ def reward_of(turn, position, action, coin):
 
 def options(directory, **changes):
     given = {"horizon": None, "budget": None, "iteration": None, "checkpoint": None}
-    given |= {"decisions": 200, "continuations": 48, "out": truth_of(directory.path)} | changes
+    given |= {"decisions": 200, "continuations": 24, "out": truth_of(directory.path)} | changes
     return TruthOptions(**given)
 
 
@@ -222,7 +222,7 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
 
 def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbers(run, tmp_path):
     whole = measure(run, out=tmp_path / "whole.jsonl", decisions=6, continuations=4)
-    first = measure(run, out=tmp_path / "parts.jsonl", decisions=6, continuations=4, budget=8)
+    first = measure(run, out=tmp_path / "parts.jsonl", decisions=6, continuations=4, budget=20)
     assert first.is_over_budget and 0 < len(first.file.truths) < 6
     path = tmp_path / "parts.jsonl"
     path.write_text(path.read_text() + '{"rollout_id": "cut sh', encoding="utf-8")
@@ -272,7 +272,7 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
         with pytest.raises(error, match=match):
             asyncio.run(measure_truth(directory, job, options(directory, out=tmp_path / "x", **changes)))
 
-    refused(JobError, "--budget 95 is too small for a single decision", budget=95)
+    refused(JobError, "--budget 119 is too small for a single decision", budget=119)
     refused(RunDirectoryError, "sampled iteration 2 is gone: it was checkpoint iteration_1", iteration=2)
     training = job.training.model_copy(update={"kl_reward_coef": 0.1})
     refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))

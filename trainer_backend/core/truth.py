@@ -5,8 +5,9 @@ k the policy plays on from after the decision, and once more from before it, wit
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +26,18 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 class TrueAdvantage:
     """The measured truth of one stored decision, in reward units.
 
-        advantage = mean_k d_k,   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
+        advantage = E_k[d_k],   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
 
     s' is the stored next state. In pair k the policy chose anew before the decision, earned r_k and came to
     s'_k. G_k(s) is the discounted return of the policy from s on; both of a pair draw the same random
     numbers, and so do the env steps of the decision itself. Where the policy chose as stored, d_k is 0
-    without playing on. So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
+    without playing on. How often the policy chooses what is counted in more choices than K
+    (`choice_strata`). So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
 
     Attributes:
         rollout_id, turn: of the stored decision.
         reward: its r_t.
-        error: standard error of `advantage`: sample std of d_k over sqrt(K).
+        error: standard error of `advantage` (`mean_difference`).
         action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
         pairs: K, pairs of which both sides were played.
         failed: pairs that infrastructure failed; they are in no mean.
@@ -68,18 +70,83 @@ class TrueAdvantage:
         return abs(self.advantage) > _KNOWN * self.error and self.advantage != 0.0
 
 
-def mean_difference(differences_K: Sequence[float]) -> tuple[float, float]:
-    """Mean of the pairs' differences, and its standard error.
+class Stratum(NamedTuple):
+    """Pairs that begin with one choice of the policy, or with any of its rare ones.
+
+    Attributes:
+        share: of the policy's sampled choices that are of this kind.
+        members: for each pair, the index of a sampled choice.
+    """
+
+    share: float
+    members: tuple[int, ...]
+
+
+def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
+    """Which of N sampled choices to play on from, in at most `pairs` pairs.
+
+    A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
+    choices together, of which random ones are taken.
+
+    Args:
+        choices_N: [N] at least one.
+        seed: of the random ones.
+    """
+    total = len(choices_N)
+    pairs = min(pairs, total)
+    places: dict[Hashable, list[int]] = {}
+    for index, choice in enumerate(choices_N):
+        places.setdefault(choice, []).append(index)
+    counts = {choice: pairs * len(members) // total for choice, members in places.items()}
+    often = [choice for choice, count in counts.items() if count >= 2]
+    strata = [
+        Stratum(len(places[choice]) / total, tuple(places[choice][: counts[choice]])) for choice in often
+    ]
+    rare = [index for index, choice in enumerate(choices_N) if counts[choice] < 2]
+    if rare:
+        left = pairs - sum(counts[choice] for choice in often)
+        taken = np.random.default_rng(seed).permutation(len(rare))[:left]
+        strata.append(Stratum(len(rare) / total, tuple(rare[place] for place in sorted(taken))))
+    return strata
+
+
+def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> tuple[float, float]:
+    """Mean difference over the policy's choices, and its standard error.
+
+        mean = sum_h w_h * mean(d_h),   error^2 = sum_h w_h^2 * s_h^2 / n_h + B / N
+
+    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between
+    strata. So what lies between the choices is measured by all N of them, and not by the pairs alone.
+
+    Args:
+        strata: (share, differences) of each; shares are scaled to a sum of 1.
+        sampled: N, the sampled choices that the shares are of.
 
     Raises:
         ValueError: fewer than two pairs have no standard error.
+
+    Source: double sampling for stratification, Cochran, Sampling Techniques, 3rd ed. 1977, section 12.2.
     """
-    count = len(differences_K)
-    if count < 2:
-        raise ValueError(f"a standard error needs at least two pairs, got {count}")
-    mean = math.fsum(differences_K) / count
-    deviations = math.hypot(*(value - mean for value in differences_K))
-    return mean, deviations / math.sqrt(count - 1) / math.sqrt(count)
+    kept = [(share, values) for share, values in strata if values]
+    everything = [value for _, values in kept for value in values]
+    if len(everything) < 2:
+        raise ValueError(f"a standard error needs at least two pairs, got {len(everything)}")
+    total = math.fsum(share for share, _ in kept)
+    mean = within = between = 0.0
+    weights_means = [(share / total, math.fsum(values) / len(values)) for share, values in kept]
+    mean = math.fsum(weight * value for weight, value in weights_means)
+    for (weight, value), (_, values) in zip(weights_means, kept, strict=True):
+        # A single pair varies like all of them.
+        variance = _variance(values if len(values) > 1 else everything)
+        within += weight * weight * variance / len(values)
+        between += weight * (value - mean) ** 2
+    return mean, math.sqrt(within + between / sampled)
+
+
+def _variance(values: Sequence[float]) -> float:
+    """Sample variance of two values or more."""
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def even_order(count: int, seed: int) -> Iterator[int]:
@@ -129,6 +196,14 @@ class Noise:
     def ratio(self) -> float | None:
         """The standard error against the spread; None where nothing but noise was seen."""
         return self.error / self.spread if self.spread > 0.0 else None
+
+    def pairs_for(self, ratio: float, pairs: int) -> int | None:
+        """About how many pairs would bring the standard error to `ratio` of the spread.
+
+        Args:
+            pairs: of which the error was measured; it falls with their root.
+        """
+        return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
 
 def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
@@ -300,5 +375,5 @@ def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bi
 def _bias(name: str, values: Sequence[float]) -> Bias:
     if len(values) < 2:
         return Bias(name, len(values), values[0], None)
-    mean, error = mean_difference(values)
-    return Bias(name, len(values), mean, error)
+    count = len(values)
+    return Bias(name, count, math.fsum(values) / count, math.sqrt(_variance(values) / count))

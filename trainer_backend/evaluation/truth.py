@@ -5,6 +5,7 @@ The definition of the measured advantage is in `core.truth`.
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +28,7 @@ from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
-from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
+from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
@@ -41,7 +42,7 @@ class TruthOptions:
     Attributes:
         decisions: how many stored decisions.
         continuations: pairs of continuations for each.
-        horizon: the most decisions of a continuation; None: to the end of its episode.
+        horizon: the most decisions of a continuation; None: as many as gamma gives weight (`_horizon`).
         budget: stop once so many decisions were played; None: never.
         iteration: whose rollouts; None: the newest whose policy is still stored.
         checkpoint: plays on instead of the policy that sampled them.
@@ -104,7 +105,7 @@ async def measure_truth(
                 ),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
-                horizon=options.horizon,
+                horizon=options.horizon or _horizon(job),
                 fresh_draws=environment.reseedable,
                 seed=options.seed,
                 rewards=rewards_of(job.training),
@@ -118,7 +119,8 @@ async def measure_truth(
             )
 
             async def measure(inference: Inference) -> Measurement:
-                planner = Planner.of(job, f"{job.job.name}.truth.{uuid4().hex[:12]}", inference, data)
+                name = f"{job.job.name}.truth.{uuid4().hex[:12]}"
+                planner = Planner.of(_with_common_draws(job), name, inference, data)
                 player = ContinuationPlayer(
                     planner, collector, apps, Rewards(job.training, job.max_decisions), setting
                 )
@@ -129,6 +131,31 @@ async def measure_truth(
             return await by_checkpoint(job, checkpoint, measure)
 
 
+# A reward at the horizon counts by so much, where the user names no other horizon.
+_LEAST_WEIGHT = 0.05
+
+
+def _horizon(job: JobConfig) -> int | None:
+    """Decisions until a reward counts by less than 5 %; None where that is never, or the end pays."""
+    gamma = job.algorithm.gamma
+    if gamma == 1.0 or _why_to_the_end(job) is not None:
+        return None
+    return 1 if gamma <= _LEAST_WEIGHT else math.ceil(math.log(_LEAST_WEIGHT) / math.log(gamma))
+
+
+def _with_common_draws(job: JobConfig) -> JobConfig:
+    """The job, whose policy draws the same random numbers in both episodes of a pair.
+
+    Without it, equal seeds draw alike only as long as the prompts are equal.
+    """
+    rollout = job.rollout
+    if rollout.policy_name != "openai":
+        return job
+    extra = {**rollout.policy_config.get("extra_body", {}), "common_draws": True}
+    config = {**rollout.policy_config, "extra_body": extra}
+    return job.model_copy(update={"rollout": rollout.model_copy(update={"policy_config": config})})
+
+
 # For a plan whose requests are read and not sent.
 _NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
 
@@ -136,10 +163,12 @@ _NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
 def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
     """Refuse a budget for nothing, and rewards that a part of an episode does not tell."""
     training = job.training
-    if options.budget is not None and options.budget < 2 * options.continuations:
+    least = (CHOICES + 1) * options.continuations
+    if options.budget is not None and options.budget < least:
         raise JobError(
-            f"--budget {options.budget} is too small for a single decision: it takes {options.continuations} "
-            "decisions to see what the policy does there, and as many continuations of at least one"
+            f"--budget {options.budget} is too small for a single decision: it takes "
+            f"{least - options.continuations} decisions to see what the policy does there, and "
+            f"{options.continuations} continuations of at least one"
         )
     if training.kl_reward_coef > 0:
         raise JobError(
@@ -148,12 +177,17 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
         )
     if job.rollout.reward_function is not None:
         raise JobError("rollout.reward_function judges whole episodes, and no part of one")
-    switches = training.step_rewards
-    to_the_end = switches.mode == "off" or not switches.enabled
-    looks_ahead = switches.step_beta > 0 and training.step_rewards_horizon == "realised"
-    if options.horizon is not None and (to_the_end or looks_ahead):
-        why = "pays at the end of an episode" if to_the_end else "pays by the length of an episode"
+    if options.horizon is not None and (why := _why_to_the_end(job)) is not None:
         raise JobError(f"--horizon cuts continuations short, and this job {why}; leave --horizon out")
+
+
+def _why_to_the_end(job: JobConfig) -> str | None:
+    """Why continuations have to be played to the end of their episodes, if they have to."""
+    switches = job.training.step_rewards
+    if switches.mode == "off" or not switches.enabled:
+        return "pays at the end of an episode"
+    looks_ahead = switches.step_beta > 0 and job.training.step_rewards_horizon == "realised"
+    return "pays by the length of an episode" if looks_ahead else None
 
 
 def _policy_of(run: RunDirectory, options: TruthOptions) -> tuple[int, Path]:
@@ -283,7 +317,7 @@ class _Measurer:
         if self._options.budget is None:
             return False
         measured = len(self._file.truths)
-        each = self._played / measured if measured else 2 * self._options.continuations
+        each = self._played / measured if measured else (CHOICES + 1) * self._options.continuations
         return self._played + self._open * each >= self._options.budget
 
     def _report(self, total: int) -> None:

@@ -14,12 +14,16 @@ from trainer_backend.collect.plan import Continuation, Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.truth import TrueAdvantage, mean_difference
+from trainer_backend.core.truth import TrueAdvantage, choice_strata, mean_difference
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import TaskAppError
 from trainer_backend.rundir.truth_file import TruthSetting
 
+# Choices of the policy before a decision, for each pair. They cost a decision, and a pair some twenty.
+CHOICES = 4
 _ATTEMPTS = 2  # of a replay; at two task apps where there are two
+# Two decisions that chose alike have equal ones: calls, words, the reason for neither, whether it ended.
+Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,13 @@ class _Side(NamedTuple):
     episode: Trajectory
     moment: str | None
 
+    @property
+    def choice(self) -> Choice:
+        """What the policy chose: its calls or words, or the reason why there are none."""
+        calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
+        action = self.step.action_taken
+        return calls, words_of(action), self.step.step_info.invalid_reason, action.get("type") == "terminate"
+
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPlayer:
@@ -83,24 +94,24 @@ class ContinuationPlayer:
         if moments is None:
             return None
         before, after = moments
-        count = self.setting.continuations
-        firsts = await self._collect([self._first(item, before, k) for k in range(count)])
-        for episode in firsts.values():
-            _refuse_other_prompt(episode.steps[0], item)
-        others = {
-            k: _Side(episode.steps[0], episode, episode.final_snapshot)
-            for k, episode in firsts.items()
-            if not _is_same(episode.steps[0], item.step)
-        }
-        stored = _Side(item.step, item.episode, after)
-        own = await self._played_on(item, "own", dict.fromkeys(others, stored))
-        other = await self._played_on(item, "other", others)
-        returns = {k: (self._return(item, own[k]), self._return(item, other[k])) for k in own.keys() & other}
-        same = len(firsts) - len(others)
-        if same + len(returns) < 2:
+        sides = await self._choices(item, before)
+        if not sides:
             return None
-        differences = [mine - its for mine, its in returns.values()]
-        advantage, error = mean_difference([*differences, *([0.0] * same)])
+        seed = derived_seed("truth choices", *self._seed_parts(item, 0))
+        strata = choice_strata([side.choice for side in sides], self.setting.continuations, seed)
+        stored = _Side(item.step, item.episode, after)
+        pairs = [n for stratum in strata for n in stratum.members]
+        others = {n: sides[n] for n in pairs if sides[n].choice != stored.choice}
+        own, other = await self._played_on(item, dict.fromkeys(others, stored), others)
+        returns = {n: (self._return(item, own[n]), self._return(item, other[n])) for n in own.keys() & other}
+        differences = {n: 0.0 for n in pairs if n not in others}
+        differences |= {n: mine - its for n, (mine, its) in returns.items()}
+        if len(differences) < 2:
+            return None
+        advantage, error = mean_difference(
+            [(share, [differences[n] for n in members if n in differences]) for share, members in strata],
+            len(sides),
+        )
         values = [mine for mine, _ in returns.values()]
         return TrueAdvantage(
             rollout_id=item.rollout.rollout_id,
@@ -109,27 +120,37 @@ class ContinuationPlayer:
             advantage=advantage,
             error=error,
             action_value=math.fsum(values) / len(values) if values else None,
-            pairs=same + len(returns),
-            failed=count - same - len(returns),
+            pairs=len(differences),
+            failed=self.setting.continuations - len(differences),
             others=len(returns),
-            decisions=len(firsts) + sum(len(e.steps) - 1 for e in (*own.values(), *other.values())),
+            decisions=len(sides) + sum(len(e.steps) - 1 for e in (*own.values(), *other.values())),
         )
 
+    async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
+        """What the policy chooses before the decision, and where each choice leads."""
+        count = CHOICES * self.setting.continuations
+        firsts = await self._collect([self._first(item, before, n) for n in range(count)])
+        for episode in firsts.values():
+            _refuse_other_prompt(episode.steps[0], item)
+        return [_Side(firsts[n].steps[0], firsts[n], firsts[n].final_snapshot) for n in sorted(firsts)]
+
     async def _played_on(
-        self, item: StoredDecision, name: str, sides: Mapping[int, _Side]
-    ) -> dict[int, Trajectory]:
-        """By pair, the episode from the decision on, where it could be played."""
-        requests = [
-            self._rest(item, f"{self._group(item)}-{name}", k, side)
-            for k, side in sides.items()
-            if side.moment is not None
-        ]
-        rests = await self._collect(requests)
-        return {
-            k: _joined(side.step, rests[k].steps if side.moment else (), rests.get(k, side.episode))
-            for k, side in sides.items()
-            if side.moment is None or k in rests
+        self, item: StoredDecision, own: Mapping[int, _Side], other: Mapping[int, _Side]
+    ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
+        """The episodes of both sides from the decision on, where they could be played; all at once."""
+        sides = {2 * n + place: both[n] for place, both in enumerate((own, other)) for n in both}
+        rests = await self._collect(
+            [self._rest(item, number, side) for number, side in sides.items() if side.moment is not None]
+        )
+        episodes = {
+            number: _joined(
+                side.step, rests[number].steps if side.moment else (), rests.get(number, side.episode)
+            )
+            for number, side in sides.items()
+            if side.moment is None or number in rests
         }
+        first, second = ({n // 2: e for n, e in episodes.items() if n % 2 == place} for place in (0, 1))
+        return first, second
 
     async def _moments(self, item: StoredDecision) -> tuple[str, str | None] | None:
         """Snapshots before the decision, and after it if the episode went on, by a replay of the episode.
@@ -157,22 +178,23 @@ class ContinuationPlayer:
             return snapshots[turn - 1], snapshots.get(turn)
         return None
 
-    def _first(self, item: StoredDecision, before: str, k: int) -> RolloutRequest:
-        """The policy's new choice before the decision: one decision, and the moment after it."""
+    def _first(self, item: StoredDecision, before: str, number: int) -> RolloutRequest:
+        """A new choice of the policy before the decision: one decision, and the moment after it."""
         done = item.step.turn - 1
         start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
         is_last = item.step.turn >= self.planner.players.max_decisions
         what = Continuation(
             f"{self._group(item)}-first",
-            k,
-            ("truth first", *self._seed_parts(item, k)),
+            number,
+            ("truth first", *self._seed_parts(item, number)),
             max_decisions=1,
             snapshot_turns=() if is_last else (2,),
         )
         return self.planner.continuation(item.rollout, start, what)
 
-    def _rest(self, item: StoredDecision, group: str, k: int, side: _Side) -> RolloutRequest:
-        """What comes after one side of pair k; both sides draw the same."""
+    def _rest(self, item: StoredDecision, number: int, side: _Side) -> RolloutRequest:
+        """What comes after a side of pair k, whose numbers are 2k and 2k + 1: both draw the same."""
+        k = number // 2
         draws = derived_seed("truth draws", *self._seed_parts(item, k))
         start = Start(
             snapshot=side.moment,
@@ -181,7 +203,8 @@ class ContinuationPlayer:
             parent_turn=item.step.turn,
         )
         seed_parts = ("truth", *self._seed_parts(item, k))
-        what = Continuation(group, k, seed_parts, max_decisions=self.setting.horizon)
+        group = f"{self._group(item)}-rest"
+        what = Continuation(group, number, seed_parts, max_decisions=self.setting.horizon)
         return self.planner.continuation(item.cut_after(side.step), start, what)
 
     def _return(self, item: StoredDecision, episode: Trajectory) -> float:
@@ -191,7 +214,7 @@ class ContinuationPlayer:
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
 
     async def _collect(self, requests: Sequence[RolloutRequest]) -> dict[int, Trajectory]:
-        """By pair, those that were played. What ran out of time has lost what would have come."""
+        """By sibling, those that were played. What ran out of time has lost what would have come."""
         collection = await self.collector.collect(requests)
         if requests:
             await self.collector.ack(self.planner.run_id, collection.all)
@@ -221,20 +244,6 @@ def _played_elsewhere(item: StoredDecision, told: str) -> TaskAppError:
         "has, or in another version of it",
         hint="Start the task app of the version that the run was trained with.",
     )
-
-
-def _is_same(step: StepData, stored: StepData) -> bool:
-    """Whether the policy chose as stored: the same calls or words, or the same reason why there are none."""
-    one, other = (
-        (
-            [(call.function.name, call.function.arguments) for call in item.tool_calls],
-            words_of(item.action_taken),
-            item.step_info.invalid_reason,
-            item.action_taken.get("type") == "terminate",
-        )
-        for item in (step, stored)
-    )
-    return one == other
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:

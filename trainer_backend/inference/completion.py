@@ -111,11 +111,16 @@ class Completion:
     def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request
         wanted = request.stop or request.top_logprobs or request.processed_logprobs or on_token
-        if not (wanted or self.rollout_id):
+        if not (wanted or self.rollout_id or request.common_draws):
             return NO_EXTRAS
         stop = StopStrings(self.policy.renderer.decode, request.stop) if request.stop else None
         return Extras(
-            request.top_logprobs, stop, request.processed_logprobs, on_token, session=self.rollout_id
+            request.top_logprobs,
+            stop,
+            request.processed_logprobs,
+            on_token,
+            session=self.rollout_id,
+            common_draws=request.common_draws,
         )
 
 

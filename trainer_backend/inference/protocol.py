@@ -59,6 +59,8 @@ class Extras:
         on_token: called in the caller's event loop with each token except the one that ends the generation,
             which only the return of `generate` reveals.
         session: the rollout of the request, whose prompts begin alike; "" for none.
+        common_draws: the random numbers follow from the seed alone, and not from the prompt too. An engine
+            that has no seeds of its own ignores it.
     """
 
     likeliest: int = 0
@@ -66,6 +68,7 @@ class Extras:
     processed: bool = False
     on_token: Callable[[SampledToken], None] | None = None
     session: str = ""
+    common_draws: bool = False
 
 
 NO_EXTRAS = Extras()

@@ -43,7 +43,7 @@ class Request:
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
-        self.key = stream_key(seed, self.prompt_ids)
+        self.key = stream_key(seed, () if self.extras.common_draws else self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
         self.prefix = Prefix(self.prompt_ids[:-1])
 

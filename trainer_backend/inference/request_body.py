@@ -64,6 +64,7 @@ class SamplingRequest(OpenBody):
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     return_token_ids: bool | None = None
     processed_logprobs: Annotated[bool, null_is(False)] = False
+    common_draws: Annotated[bool, null_is(False)] = False
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer_backend.errors import ContextLengthExceeded
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.reply import usage_body
 from trainer_backend.inference.request_body import SamplingRequest, read_request
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
@@ -47,7 +47,7 @@ async def text_completion(
         ids,
         request.sampling(max_tokens=request.max_tokens or _MAX_TOKENS),
         request_id=f"cmpl-{number}",
-        extras=Extras(processed=True) if request.processed_logprobs else NO_EXTRAS,
+        extras=Extras(processed=request.processed_logprobs, common_draws=request.common_draws),
     )
     return {
         "id": f"cmpl-{number}",

@@ -33,7 +33,7 @@ class EngineCall:
     """A request for a sample.
 
     Attributes:
-        likeliest, processed: as in `Extras`.
+        likeliest, processed, common_draws: as in `Extras`.
         stop: strings that end it, in the text that the policy's tokenizer gives.
         streams: whether each token is told as it comes.
     """
@@ -42,6 +42,7 @@ class EngineCall:
     sampling: Sampling
     likeliest: int
     processed: bool
+    common_draws: bool
     stop: tuple[str, ...]
     streams: bool
 

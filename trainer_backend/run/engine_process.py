@@ -90,6 +90,7 @@ class EngineHost:
         extras = Extras(
             likeliest=call.likeliest,
             processed=call.processed,
+            common_draws=call.common_draws,
             stop=StopStrings(self._renderer.decode, call.stop) if call.stop else None,
             on_token=(lambda token: self._line.say(number, "token", token)) if call.streams else None,
         )

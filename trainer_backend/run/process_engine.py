@@ -140,6 +140,7 @@ class ProcessEngine:
             sampling,
             likeliest=extras.likeliest,
             processed=extras.processed,
+            common_draws=extras.common_draws,
             stop=() if extras.stop is None else extras.stop.strings,
             streams=extras.on_token is not None,
         )

@@ -7,7 +7,7 @@ import pytest
 
 from trainer_backend.core import truth
 from trainer_backend.core.agreement import rank_correlation
-from trainer_backend.core.truth import TrueAdvantage, even_order, mean_difference, noise_of
+from trainer_backend.core.truth import TrueAdvantage, choice_strata, even_order, mean_difference, noise_of
 
 
 def truth_score(advantages, truths):
@@ -22,9 +22,50 @@ def measured(advantage, *, error=0.0, turn=1, reward=0.0, rollout="a", **rest):
 
 def test_pairs_have_the_mean_of_their_differences_and_its_standard_error():
     # deviations from 2: -1, 1, -1, 1; sample variance 4/3; over four pairs 1/3
-    assert mean_difference([1.0, 3.0, 1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(1 / 3)))
+    assert mean_difference([(1.0, [1.0, 3.0, 1.0, 3.0])], 4) == (2.0, pytest.approx(math.sqrt(1 / 3)))
     with pytest.raises(ValueError, match="at least two pairs, got 1"):
-        mean_difference([1.0])
+        mean_difference([(0.5, [1.0]), (0.5, [])], 8)
+
+
+def test_choices_have_their_shares_and_noise_between_them_is_that_of_all_sampled_choices():
+    # means 1 and 12, variances 2 and 8, weights 3/4 and 1/4: mean 3.75; between 3/4 * 2.75^2 + 1/4 * 8.25^2
+    mean, error = mean_difference([(0.75, [0.0, 2.0]), (0.25, [10.0, 14.0])], 16)
+    within, between = 0.75**2 * 2 / 2 + 0.25**2 * 8 / 2, 0.75 * 2.75**2 + 0.25 * 8.25**2
+    assert (mean, error**2) == (3.75, pytest.approx(within + between / 16))
+    # one pair of the second was lost: it varies like 0, 2 and 10, by 28; all of the third were
+    mean, error = mean_difference([(0.6, [0.0, 2.0]), (0.2, [10.0]), (0.2, [])], 8)
+    within, between = 0.75**2 * 2 / 2 + 0.25**2 * 28, 0.75 * 2.25**2 + 0.25 * 6.75**2
+    assert (mean, error**2) == (3.25, pytest.approx(within + between / 8))
+
+
+def test_frequent_choices_have_pairs_by_their_share_and_rare_ones_share_the_rest():
+    choices = "aaaaaabbbacdebbb"  # 7 a, 6 b, c, d, e
+    often, also, (share, rare) = choice_strata(choices, 8, seed=0)
+    # 8 * 7 / 16 and 8 * 6 / 16 are 3.5 and 3; two are left for c, d and e
+    assert often == (7 / 16, (0, 1, 2)) and also == (6 / 16, (6, 7, 8))
+    assert share == 3 / 16 and len(set(rare)) == 2 and set(rare) <= {10, 11, 12}
+    assert choice_strata("aaaa", 2, 0) == [(1.0, (0, 1))]
+    assert choice_strata("ab", 4, 0) == [(1.0, (0, 1))], "no more pairs than choices were sampled"
+
+
+def test_the_mean_over_choices_is_unbiased_and_has_the_error_that_is_told():
+    # a, b, c, d with 0.5, 0.25, 0.15, 0.1; differences 0, 2, -2, 4 and noise of variance 1 but in a: mean 0.6
+    source, means, errors = random.Random(2), [], []
+    for seed in range(3000):
+        choices = source.choices("abcd", (0.5, 0.25, 0.15, 0.1), k=64)
+        strata = [
+            (share, [{"a": 0, "b": 2, "c": -2, "d": 4}[c] + (c != "a") * source.gauss(0, 1) for c in played])
+            for share, members in choice_strata(choices, 16, seed)
+            if (played := [choices[index] for index in members])
+        ]
+        mean, error = mean_difference(strata, 64)
+        means.append(mean)
+        errors.append(error**2)
+    spread = math.fsum((mean - 0.6) ** 2 for mean in means) / len(means)
+    assert math.fsum(means) / len(means) == pytest.approx(0.6, abs=4 * math.sqrt(spread / len(means)))
+    # 16 pairs alone have (2.84 + 0.5) / 16; the least is 0.5 / 16 + 2.84 / 64
+    assert (2.84 / 64 + 0.5 / 16) * 0.9 < spread < 0.6 * 3.34 / 16
+    assert 0.95 * spread < math.fsum(errors) / len(errors) < 1.2 * spread
 
 
 def test_a_state_is_worth_what_its_action_is_worth_less_the_advantage():
@@ -51,8 +92,10 @@ def test_the_spread_of_the_truth_is_without_the_noise_of_its_measurement():
     noise = noise_of([measured(1.0, error=0.6, failed=1), measured(-1.0, error=0.6)])
     assert (noise.spread, noise.error, noise.ratio) == pytest.approx((0.8, 0.6, 0.75))
     assert (noise.decisions, noise.failed, noise.played, noise.known) == (2, 1, 20, 0.0)
+    # 0.75 of the spread with 16 pairs; 0.25 of it takes nine times as many
+    assert (noise.pairs_for(0.25, 16), noise.pairs_for(0.75, 16)) == (144, 16)
     nothing = noise_of([measured(0.1, error=0.6), measured(-0.1, error=0.6)])
-    assert (nothing.spread, nothing.ratio) == (0.0, None)
+    assert (nothing.spread, nothing.ratio, nothing.pairs_for(0.3, 16)) == (0.0, None, None)
 
 
 def test_the_truth_itself_in_another_unit_explains_everything():

@@ -15,12 +15,12 @@ from trainer_backend.inference.sampler import RowSettings, sample, stream_key, u
 
 
 def naive_generation(
-    model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling
+    model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling, *, common_draws: bool = False
 ) -> tuple[list[int], list[float]]:
     """The whole sequence through the model for every token."""
     ids, tokens, logprobs = list(prompt), [], []
     settings = RowSettings.of([sampling], processed=[False], device=torch.device("cpu"))
-    key = np.array([stream_key(sampling.seed or 0, prompt)], dtype=np.uint64)
+    key = np.array([stream_key(sampling.seed or 0, () if common_draws else prompt)], dtype=np.uint64)
     for i in range(sampling.max_tokens):
         with torch.inference_mode():
             logits = model(torch.tensor([ids]), use_cache=False).logits[:, -1]

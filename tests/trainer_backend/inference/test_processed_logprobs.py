@@ -1,4 +1,5 @@
-"""`processed_logprobs`: through the gateway, beside a softmax over what truncation kept, by hand."""
+"""Keys of ours in a request: `processed_logprobs` beside a softmax over what truncation kept, by hand, and
+`common_draws` beside one request at a time."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from openai.types.chat.chat_completion import Choice
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import naive_generation
 from tests.trainer_backend.inference.served import MESSAGES, MODEL, Served, serving
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset
@@ -82,3 +84,18 @@ async def test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_t
 def test_without_truncation_both_are_the_same_to_the_last_bit(served: Served):
     both = [asked(served, processed_logprobs=flag)[0].token_logprobs for flag in (False, True)]
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_common_draws_follow_from_the_seed_and_not_from_the_prompt(
+    served: Served, model: PreTrainedModel, common: bool
+):
+    choice, prompt = asked(served, common_draws=common)
+    sampling = Sampling(seed=5, max_tokens=12)
+    assert choice.token_ids == naive_generation(model, prompt, sampling, common_draws=common)[0]
+    text = served.client.completions.create(
+        model=MODEL, prompt=[7, 8, 9], seed=5, max_tokens=12,
+        extra_body={"return_token_ids": True, "common_draws": common},
+    )  # fmt: skip
+    expected, _ = naive_generation(model, [7, 8, 9], sampling, common_draws=common)
+    assert text.choices[0].token_ids == expected

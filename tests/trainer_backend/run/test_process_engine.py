@@ -40,6 +40,7 @@ async def answered(engine: FrozenEngine, decode: Decode) -> list[Any]:
         ask(0, Extras(stop=StopStrings(decode, (text[3:6],)), on_token=told[0].append)),
         ask(1, Extras(on_token=told[1].append)),
         ask(2, Extras(likeliest=3, processed=True), top_k=5),
+        ask(3, Extras(common_draws=True)),
     )
     return [plain, others, told]
 
