@@ -10,6 +10,8 @@ rollouts of their own, and are left out.
     crafter     the demo: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
     whole       whole games, by a policy that imitates some
+    rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
+                chance in its world, few states, by a policy that imitates random play
 
 What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
@@ -40,6 +42,7 @@ from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.truth_file import TruthFile, truth_of
+from trainer_backend.terminal.templates import write_environment
 
 ITERATIONS = 4
 COMMON = (
@@ -56,6 +59,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000", "rollout.timeout_s=7200",
         "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
     ),
+    "rooms": ("algorithm.gamma=0.95", "rollout.max_tokens=16", "model.device=cpu"),
 }  # fmt: skip
 FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
 
@@ -93,6 +97,15 @@ def scored(
     return {**scores.figures(), "refused": dict(credited.refused), "last_call_s": round(seconds, 1)}
 
 
+def config_of(setting: str, folder: Path) -> Path:
+    """The demo's, or that of an environment which is written to `folder` first."""
+    if setting != "rooms":
+        return ROOT / "configs" / "crafter_cpu.toml"
+    if not (folder / "rooms").exists():
+        write_environment("rooms", folder)
+    return folder / "rooms" / "job.toml"
+
+
 def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """By estimator and figure, [median, least, greatest] over the seeds that have it."""
     names = {name for found in seeds.values() for name in found["estimators"]}
@@ -128,8 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.setting or SETTINGS:
         for seed in map(int, given.seed or range(5)):
             settings = (*COMMON, *SETTINGS[name], f"job.seed={seed}", *given.set)
-            job = load_job(ROOT / "configs" / "crafter_cpu.toml", settings).config
-            run = finished(Path(given.out).resolve() / name / f"seed_{seed}", job)
+            out = Path(given.out).resolve()
+            job = load_job(config_of(name, out / "environments"), settings).config
+            run = finished(out / name / f"seed_{seed}", job)
             found = scored(run, name, seed, decisions=given.decisions, continuations=given.continuations)
             of_setting = outcome.setdefault(name, {"seeds": {}})
             of_setting["seeds"][str(seed)] = found
