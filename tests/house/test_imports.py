@@ -3,8 +3,9 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 
-from tests.house.sources import PACKAGE_SOURCES, ROOT, name_of
+from tests.house.sources import ROOT, name_of, package_sources
 
 # Each outside library, and the folders or files that may import it.
 DOORS = {
@@ -91,33 +92,49 @@ def imported(tree: ast.Module) -> set[str]:
     return names
 
 
-IMPORTS = {name_of(path): imported(tree) for path, tree in PACKAGE_SOURCES.items()}
-LIBRARIES = {name: {module.partition(".")[0] for module in modules} for name, modules in IMPORTS.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each file imports."""
+    return {name_of(path): imported(tree) for path, tree in package_sources().items()}
+
+
+@cache
+def libraries_of() -> dict[str, set[str]]:
+    """The packages that each file imports."""
+    return {name: {module.partition(".")[0] for module in modules} for name, modules in imports().items()}
 
 
 def files_of(package: str) -> list[str]:
-    return [name for name in IMPORTS if name.startswith(package + "/")]
+    return [name for name in imports() if name.startswith(package + "/")]
+
+
+def beside(package: str, allowed: set[str]) -> dict[str, set[str]]:
+    """The other libraries that files of a package import."""
+    found = {name: libraries_of()[name] - allowed for name in files_of(package)}
+    return {name: libraries for name, libraries in found.items() if libraries}
+
+
+def among(package: str, forbidden: set[str]) -> dict[str, set[str]]:
+    """The libraries of these that files of a package import."""
+    found = {name: libraries_of()[name] & forbidden for name in files_of(package)}
+    return {name: libraries for name, libraries in found.items() if libraries}
 
 
 def test_packages_keep_apart():
     schemas = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
     edge = {"service_kit", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
     for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
-        assert {
-            name: LIBRARIES[name] - allowed for name in files_of(package) if LIBRARIES[name] - allowed
-        } == {}
+        assert beside(package, allowed) == {}
     forbidden = {
         "task_app": {"trainer_backend", "turnwise", "torch", "transformers", "tokenizers", "sqlalchemy"},
         "trainer_backend": {"task_app", "turnwise"},
     }
     for package, libraries in forbidden.items():
-        assert {
-            name: LIBRARIES[name] & libraries for name in files_of(package) if LIBRARIES[name] & libraries
-        } == {}
+        assert among(package, libraries) == {}
 
 
 def test_outside_libraries_come_in_by_their_doors():
-    for name, libraries in LIBRARIES.items():
+    for name, libraries in libraries_of().items():
         for library in libraries & DOORS.keys():
             doors = DOORS[library]
             assert any(name == door or name.startswith(door + "/") for door in doors), (
@@ -127,7 +144,7 @@ def test_outside_libraries_come_in_by_their_doors():
 
 def test_the_core_does_no_io():
     core = files_of("trainer_backend/core")
-    assert {name: LIBRARIES[name] & IO_LIBRARIES for name in core if LIBRARIES[name] & IO_LIBRARIES} == {}
+    assert among("trainer_backend/core", IO_LIBRARIES) == {}
     assert [name for name in core if "open(" in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
@@ -142,22 +159,22 @@ def module_of(name: str) -> str:
 
 
 def test_the_process_of_a_reward_function_imports_no_environment_and_no_web():
-    modules = {module_of(name): name for name in IMPORTS}
+    modules = {module_of(name): name for name in imports()}
     reached, ahead = set[str](), ["task_app.reward_functions.child"]
     while ahead:
         module = ahead.pop()
         if module not in reached:
             reached.add(module)
-            ahead += IMPORTS[modules[module]] & modules.keys()
+            ahead += imports()[modules[module]] & modules.keys()
     assert {"service_kit.plugin_file", "task_app.reward_functions.decorator"} <= reached
     assert not [name for name in reached if name.startswith(("task_app.environments", "task_app.policies"))]
-    libraries = {library for module in reached for library in LIBRARIES[modules[module]]}
+    libraries = {library for module in reached for library in libraries_of()[modules[module]]}
     assert not libraries & {"aiohttp", "fastapi", "starlette", "numpy", "crafter"}
 
 
 def test_there_are_no_import_cycles():
-    modules = {module_of(name): imports for name, imports in IMPORTS.items()}
-    edges = {name: imports & modules.keys() for name, imports in modules.items()}
+    modules = {module_of(name): names for name, names in imports().items()}
+    edges = {name: names & modules.keys() for name, names in modules.items()}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
