@@ -1,6 +1,7 @@
-"""Stands in for a gateway's or the learner's process, without torch: a test copies it as `sitecustomize.py`.
+"""Stands in for the process of a gateway, an engine or the learner: a test copies it as `sitecustomize.py`.
 
-What it does is named by SCRIPT. Files in its own folder are how it and the test wait for each other.
+It needs no torch. What it does is named by SCRIPT. Files in its own folder are how it and the test wait
+for each other.
 """
 
 import json
@@ -114,3 +115,5 @@ if "trainer_backend.run.gateway_process" in sys.orig_argv:
     serve(int(sys.orig_argv[-1]))
 elif "trainer_backend.learner.process" in sys.orig_argv:
     serve(None)
+elif "trainer_backend.run.engine_process" in sys.orig_argv:
+    end(2, "its folder cannot be served")

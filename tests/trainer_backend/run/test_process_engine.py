@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.run import engine_process
 from trainer_backend.run.gateway import REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
-from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
+from trainer_backend.run.process_engine import SETUP, EngineSetup, ProcessEngine
 
 # One at a time: which requests are decoded together changes the last bits.
 LIMITS = EngineLimits(slots=1, kept_prefixes=0, max_model_len=64)
@@ -100,18 +103,35 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
     assert stopped.stop_string is not None and len(ours[2][0]) == len(stopped.token_ids) - 1 < 11
 
 
-def test_a_folder_that_cannot_be_served_is_refused_with_the_exit_code(tmp_path: Path) -> None:
-    setup = EngineSetup(
-        model=ModelTable(path=tmp_path, device="cpu"),
+def refused_setup(folder: Path) -> EngineSetup:
+    return EngineSetup(
+        model=ModelTable(path=folder, device="cpu"),
         limits=LIMITS,
-        version=PolicyVersion(number=0, folder=tmp_path),
+        version=PolicyVersion(number=0, folder=folder),
     )
 
+
+def test_a_folder_that_cannot_be_served_is_refused_with_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SETUP, refused_setup(tmp_path).model_dump_json())
+    ours, theirs = socket.socketpair()
+    with ours:
+        assert engine_process.main(["--socket", str(theirs.detach())]) == REFUSAL
+    assert f"{tmp_path}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_process_that_ends_before_it_serves_is_told_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
     async def begin() -> int | None:
-        engine = ProcessEngine(setup, length=64)
+        engine = ProcessEngine(refused_setup(tmp_path), length=64)
         try:
             return await engine.begin()
         finally:
             await engine.close()
 
-    assert asyncio.run(begin()) == REFUSAL
+    assert asyncio.run(begin()) == 2
