@@ -1,6 +1,7 @@
 """The `turnwise` command. Each command is thin; only commands that need torch import it."""
 
 import asyncio
+import gc
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -342,6 +343,8 @@ def main() -> None:
     except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
+    finally:
+        gc.freeze()  # otherwise the interpreter's end looks through all of torch: a second
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Puts a run together from its job: services, model, warm-up, inference. `train.train` does the rest."""
 
 import asyncio
+import gc
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -117,8 +118,10 @@ async def learner_factory(
     """What makes the learner of a run until the context is left: this process, or with [cluster] another."""
     if job.cluster is None:
         # torch: with [cluster] only the learner's process imports it.
+        gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
         from trainer_backend.learner.factory import LocalFactory
 
+        gc.enable()
         yield LocalFactory(job)
         return
     async with LearnerProcess(job, directory, reporter, launcher) as process:

@@ -138,8 +138,8 @@ def test_a_kl_term_holds_the_policy_near_its_reference(trained, tmp_path: Path):
 
 def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(trained, tmp_path: Path):
     path = tmp_path / "job.toml"
-    job = tiny_job(**warmed_up(trained), training__iterations=500, evaluation__instances=1)
-    path.write_text(dump_job(job))
+    short = {"rollout__episodes_per_batch": 4, "rollout__max_turns": 2, "evaluation__instances": 1}
+    path.write_text(dump_job(tiny_job(**warmed_up(trained), **short, training__iterations=500)))
     run = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--dashboard"],

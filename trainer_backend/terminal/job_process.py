@@ -5,6 +5,7 @@ input, a pipe whose end ends this process at once; SIGTERM, which makes it save 
 code (rundir/state.py). All its messages are in the run directory.
 """
 
+import gc
 import sys
 
 from service_kit.children import end_with_parent
@@ -39,4 +40,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # otherwise the interpreter's end looks through all of torch: a second
+    raise SystemExit(code)
