@@ -17,25 +17,19 @@ from PIL import Image
 from service_kit.errors import RequestDeadline
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import EnvSpec, Rollout
-from shared_schemas.trajectory import StepMetadata
 from task_app.episode.actions import tool_request
 from task_app.errors import Conflict, InvalidRequest, TaskAppError, UnknownId, boundary
 from task_app.plugins import PlugBoards
 from task_app.protocols import (
-    PAST_DECISIONS_SHOWN,
     AnsweredEnvironment,
     ConversationalEnvironment,
-    DecisionOutcome,
     Environment,
-    PastDecision,
     RestorableEnvironment,
-    ToolRequest,
 )
 from task_app.rollouts.assembly import refuse_unrestorable
 from task_app.rollouts.results import Record
-from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
+from task_app.sessions.snapshots import Moment, episode_snapshot
 from task_app.sessions.switches import take_step_rewards
-from task_app.snapshots.envelope import to_text
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
 Picture = npt.NDArray[np.uint8]
@@ -87,27 +81,6 @@ class ReplayDeparts(Conflict):
 class NoPictures(TaskAppError):
     code = "no_pictures"
     status = 404
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A replayed episode after a turn.
-
-    Attributes:
-        turn: 0 is its start.
-        step_idx: env steps so far.
-        past: the last decisions, which the next prompt may show.
-    """
-
-    turn: int
-    step_idx: int = 0
-    over: bool = False
-    past: tuple[PastDecision, ...] = ()
-
-    def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> "Moment":
-        past = (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:]
-        over = outcome.terminated or outcome.truncated
-        return Moment(self.turn + 1, self.step_idx + len(outcome.env_rewards), over, past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +147,9 @@ class Replay:
     def snapshot(self, moment: Moment, *, at_most_bytes: int) -> str:
         """The environment at this moment, as a start of rollouts; no switches of rewards are in it."""
         assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
-        facts = EnvironmentFacts(
-            env=self.spec,
-            seed=self.seed,
-            step_idx=moment.step_idx,
-            turn=moment.turn,
-            over=moment.over,
-            step_rewards=None,
-            metadata=StepMetadata(),
-            past=moment.past,
-            rl_run_id=None,
-        )
         with boundary("environment.snapshot"):
             state = self.environment.snapshot()
-        return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=at_most_bytes))
+        return episode_snapshot(state, moment, self.spec, seed=self.seed, at_most_bytes=at_most_bytes)
 
     def _after(self, moment: Moment, recorded: ReplayTurn) -> Moment:
         if recorded.terminate:

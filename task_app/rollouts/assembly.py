@@ -35,9 +35,9 @@ from task_app.protocols import (
     steps_quickly,
     takes_answers,
 )
-from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
+from task_app.sessions.snapshots import EnvironmentSnapshot, Moment, episode_snapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
-from task_app.snapshots.envelope import from_text, to_text
+from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import EpisodeStart, Worlds
 from task_app.threads import Threads, in_thread
 
@@ -249,18 +249,13 @@ class SnapshotTaker:
             return None
         assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
         state = await self._state(environment)
-        facts = EnvironmentFacts(
-            env=self.spec,
-            seed=self.seed,
-            step_idx=sum(len(step.env_rewards or ()) for step in steps),
-            turn=len(steps),
-            over=False,
-            step_rewards=self.step_rewards,
-            metadata=steps[-1].metadata if steps else StepMetadata(),
-            past=tuple(past),
-            rl_run_id=None,
-        )
-        return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=self.at_most_bytes))
+        env_steps = sum(len(step.env_rewards or ()) for step in steps)
+        metadata = steps[-1].metadata if steps else StepMetadata()
+        moment = Moment(len(steps), env_steps, past=tuple(past), metadata=metadata)
+        return episode_snapshot(
+            state, moment, self.spec, seed=self.seed, step_rewards=self.step_rewards,
+            at_most_bytes=self.at_most_bytes,
+        )  # fmt: skip
 
     async def _state(self, environment: RestorableEnvironment) -> bytes:
         """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""

@@ -6,7 +6,7 @@ the same tool calls, and a policy session the same decisions. A snapshot holds n
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from pydantic import Field, ValidationError
@@ -20,14 +20,16 @@ from task_app.errors import NotRestorable, SnapshotRefused, boundary
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import (
     PAST_DECISIONS_SHOWN,
+    DecisionOutcome,
     Environment,
     PastDecision,
     RestorableEnvironment,
     RestorablePolicy,
+    ToolRequest,
     policy_name,
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
-from task_app.snapshots.envelope import Contents, open_envelope, seal
+from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
 from task_app.snapshots.starts import (
     EpisodeStart,
     StartView,
@@ -137,6 +139,60 @@ class EnvironmentSnapshot:
             return StartView(observation, self.facts.past)
 
         return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An episode after a turn.
+
+    Attributes:
+        turn: 0 is its start.
+        step_idx: env steps so far.
+        past: the last decisions, which the next prompt may show.
+        metadata: of the last decision.
+    """
+
+    turn: int
+    step_idx: int = 0
+    over: bool = False
+    past: tuple[PastDecision, ...] = ()
+    metadata: StepMetadata = field(default_factory=StepMetadata)
+
+    def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> "Moment":
+        past = (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:]
+        over = outcome.terminated or outcome.truncated
+        return Moment(self.turn + 1, self.step_idx + len(outcome.env_rewards), over, past)
+
+
+def episode_snapshot(
+    state: bytes,
+    moment: Moment,
+    env: EnvSpec,
+    *,
+    seed: int,
+    at_most_bytes: int,
+    step_rewards: StepRewards | None = None,
+) -> str:
+    """The snapshot of an episode's environment, as a start of rollouts.
+
+    Args:
+        state: of the environment at this moment.
+        env: its spec with every setting written out.
+        step_rewards: switches of the episode, if its request names any.
+        at_most_bytes: size limit before compression.
+    """
+    facts = EnvironmentFacts(
+        env=env,
+        seed=seed,
+        step_idx=moment.step_idx,
+        turn=moment.turn,
+        over=moment.over,
+        step_rewards=step_rewards,
+        metadata=moment.metadata,
+        past=moment.past,
+        rl_run_id=None,
+    )
+    return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=at_most_bytes))
 
 
 class PolicySnapshot(Body):
