@@ -280,6 +280,17 @@ async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_
     assert "draws_seed goes with a snapshot" in refused.text
 
 
+async def test_other_draws_of_an_environment_without_reseed_are_refused():
+    async with running_app() as client:
+        start = {"snapshot": "any", "parent_rollout_id": "a", "parent_turn": 1, "draws_seed": 1}
+        body = {"rollouts": [rollout("a"), rollout("b", start=start)]}
+        refused = (await client.post("/rollouts", json=body)).json()
+    assert (refused["status"], refused["code"]) == (422, "not_reseedable")
+    assert refused["where"] == "rollouts.1.start.draws_seed"
+    assert refused["detail"] == "environment 'counting' cannot be given other draws: it has no reseed()"
+    assert "leave draws_seed out" in refused["hint"]
+
+
 async def continued(client, name, snapshot, changes=CRAFTER, **draws):
     start = {"snapshot": snapshot, "parent_rollout_id": "a", "parent_turn": 3, **draws}
     await accept(client, rollout(name, **changes | {"start": start}))
