@@ -152,22 +152,26 @@ async def task_apps(
                 )
                 for number in range(table.task_apps)
             ]
-            await _start(own, stack)
+            await stack.enter_async_context(_side_by_side(own))
             urls = [app.url for app in own]
             # No waiting for one that is lost: nobody would restart it.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         yield await stack.enter_async_context(apps)
 
 
-async def _start(own: Sequence[EmbeddedTaskApp], stack: AsyncExitStack) -> None:
-    """Start the task apps side by side; where one fails, those that are not up yet are ended."""
-    starts = [asyncio.ensure_future(stack.enter_async_context(app)) for app in own]
+@asynccontextmanager
+async def _side_by_side(own: Sequence[EmbeddedTaskApp]) -> AsyncIterator[None]:
+    """Start the task apps together, and end those that are up together, also where one does not start."""
+    starts = [asyncio.ensure_future(app.__aenter__()) for app in own]
     try:
         await asyncio.gather(*starts)
+        yield
     finally:
         for start in starts:
             start.cancel()
         await asyncio.wait(starts)
+        up = [start.result() for start in starts if not start.cancelled() and start.exception() is None]
+        await asyncio.gather(*(app.__aexit__(None, None, None) for app in up))
 
 
 def _body_bytes(source: Rows) -> int:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from service_kit.children import Child
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import JobError, TaskAppError
@@ -84,8 +85,15 @@ async def test_own_task_apps_start_side_by_side_and_one_that_fails_is_told_by_it
     assert ended == roles
 
 
-async def test_a_job_may_start_several_task_apps_of_its_own(tmp_path):
-    async with task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps:
+async def test_a_job_may_start_several_task_apps_of_its_own_which_end_side_by_side(monkeypatch, tmp_path):
+    end, both = Child.end, asyncio.Barrier(2)
+
+    async def end_beside_the_other(child, grace_s):
+        await both.wait()
+        return await end(child, grace_s)
+
+    monkeypatch.setattr(Child, "end", end_beside_the_other)
+    async with asyncio.timeout(60), task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps:
         assert [app.label for app in apps.members] == ["own-0", "own-1"]
         assert len({app.instance_id for app in apps.members}) == 2
 
