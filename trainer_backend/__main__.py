@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -28,15 +29,28 @@ from trainer_backend.terminal.output import (
     warn,
 )
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 new = typer.Typer(no_args_is_help=True, help="Create something of your own from a working template.")
 app.add_typer(new, name="new")
 app.add_typer(jobs_commands.jobs, name="jobs")
 service_commands.add_to(app)
 _out = TextConsole()
 _err = TextConsole(stderr=True)
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"turnwise {version('turnwise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def turnwise(
+    asked_version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="print it, and end")
+    ] = False,
+) -> None:
+    """Decision-level rewards."""
 
 
 @app.command()

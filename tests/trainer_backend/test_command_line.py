@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,10 @@ def test_a_user_s_mistake_is_one_sentence_and_exit_code_2(
     assert done.returncode == 2
     assert done.stderr.startswith(told)
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_told():
+    assert CliRunner().invoke(app, ["--version"]).output == f"turnwise {version('turnwise')}\n"
 
 
 def test_check_refuses_what_would_fail_after_minutes(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The progress of a run: a live table in a terminal, plain lines elsewhere."""
+"""The progress of a run: rows of a table above a live line in a terminal, plain lines elsewhere."""
 
 import re
 import time
@@ -20,8 +20,8 @@ from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
 from trainer_backend.rundir.state import ProcessRole
 
-_MOST_ROWS = 14
-_TITLE_WIDTH = 12  # longer titles are wrapped between words
+_ROWS_A_HEAD = 20  # the titles are printed again, so that they are in sight
+_LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
 _OUTCOME = "episode/outcome_reward"
 _REWARDED = "decision/nonzero_frac"
 _OF_A_POLICY = re.compile(metric_of(r"[^/]+", OUTCOME))
@@ -45,13 +45,20 @@ _TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s
 
 
 class ConsoleReporter:
-    """A `protocols.Reporter` for a console; use it as a context manager."""
+    """A `protocols.Reporter` for a console; use it as a context manager.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        iterations: that the run will have; None where there are none to count.
+    """
+
+    def __init__(self, console: Console, iterations: int | None = None) -> None:
+        self._console, self._iterations = console, iterations
         self._start_s = time.monotonic()
-        self._rows: list[dict[str, Any]] = []
+        self._ends_s: list[float] = []  # of the iterations that were told
+        self._titles: list[str] = []
+        self._rows_since_head = 0
         self._stage = ("", 0, 1)
+        self._iteration = 0
         self._live = (
             Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
             if console.is_terminal
@@ -81,9 +88,14 @@ class ConsoleReporter:
             return
         if row["kind"] != "iteration":
             return
-        self._rows.append(row)
+        self._ends_s.append(time.monotonic())
+        self._iteration = row["iteration"]
+        columns = _columns(row)
         if self._live is None:
-            self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _columns([row])))
+            cells = "  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in columns[1:])
+            self.say("  ".join(filter(None, (f"iteration {self._count()}", cells, self._left()))))
+        else:
+            self._print_row(row, columns)
 
     def process(
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
@@ -97,17 +109,37 @@ class ConsoleReporter:
             Text.assemble((self._elapsed_text(), "dim"), " ", line), soft_wrap=self._live is None
         )
 
+    def _print_row(self, row: Row, columns: Sequence[tuple[str, str, str]]) -> None:
+        """Print a row above the live line, where it stays in the terminal's history."""
+        titles = [title for _, title, _ in columns]
+        has_head = titles == self._titles and self._rows_since_head < _ROWS_A_HEAD
+        self._titles, self._rows_since_head = titles, self._rows_since_head + 1 if has_head else 1
+        table = Table(box=None, pad_edge=False, show_header=not has_head)
+        for title in titles:
+            width = min(_TITLE_WIDTH, max(_LEAST_WIDTH, *map(len, title.split())))
+            table.add_column(Text(title), justify="right", width=width)
+        table.add_row(*(_cell(row, key, form) for key, _, form in columns))
+        self._console.print(table)
+
     def _render(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        rows = self._rows[-_MOST_ROWS:]
-        columns = _columns(rows)
-        for _, title, _ in columns:
-            table.add_column(Text(title), justify="right", max_width=_TITLE_WIDTH)
-        for row in rows:
-            table.add_row(*(_cell(row, key, form) for key, _, form in columns))
         name, done, total = self._stage
-        line = Text(f"{self._elapsed_text()}  {name}  {done}/{total}")
-        return Group(table, line, ProgressBar(total=max(total, 1), completed=done, width=60))
+        iteration = f"iteration {self._count()}" if self._iteration else ""
+        stage = f"{name}  {done}/{total}" if name else ""
+        parts = (self._elapsed_text(), iteration, stage, self._left())
+        line = Text("  ".join(filter(None, parts)))
+        return Group(line, ProgressBar(total=max(total, 1), completed=done, width=60))
+
+    def _count(self) -> str:
+        """The last iteration, and how many there will be."""
+        return f"{self._iteration} of {self._iterations}" if self._iterations else str(self._iteration)
+
+    def _left(self) -> str:
+        """How long the rest will take if it goes on like the iterations so far; empty where nobody knows."""
+        rest = (self._iterations or 0) - self._iteration
+        if rest <= 0 or len(self._ends_s) < 2:
+            return ""
+        seconds = rest * (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
     def _elapsed_text(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self._start_s), 60)
@@ -168,26 +200,21 @@ def _interval(interval: Interval) -> str:
     return f"{interval.mean:+.2f}{bounds}"
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return key, title and format of each figure that the rows have."""
-    if not rows:
-        return []
+def _columns(row: Row) -> list[tuple[str, str, str]]:
+    """Return key, title and format of each figure that the row has; the first is the iteration."""
     columns = [
-        (key, outcome_name(rows[-1]) if key == _OUTCOME else title, form)
-        for key, title, form in (*_COLUMNS, *_fixed_policy_columns(rows), *_TIMES)
+        (key, outcome_name(row) if key == _OUTCOME else title, form)
+        for key, title, form in (*_COLUMNS, *_fixed_policy_columns(row), *_TIMES)
     ]
-    has_achievements = any("episode/unique_achievements" in row for row in rows)
-    return [
-        column for column in columns
-        if any(column[0] in row for row in rows) and (has_achievements or column[0] != _REWARDED)
-    ]  # fmt: skip
+    has_achievements = "episode/unique_achievements" in row
+    return [column for column in columns if column[0] in row and (has_achievements or column[0] != _REWARDED)]
 
 
-def _fixed_policy_columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+def _fixed_policy_columns(row: Row) -> list[tuple[str, str, str]]:
     """Return a column for the outcome of each fixed policy; the actor has one anyway."""
-    keys = dict.fromkeys(key for row in rows for key in row if _OF_A_POLICY.fullmatch(key))
+    keys = [key for key in row if _OF_A_POLICY.fullmatch(key)]
     return [(key, key.split("/")[1], "{:.2f}") for key in keys if key != metric_of(ACTOR, OUTCOME)]
 
 
 def _cell(row: Row, key: str, form: str) -> str:
-    return form.format(row[key]) if key in row else "-"
+    return form.format(row[key])

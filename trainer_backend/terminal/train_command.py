@@ -183,7 +183,7 @@ def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
 def _train(out: Console, plan: RunPlan) -> Ended | None:
     """Train; return None if the run was stopped before there was anything to save."""
     config, directory, resume = plan.loaded.config, plan.directory, plan.resume
-    with ConsoleReporter(out) as console:
+    with ConsoleReporter(out, config.training.iterations) as console:
         console.say(f"run directory: {directory.path}")
         try:
             # Before `run_job` refuses: sinks would have announced the run by then.

@@ -6,7 +6,14 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.pages.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
+from tests.trainer_backend.pages.hand_made import (
+    FIRST,
+    LAST,
+    empty_run,
+    evaluation_row,
+    iteration_row,
+    small_run,
+)
 from trainer_backend.pages.story import read_story
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines, evaluation_line
 
@@ -76,3 +83,21 @@ def test_without_achievements_there_is_neither_score_nor_progress():
     row = evaluation_row(0, FIRST, None, None)
     del row["eval/progress"], row["eval/crafter_score"], row["eval/success_rates"]
     assert "progress" not in evaluation_line(row).plain
+
+
+def test_rows_stay_above_the_live_line_under_titles_that_come_again(monkeypatch):
+    clock = iter(range(0, 100_000, 30))
+    monkeypatch.setattr("trainer_backend.terminal.progress.time.monotonic", lambda: float(next(clock)))
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    reporter = ConsoleReporter(console, iterations=40)
+    for iteration in range(1, 25):
+        reporter.metrics(iteration_row(iteration, 2.0))
+    told = out.getvalue()
+    assert [line.split()[0] for line in told.splitlines() if line.split()[0].isdigit()] == [
+        str(number) for number in range(1, 25)
+    ]
+    assert told.count("entropy") == 2  # before rows 1 and 21
+    console.print(reporter._render())
+    # 23 intervals of 30 s, 16 iterations left
+    assert "iteration 24 of 40" in out.getvalue() and "about 8 min left" in out.getvalue()
