@@ -26,6 +26,7 @@ from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,
     moment,
+    nothing_to_learn,
     refuse_round,
 )
 from trainer_backend.run.run import Run
@@ -345,6 +346,9 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
+    rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
+    if warning := nothing_to_learn(rows):
+        run.reporter.say(warning)
     if error is not None:  # the update is done, and a resumed run begins with this publish
         await _save_last(run, progress)
         raise error

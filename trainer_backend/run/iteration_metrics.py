@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -353,3 +353,36 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
 def _name(rollout_id: str) -> str:
     """The id without the attempt."""
     return rollout_id.partition(":")[0]
+
+
+_TOLD_AGAIN = 25
+
+
+def nothing_to_learn(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """A warning if the iterations since an earlier one had no signal: after two of them, and again later.
+
+    An iteration has none where no decision earned anything, or where every group has equal advantages of 0.
+
+    Args:
+        rows: of all iterations, oldest first; a row that lacks the counts had a signal.
+    """
+    unpaid = len(rows) - _last(rows, lambda row: row.get("reward/batch_nonzero", 1.0) > 0)
+    flat = len(rows) - _last(rows, lambda row: row.get("group/flat", 0.0) < row.get("advantages/groups", 1.0))
+    count = max(unpaid, flat)
+    if count < 2 or count % _TOLD_AGAIN not in (0, 2):
+        return None
+    since = f"since iteration {rows[-count]['iteration']:.0f}"
+    if unpaid == count:
+        return (
+            f"no decision has earned anything {since}, so there is nothing to learn from. Look at an episode "
+            "(turnwise inspect): a warm-up, an easier start or a denser reward (step_rewards_mode) may help"
+        )
+    return (
+        f"no group has any spread {since}: its episodes earn the same, so every advantage is 0. More "
+        "episodes a group (training.group_size), a higher temperature, harder or easier worlds may help"
+    )
+
+
+def _last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
+    """How many rows there are up to the last one that passes."""
+    return max((count for count, row in enumerate(rows, start=1) if test(row)), default=0)
