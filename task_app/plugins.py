@@ -227,6 +227,8 @@ class PlugBoards:
         """Build the named policy; errors name the body path below `where`."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
+        if "seed" not in plugin.config.model_fields:  # a job gives one to every policy without a model
+            complete.pop("seed", None)
         settings = validated(plugin.config, complete, where=where + "config")
         try:
             return plugin.build(settings, replace(context, boards=self))
