@@ -14,7 +14,7 @@ from tests.conftest import ListReporter, tiny_job, train_job
 from trainer_backend.__main__ import app
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
-from trainer_backend.evaluation.truth import TruthOptions, measure_truth
+from trainer_backend.evaluation.truth import TruthOptions, horizon_of, measure_truth
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.truth_file import TruthFile, truth_of
@@ -207,6 +207,7 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
     rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
     chances = chance_of_a_vowel(directory, rollouts.values())
     assert len(measured.file.truths) == 16 * DECISIONS and measured.lost == 0
+    assert all(truth.pairs == 24 and truth.others <= 24 for truth in measured.file.truths.values())
     beyond = []
     for (rollout_id, turn), truth in measured.file.truths.items():
         known = exact(chances, rollouts[rollout_id].trajectory.steps, turn - 1)
@@ -218,6 +219,19 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
     assert len(beyond) > 30
     assert max(map(abs, beyond)) < 4.5
     assert 0.6 < math.fsum(z * z for z in beyond) / len(beyond) < 1.5, "the standard errors are right too"
+
+
+def test_continuations_end_where_gamma_leaves_a_twentieth_unless_the_end_pays(run):
+    _, job = run
+
+    def horizon(gamma, mode="env_sparse"):
+        algorithm = job.algorithm.model_copy(update={"gamma": gamma})
+        training = job.training.model_copy(update={"step_rewards_mode": mode})
+        return horizon_of(job.model_copy(update={"algorithm": algorithm, "training": training}))
+
+    # 0.9^28 is 0.052 and 0.9^29 is 0.047
+    assert [horizon(gamma) for gamma in (0.9, 0.5, 0.04, 0.0)] == [29, 5, 1, 1]
+    assert horizon(1.0) is None and horizon(0.9, "off") is None
 
 
 def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbers(run, tmp_path):

@@ -83,10 +83,10 @@ class Stratum(NamedTuple):
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
-    """Which of N sampled choices to play on from, in at most `pairs` pairs.
+    """Which of N sampled choices to play on from, in `pairs` pairs; in N where that is less.
 
     A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
-    choices together, of which random ones are taken.
+    choices together, of which random ones are taken, or to the choices that rounding took most from.
 
     Args:
         choices_N: [N] at least one.
@@ -98,13 +98,17 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
     for index, choice in enumerate(choices_N):
         places.setdefault(choice, []).append(index)
     counts = {choice: pairs * len(members) // total for choice, members in places.items()}
-    often = [choice for choice, count in counts.items() if count >= 2]
+    counts = {choice: count for choice, count in counts.items() if count >= 2}
+    rare = [index for index, choice in enumerate(choices_N) if choice not in counts]
+    left = pairs - sum(counts.values())
+    if not rare:
+        for choice in sorted(counts, key=lambda choice: -(pairs * len(places[choice]) % total))[:left]:
+            counts[choice] += 1
     strata = [
-        Stratum(len(places[choice]) / total, tuple(places[choice][: counts[choice]])) for choice in often
+        Stratum(len(places[choice]) / total, tuple(places[choice][:count]))
+        for choice, count in counts.items()
     ]
-    rare = [index for index, choice in enumerate(choices_N) if counts[choice] < 2]
     if rare:
-        left = pairs - sum(counts[choice] for choice in often)
         taken = np.random.default_rng(seed).permutation(len(rare))[:left]
         strata.append(Stratum(len(rare) / total, tuple(rare[place] for place in sorted(taken))))
     return strata

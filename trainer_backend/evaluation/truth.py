@@ -42,7 +42,7 @@ class TruthOptions:
     Attributes:
         decisions: how many stored decisions.
         continuations: pairs of continuations for each.
-        horizon: the most decisions of a continuation; None: as many as gamma gives weight (`_horizon`).
+        horizon: the most decisions of a continuation; None: as many as gamma gives weight (`horizon_of`).
         budget: stop once so many decisions were played; None: never.
         iteration: whose rollouts; None: the newest whose policy is still stored.
         checkpoint: plays on instead of the policy that sampled them.
@@ -105,7 +105,7 @@ async def measure_truth(
                 ),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
-                horizon=options.horizon or _horizon(job),
+                horizon=options.horizon or horizon_of(job),
                 fresh_draws=environment.reseedable,
                 seed=options.seed,
                 rewards=rewards_of(job.training),
@@ -135,7 +135,7 @@ async def measure_truth(
 _LEAST_WEIGHT = 0.05
 
 
-def _horizon(job: JobConfig) -> int | None:
+def horizon_of(job: JobConfig) -> int | None:
     """Decisions until a reward counts by less than 5 %; None where that is never, or the end pays."""
     gamma = job.algorithm.gamma
     if gamma == 1.0 or _why_to_the_end(job) is not None:
