@@ -136,8 +136,8 @@ class RowAttentions:
         """Some rows of a decode step."""
         visible = int(cached_B[rows].max()) + 1
         mask_RL = self._mask(positions_B[rows, None], visible)
-        mask_N1L = mask_RL.repeat_interleave(len(self._heads_K), 0)[:, None]
-        return Span(rows, rows, visible, 1, None, mask_N1L)
+        mask_RKL = mask_RL[:, None].expand(-1, len(self._heads_K), -1)
+        return Span(rows, rows, visible, 1, None, mask_RKL.reshape(-1, 1, visible))
 
     def _padded(self, rows: slice, first_row: int, starts_B: Counts, counts_B: Counts) -> Span:
         """Some rows of a prefill."""

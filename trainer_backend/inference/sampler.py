@@ -20,6 +20,8 @@ from shared_schemas.trajectory import Sampling
 
 # Tokens that are cumulated together: see `inverse_cdf`.
 BLOCK = 64
+# The largest vocabulary that is cumulated at once: in a small model the number of operations is what counts.
+AT_ONCE = 16 * BLOCK
 # The largest number that `uniforms` gives. A float64 times it is the float64 before.
 BELOW_ONE = 1.0 - 2.0**-53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -165,25 +167,36 @@ def _logprobs_of(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Te
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """[B] the first token whose cumulative probability exceeds uniform * total.
 
-    Never one of probability 0. In two levels: the block of BLOCK tokens by the blocks' sums, then the token
-    in its block. Blocks are summed in fp32 and everything is cumulated in float64, so that a token's share is
-    off by 1e-7 of its block's at most, without [B, V] float64 numbers.
+    Never one of probability 0. A vocabulary of at most AT_ONCE tokens is cumulated in float64. A larger one
+    in two levels: the block of BLOCK tokens by the blocks' sums, then the token in its block. Blocks are
+    summed in fp32 and everything is cumulated in float64, so that a token's share is off by 1e-7 of its
+    block's at most, without [B, V] float64 numbers.
     """
     vocabulary = probs_BV.shape[1]
+    if vocabulary <= AT_ONCE:
+        cdf_BV = probs_BV.double().cumsum(dim=-1)
+        return _first_above(uniforms_B[:, None] * cdf_BV[:, -1:], cdf_BV)[:, 0]
     blocks_BNK = _blocks(probs_BV)
     sums_BN = blocks_BNK.sum(dim=-1).double()
     cdf_BN = sums_BN.cumsum(dim=-1)
-    # Below the total, since uniforms are at most BELOW_ONE. A row of NaN points beyond the end.
     threshold_B1 = uniforms_B[:, None] * cdf_BN[:, -1:]
-    block_B1 = torch.searchsorted(cdf_BN, threshold_B1, right=True).clamp_(max=cdf_BN.shape[1] - 1)
+    block_B1 = _first_above(threshold_B1, cdf_BN)
     rest_B1 = threshold_B1 - (cdf_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1))
     block_B1K = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK))
     cdf_BK = block_B1K[:, 0].double().cumsum(dim=-1)
     # The block's fp32 sum may be above this one, and the rest of the threshold too.
     rest_B1 = torch.minimum(rest_B1.clamp_(min=0.0), cdf_BK[:, -1:] * BELOW_ONE)
-    tokens_B1 = torch.searchsorted(cdf_BK, rest_B1, right=True).add_(block_B1, alpha=BLOCK)
-    # The NaN log-prob of such a row informs the caller.
+    tokens_B1 = _first_above(rest_B1, cdf_BK).add_(block_B1, alpha=BLOCK)
     return tokens_B1[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _first_above(threshold_B1: Tensor, cdf_BN: Tensor) -> Tensor:
+    """[B, 1] the first place of each row whose number exceeds the row's threshold.
+
+    There is one, since uniforms are at most BELOW_ONE; in a row of NaN it is the last place, and the NaN
+    log-prob informs the caller.
+    """
+    return torch.searchsorted(cdf_BN, threshold_B1, right=True).clamp_(max=cdf_BN.shape[1] - 1)
 
 
 def truncation_mask(probs_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.batch import drawing_device
 from trainer_backend.inference.sampler import (
+    AT_ONCE,
     BLOCK,
     RowSettings,
     inverse_cdf,
@@ -72,10 +73,10 @@ def test_a_token_of_probability_zero_is_never_drawn_at_the_edges():
 
 
 def test_draws_over_many_blocks_are_those_of_one_cumulative_sum():
-    # 1000 tokens are 15 blocks and a part of one; a third of them has probability 0, and so has a whole block
+    # 2000 tokens are 31 blocks and a part of one; a third of them has probability 0, and so has a whole block
     generator = torch.Generator().manual_seed(0)
-    probs = torch.randn(1000, generator=generator).mul(3).softmax(0)
-    probs[torch.rand(1000, generator=generator) < 0.3] = 0.0
+    probs = torch.randn(2000, generator=generator).mul(3).softmax(0)
+    probs[torch.rand(2000, generator=generator) < 0.3] = 0.0
     probs[5 * BLOCK : 6 * BLOCK] = 0.0
     numbers = torch.from_numpy(
         uniforms(np.full(20_000, 9, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
@@ -88,7 +89,7 @@ def test_draws_over_many_blocks_are_those_of_one_cumulative_sum():
     assert (probs[tokens] > 0).all()
 
 
-@pytest.mark.parametrize("vocabulary", [BLOCK - 1, BLOCK, BLOCK + 1, 20 * BLOCK + 7])
+@pytest.mark.parametrize("vocabulary", [BLOCK + 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, AT_ONCE + BLOCK])
 def test_no_number_draws_a_token_of_probability_zero_whatever_the_rounding(vocabulary: int):
     # Around each token of probability 0 the cumulative sum stands still; thirds are rounded in every sum.
     probs = torch.zeros(3, vocabulary)
