@@ -18,8 +18,10 @@ from trainer_backend.rundir.new_job import load_new_job
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The hub's client reads its environment when it is imported, so each case is a process of its own.
+# The garbage collector would take two of its seven seconds, in the imports and at the end.
 LOAD = """\
-import sys
+import gc, sys
+gc.disable()
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
@@ -30,6 +32,7 @@ for name, revision in zip(sys.argv[1::2], sys.argv[2::2]):
         print(error)
     else:
         print(type(model).__name__, len(tokenizer))
+gc.freeze()
 """
 
 
