@@ -1,12 +1,16 @@
-"""The operator's Python file as a module: of a task app, of a reward function's process, of a trainer.
+"""The operator's own code: a Python file as a module, and what installed packages offer as entry points.
 
 It imports little, so that the process of a reward function starts in half a second.
 """
 
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import structlog
 
@@ -38,12 +42,45 @@ def module_of(file: Path, *, option: str) -> ModuleType:
         raise SettingsError(f"{place} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pydantic looks up annotations of its classes there
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), place)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What a package offers.
+
+    Attributes:
+        name: of the entry point.
+        value: `module:object`.
+        place: the package and the entry point, for errors.
+    """
+
+    name: str
+    value: str
+    plug: Any
+    place: str
+
+
+def installed(group: str) -> Iterator[Installed]:
+    """Load the entry points of a group, in the order of their names.
+
+    Raises:
+        SettingsError: one cannot be imported; the log gets the traceback.
+    """
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        package = point.dist.name if point.dist is not None else "a package"
+        place = f"{package}, entry point {point.name!r} of {group!r}"
+        yield Installed(point.name, point.value, _run(point.load, place), place)
+
+
+def _run(load: Callable[[], Any], place: str) -> Any:
     try:
-        spec.loader.exec_module(module)
+        return load()
     except ServiceError as error:
         raise SettingsError(f"{place}: {error}") from error
     except Exception as error:
-        log.exception("plugin_file", file=str(file))
+        log.exception("plugin", place=place)
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise SettingsError(encodable(f"{place} raised {type(error).__name__}: {first_line}")) from error
-    return module

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -111,10 +110,14 @@ class PolicyPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class RewardPlugin:
-    """A reward function by its file and mode; child processes find it in REWARD_FUNCTIONS of the file."""
+    """A reward function by its mode, and by where its processes find it.
+
+    Attributes:
+        source: a file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package.
+    """
 
     mode: RewardMode
-    file: Path
+    source: str
 
 
 def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:

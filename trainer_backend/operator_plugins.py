@@ -1,7 +1,8 @@
-"""`job.trainer_plugins`: estimators and losses from files of the operator's own.
+"""Estimators and losses of the operator's own: of the files of `job.trainer_plugins`, and of packages.
 
 A file marks them with `@estimator` and `@loss`. It runs in every process that reads the job: at `check`, in a
-run and its learner, at `recredit`, `truth` and `compare`. docs/plugins.md has an example.
+run and its learner, at `recredit`, `truth` and `compare`. A package offers what it marks by entry points.
+docs/plugins.md has an example.
 """
 
 import hashlib
@@ -9,11 +10,12 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import module_of
+from service_kit.plugin_file import installed, module_of
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
@@ -27,6 +29,7 @@ from trainer_backend.errors import AdvantageError, JobError, place
 from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
 
 KEY = "job.trainer_plugins"
+_GROUPS = {"turnwise.estimators": "@estimator(NAME)", "turnwise.losses": "@loss(NAME)"}
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
 _MARK = "turnwise_plug"
 Rows = Sequence[Sequence[float]]
@@ -176,6 +179,26 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
         JobError: a file is missing, raises, marks nothing, or takes a name that is there already.
     """
     return [_load(file.resolve(), option) for file in files]
+
+
+@cache
+def load_installed() -> None:
+    """Put what installed packages offer on the boards, once a process.
+
+    Raises:
+        JobError: an entry point cannot be imported, is not marked, or takes a name that is there already.
+    """
+    for group, mark in _GROUPS.items():
+        try:
+            points = list(installed(group))
+        except SettingsError as error:
+            raise JobError(str(error)) from error
+        for point in points:
+            marked = list(_marked_in({point.name: point.plug}))
+            if not marked:
+                raise JobError(f"{point.place} is {type(point.plug).__name__}; decorate it with {mark}")
+            _refuse_names(marked, (), point.place)
+            add_plug(marked[0].board, marked[0].name, marked[0].plug)
 
 
 def _load(file: Path, option: str) -> str:

@@ -24,6 +24,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from service_kit.errors import SettingsError
+from service_kit.plugin_file import installed
 from shared_schemas.base import Body
 from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
@@ -66,6 +67,16 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
         entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
         _try(entry, settings, where=where)
         entries[name] = entry
+    return entries
+
+
+def installed_interactions(settings: Settings) -> dict[str, InteractionEntry]:
+    """The entry points of installed packages, by name; an entry of the operator's file comes before them."""
+    entries: dict[str, InteractionEntry] = {}
+    for point in installed("turnwise.interactions"):
+        entry = InteractionEntry(point.name, _checked(point.plug, place=point.place), {})
+        _try(entry, settings, where=point.place)
+        entries[point.name] = entry
     return entries
 
 
@@ -144,6 +155,11 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     kind = getattr(module, last, None)
     if kind is None:
         raise SettingsError(f"{place}: module {module_name!r} has no {last!r}")
+    return _checked(kind, place=place)
+
+
+def _checked(kind: Any, *, place: str) -> type[Any]:
+    """The class of an interaction, if it is one."""
     if not isinstance(kind, type):
         raise SettingsError(f"{place} is no class but {type(kind).__name__}")
     methods = {method: getattr(kind, method, None) for method in _METHODS}

@@ -1,8 +1,9 @@
-"""The process that a reward function runs in: `python -m task_app.reward_functions.child FILE NAME`.
+"""The process that a reward function runs in: `python -m task_app.reward_functions.child SOURCE NAME`.
 
-It imports FILE, writes {"mode": ...}, then answers each line of stdin with one line: {"results": [...]} or
-{"error": sentence}. Whatever the function prints goes to stderr. The process ends when stdin closes
-(the service has ended), or a call passes its deadline; it then first writes to stderr where the function was.
+It imports SOURCE (a file, or `module:function`) and writes {"mode": ...}. Then it answers each line of stdin
+with one line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The
+process ends when stdin closes (the service has ended), or a call passes its deadline; it then first writes to
+stderr where the function was.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,20 +31,28 @@ from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 
 
-def main(file: str, name: str) -> None:
+def main(source: str, name: str) -> None:
     """Serve until the service ends."""
     requests, replies = _exchange()
     configure_logs("info")
     with asyncio.Runner() as runner:
         try:
-            with boundary(f"{file}: REWARD_FUNCTIONS[{name!r}]"):
-                function: RewardFunction = module_of(Path(file), option="--plugins").REWARD_FUNCTIONS[name]
+            with boundary(f"{source}: REWARD_FUNCTIONS[{name!r}]"):
+                function = _function_of(source, name)
         except ServiceError as exc:
             _say(replies, {"error": exc.detail})
             return
         _say(replies, {"mode": function.mode})
         for line in iter(_lines_of(requests).get, None):
             _say(replies, _answer(function, json.loads(line), runner, name))
+
+
+def _function_of(source: str, name: str) -> RewardFunction:
+    if not source.endswith(".py"):
+        function: RewardFunction = EntryPoint(name, source, "turnwise.reward_functions").load()
+        return function
+    of_file: RewardFunction = module_of(Path(source), option="--plugins").REWARD_FUNCTIONS[name]
+    return of_file
 
 
 def _exchange() -> tuple[BinaryIO, BinaryIO]:

@@ -55,9 +55,9 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, name: str, plugin: RewardPlugin, settings: Settings) -> "RewardProcess":
-        """Start a process, and wait until it has imported the function's file."""
+        """Start a process, and wait until it has imported the function."""
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", str(plugin.file), name,
+            sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name,
             stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=settings.max_reward_bytes,
             env=environment_of(os.environ, settings.reward_variables), start_new_session=True,
         )  # fmt: skip

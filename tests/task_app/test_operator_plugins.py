@@ -1,13 +1,18 @@
 """`--plugins FILE`: an operator's environments join the plug boards, or the start is refused."""
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service_kit.errors import SettingsError
 from task_app.__main__ import main
-from task_app.operator_plugins import with_plugins
+from task_app.interactions.config_file import installed_interactions
+from task_app.operator_plugins import with_installed, with_plugins
 from task_app.plugins import ENVIRONMENTS, default_plug_boards
+from task_app.settings import Settings
 from tests.task_app.counting import rollout, running_app
 from tests.task_app.rollout_client import accept, all_of
 
@@ -101,3 +106,86 @@ def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_pat
     assert main(["--port", "0", "--plugins", str(tmp_path / "mine.py")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("mine.py raised ZeroDivisionError: division by zero")
+
+
+PACKAGE = """
+from shared_schemas.base import Body
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.plugins import EnvironmentPlugin, PolicyPlugin
+from task_app.policies.scripted import RandomPolicy
+from task_app.protocols import BaseInteraction
+from task_app.reward_functions import EvaluateResult, reward_function
+
+cave = EnvironmentPlugin(CrafterConfig, CrafterEnvironment)
+digger = PolicyPlugin(Body, lambda config, context: RandomPolicy())
+
+
+@reward_function
+def depth(messages, **kwargs):
+    return EvaluateResult(score=0.75)
+
+
+class Guide(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "down", 1.0, {}
+"""
+POINTS = """
+[turnwise.environments]
+cave = caves:cave
+[turnwise.policies]
+digger = caves:digger
+[turnwise.reward_functions]
+depth = caves:depth
+[turnwise.interactions]
+guide = caves:Guide
+"""
+
+
+def install(folder: Path, points: str, code: str = PACKAGE) -> None:
+    """As pip would: the module, and the metadata beside it."""
+    (folder / "caves.py").write_text(code)
+    metadata = folder / "caves-1.0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: caves\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(points)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that stands for site-packages, for child processes too."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    yield tmp_path
+    sys.modules.pop("caves", None)
+
+
+async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_process(
+    packages: Path,
+):
+    install(packages, POINTS)
+    boards = with_installed(default_plug_boards())
+    assert {"cave", *ENVIRONMENTS} == set(boards.environments)
+    assert installed_interactions(Settings())["guide"].kind.__name__ == "Guide"
+    wish = rollout(
+        "a", env={"env_name": "cave"}, policy={"policy_name": "digger"},
+        limits={"max_decisions": 2}, reward_function="depth",
+    )  # fmt: skip
+    async with running_app(boards, reward_variables=("PYTHONPATH",)) as client:
+        await accept(client, wish)
+        ended = await all_of(client, 1)
+    assert ended["a"].trajectory.outcome_reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("points", "told"),
+    [
+        ("[turnwise.environments]\ncrafter = caves:cave", "environment 'crafter' is there already"),
+        ("[turnwise.policies]\ncave = caves:cave", "is EnvironmentPlugin; write PolicyPlugin"),
+        ("[turnwise.environments]\ncave = caves:gone", "raised AttributeError"),
+    ],
+)
+def test_a_package_that_cannot_be_taken_is_named(packages: Path, points: str, told: str):
+    install(packages, points)
+    with pytest.raises(SettingsError) as error:
+        with_installed(default_plug_boards())
+    assert told in error.value.detail and error.value.detail.startswith("caves, entry point ")

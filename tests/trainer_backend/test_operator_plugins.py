@@ -1,6 +1,7 @@
 """Estimators and losses from a file of the operator's: named in a job, checked, refused when they change."""
 
 import re
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -11,10 +12,10 @@ import torch
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.losses import LossConfig
 from trainer_backend.errors import AdvantageError, JobError
-from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.operator_plugins import _LOADED
+from trainer_backend.operator_plugins import _LOADED, load_installed
 from trainer_backend.plugins import ESTIMATORS, LOSSES, READS, estimator, policy_loss
 
 PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
@@ -153,3 +154,20 @@ def test_a_posted_job_runs_no_file_but_the_operators(tmp_path):
         Bounds(data_dir=tmp_path / "runs", plugins=(own,)),
     )
     assert posted.loaded.config.job.trainer_plugins == (own,)
+
+
+def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeypatch):
+    metadata = tmp_path / "ideas-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ideas\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[turnwise.estimators]\nmine = ideas:mine\n")
+    (tmp_path / "ideas.py").write_text(MINE.format(ONES))
+    monkeypatch.syspath_prepend(tmp_path)
+    load_installed.cache_clear()
+    loaded = parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
+    assert loaded.config.algorithm.advantage == "mine"
+    (tmp_path / "ideas.py").write_text("mine = len")
+    sys.modules.pop("ideas")
+    load_installed.cache_clear()
+    with pytest.raises(JobError, match=r"ideas, entry point 'mine' .* decorate it with @estimator"):
+        load_installed()
