@@ -299,7 +299,8 @@ def evaluate_policy(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="a run (its best checkpoint plays), or a model folder",
+            help="a run (its best checkpoint plays), or a model folder; or an environment's name, such as "
+            "crafter, with --policy or --model",
         ),
     ] = None,
     job: Annotated[Path | None, typer.Option(help="a job TOML; absent: the run's")] = None,
@@ -307,7 +308,8 @@ def evaluate_policy(
         str | None, typer.Option(help="a policy of the task app plays instead, such as crafter_teacher")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="a model of any OpenAI-compatible server plays instead")
+        str | None,
+        typer.Option("--model", "-m", help="a model of any OpenAI-compatible server plays instead"),
     ] = None,
     inference_url: Annotated[str | None, typer.Option(help="the server of --model")] = None,
     api_key_env: Annotated[
@@ -316,7 +318,9 @@ def evaluate_policy(
             help="environment variable with its key; absent: OPENAI_API_KEY for api.openai.com, else none"
         ),
     ] = None,
-    instances: Annotated[int | None, typer.Option(min=1, help="number of held-out worlds")] = None,
+    instances: Annotated[
+        int | None, typer.Option("--instances", "-n", min=1, help="number of held-out worlds")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="sampling temperature: --set evaluation.temperature")
     ] = None,
@@ -331,12 +335,13 @@ def evaluate_policy(
     from trainer_backend.evaluation.play import evaluate, player_of_flags, what_to_evaluate
     from trainer_backend.evaluation.result import as_json
     from trainer_backend.terminal.evaluation_tables import tables
+    from trainer_backend.terminal.templates import job_to_play
 
     settings = list(overrides or ())
     settings += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
     settings += [f"evaluation.temperature={temperature}"] if temperature is not None else []
     player_flags = player_of_flags(policy, model, inference_url, api_key_env)
-    loaded, player = what_to_evaluate(folder, job, player_flags, settings)
+    loaded, player = what_to_evaluate(folder, job, player_flags, settings, job_to_play)
     warn(_err, loaded)
     with _err.status("playing the held-out worlds") as status:
 

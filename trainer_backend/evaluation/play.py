@@ -76,20 +76,25 @@ def what_to_evaluate(
     job_path: Path | None,
     player: TaskAppPolicy | Inference | None,
     overrides: Sequence[str] = (),
+    job_to_play: Callable[[str, Sequence[str]], LoadedJob] | None = None,
 ) -> tuple[LoadedJob, Player]:
     """Convert the arguments of the command to a job and a player.
 
     Args:
-        folder: a run (its best checkpoint plays), a checkpoint of a run, or a model folder.
+        folder: a run (its best checkpoint plays), a checkpoint of a run, or a model folder; or the name of an
+            environment, for a player that brings no job.
         job_path: a job TOML; absent: the run's.
         player: plays instead of the folder's model.
         overrides: `table.key=value` for the job.
+        job_to_play: makes the job of an environment's name; None: names are not taken.
     """
     if folder is None and player is None:
         raise JobError(
             "give a run or model folder, or --policy with the name of a scripted policy, or --model with the "
             "--inference-url of its server"
         )
+    if job_to_play and folder and player and not job_path and _is_a_name(folder):
+        return _with_advice(job_to_play(str(folder), overrides), player), player
     run = run_of(folder) if folder is not None else None
     if job_path is None and run is None:
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
@@ -98,6 +103,11 @@ def what_to_evaluate(
         return _with_advice(loaded, player), player
     assert folder is not None, "one of the two is given"
     return loaded, Checkpoint(model_in(folder))
+
+
+def _is_a_name(folder: Path) -> bool:
+    """Whether it is a word that no folder here has."""
+    return len(folder.parts) == 1 and not folder.exists()
 
 
 def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:

@@ -3,7 +3,7 @@
 import keyword
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
 from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
 from trainer_backend.job.load import LoadedJob, parse_job
@@ -234,6 +235,15 @@ def toml_value(value: Any) -> str:
 def _name(key: str) -> str:
     """Format a key as TOML, quoted if necessary."""
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
+
+
+def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
+    """Make the job that `turnwise eval ENV` evaluates a foreign player by: every default of the environment.
+
+    Its model is never loaded.
+    """
+    values = {**Choices(env, model="of/a-server").values(), "model": {"preset": next(iter(PRESETS))}}
+    return parse_job(values, where=f"turnwise eval {env}", overrides=overrides)
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:

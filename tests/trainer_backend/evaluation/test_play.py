@@ -4,6 +4,7 @@ import json
 import socket
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -28,6 +29,7 @@ from trainer_backend.job.training_table import LoraTable
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.terminal.evaluation_tables import tables
+from trainer_backend.terminal.templates import job_to_play
 
 
 @pytest.fixture
@@ -147,6 +149,19 @@ def test_a_foreign_tokenizer_needs_more_than_the_demos_eight_tokens(job_file):
     assert any("rollout.max_tokens is 8" in warning for warning in loaded.warnings)
     roomy = ["rollout.max_tokens=128"]
     assert what_to_evaluate(None, job_file, player, roomy)[0].warnings == ()
+
+
+@pytest.mark.parametrize("env", ["crafter", "dialogue", "cave_of_mine"])
+def test_an_environments_name_is_enough_for_a_player_that_brings_no_job(tmp_path, monkeypatch, env):
+    monkeypatch.chdir(tmp_path)
+    player = player_of_flags(None, "m", "http://h", None)
+    loaded, found = what_to_evaluate(Path(env), None, player, ["evaluation.instances=3"], job_to_play)
+    assert (found, loaded.config.rollout.env_name, loaded.config.evaluation.instances) == (player, env, 3)
+    assert loaded.warnings == ()
+    assert loaded.config.multi_turn.enable == (env == "dialogue")
+    (tmp_path / env).mkdir()  # now it may be meant to be a folder
+    with pytest.raises(JobError, match="give --job"):
+        what_to_evaluate(Path(env), None, player, [], job_to_play)
 
 
 def test_what_cannot_be_evaluated_is_a_sentence(tmp_path, job_file):
