@@ -86,7 +86,8 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
     """Which of N sampled choices to play on from, in `pairs` pairs; in N where that is less.
 
     A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
-    choices together, of which random ones are taken, or to the choices that rounding took most from.
+    choices together, of which random ones are taken. What is more than those goes to the frequent ones that
+    rounding took most from.
 
     Args:
         choices_N: [N] at least one.
@@ -101,15 +102,15 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
     counts = {choice: count for choice, count in counts.items() if count >= 2}
     rare = [index for index, choice in enumerate(choices_N) if choice not in counts]
     left = pairs - sum(counts.values())
-    if not rare:
-        for choice in sorted(counts, key=lambda choice: -(pairs * len(places[choice]) % total))[:left]:
-            counts[choice] += 1
+    drawn = min(left, len(rare))
+    for choice in sorted(counts, key=lambda choice: -(pairs * len(places[choice]) % total))[: left - drawn]:
+        counts[choice] += 1
     strata = [
         Stratum(len(places[choice]) / total, tuple(places[choice][:count]))
         for choice, count in counts.items()
     ]
     if rare:
-        taken = np.random.default_rng(seed).permutation(len(rare))[:left]
+        taken = np.random.default_rng(seed).permutation(len(rare))[:drawn]
         strata.append(Stratum(len(rare) / total, tuple(rare[place] for place in sorted(taken))))
     return strata
 

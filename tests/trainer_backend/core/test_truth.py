@@ -46,6 +46,8 @@ def test_frequent_choices_have_pairs_by_their_share_and_rare_ones_share_the_rest
     assert share == 3 / 16 and len(set(rare)) == 2 and set(rare) <= {10, 11, 12}
     # 8 * 9 / 16 and 8 * 7 / 16 are 4.5 and 3.5: nothing is rare, and the first is given what is left
     assert [len(members) for _, members in choice_strata("aaaaaaaaabbbbbbb", 8, 0)] == [5, 3]
+    # 8 * 5 / 16 are 2.5, three times: two are left, one for the only rare choice, one for a
+    assert [len(members) for _, members in choice_strata("aaaaabbbbbcccccd", 8, 0)] == [3, 2, 2, 1]
     assert choice_strata("aaaa", 2, 0) == [(1.0, (0, 1))]
     assert choice_strata("ab", 4, 0) == [(1.0, (0, 1))], "no more pairs than choices were sampled"
 
