@@ -59,6 +59,7 @@ class KeyDoor:
     A browser also adds that password to requests that other sites make it send. Such sites cannot read a
     GET's reply, but they could act by a POST and use a socket, so Basic counts for neither if a browser sends
     it. Without a browser it counts for POSTs below `basic_posts`, whose clients know a URL and no header.
+    Where there are no keys and none is needed, only this machine may send requests, and no foreign page.
 
     Args:
         open_paths: paths that need no key.
@@ -85,7 +86,7 @@ class KeyDoor:
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
-            return NoKeyConfigured(self._keys.variable)
+            return NoKeyConfigured(self._keys.variable) if self._keys.needed else foreign(scope, self._keys)
         credentials = self.credentials(scope)
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
@@ -138,17 +139,8 @@ class SessionDoor:
     def error(self, scope: Scope) -> ServiceError | None:
         if self._keys.match(scope["headers"]):
             return None
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not self._keys.configured and not names_this_machine(host):
-            return Forbidden(
-                f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
-                where="header Host",
-                hint=f"Ask http://127.0.0.1 or http://localhost, or set {self._keys.variable}.",
-            )
-        # A socket can act, like a POST.
-        if is_cross_site(scope.get("method", "POST"), headers):
-            return Forbidden("the page of another site sent this request", where="header Origin")
+        if error := foreign(scope, self._keys):
+            return error
         is_open = scope["path"] in self._open_paths or scope["path"].startswith(self._open_below)
         if self._keys.configured and not is_open and not self._sessions.match(scope["headers"]):
             return no_key(self._keys, scope["headers"])
@@ -158,6 +150,22 @@ class SessionDoor:
         query = scope.get("query_string", b"").decode("latin-1")
         path = f"{scope['path']}?{query}" if query else str(scope["path"])
         return RedirectResponse(f"{self._login}?next={quote(path)}", 303)
+
+
+def foreign(scope: Scope, keys: Keys) -> ServiceError | None:
+    """Why a request comes from another site, or from another machine though there is no key; else None."""
+    headers = dict(scope["headers"])
+    host = headers.get(b"host", b"").decode("latin-1")
+    if not keys.configured and not names_this_machine(host):
+        return Forbidden(
+            f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
+            where="header Host",
+            hint=f"Ask http://127.0.0.1 or http://localhost, or set {keys.variable}.",
+        )
+    # A socket can act, like a POST.
+    if is_cross_site(scope.get("method", "POST"), headers):
+        return Forbidden("the page of another site sent this request", where="header Origin")
+    return None
 
 
 def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:

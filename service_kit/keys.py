@@ -57,11 +57,12 @@ class Keys:
     Args:
         keys: any of them is valid.
         variable: the operator's environment variable, for messages.
+        needed: whether a service without keys answers nobody; if not, it answers this machine.
     """
 
-    def __init__(self, keys: Iterable[SecretStr], *, variable: str) -> None:
+    def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:
         self._digests = tuple(_digest(key.get_secret_value().encode()) for key in keys)
-        self.variable = variable
+        self.variable, self.needed = variable, needed
 
     @property
     def configured(self) -> bool:

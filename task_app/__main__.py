@@ -23,6 +23,7 @@ from service_kit.errors import PortTaken, SettingsError
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
 from service_kit.server import Listener, Server
+from shared_schemas.urls import is_loopback
 from task_app.app import create_app
 from task_app.errors import CapacityReached
 from task_app.interactions.config_file import installed_interactions, load_interactions
@@ -60,13 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.interaction_config_path is not None:
             interactions |= load_interactions(settings.interaction_config_path, settings)
         boards = replace(boards, interactions=interactions)
-        app = create_app(settings, boards=boards)
+        app = create_app(settings, boards=boards, needs_key=not is_loopback(options.host))
         listener = Listener(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
         print(f"task_app: {exc.detail}", file=sys.stderr)
         return 2
     if not settings.api_keys:
-        log.warning("no_key_configured", hint=f"set {TASK_APP_KEY}; until then every route answers 503")
+        told = "only this machine is answered" if is_loopback(options.host) else "every route answers 503"
+        log.warning("no_key_configured", hint=f"{told} until {TASK_APP_KEY} is set")
     log.info("starting", address=listener.url)
     gc.freeze()  # what is imported stays, and is never looked through again
     gc.set_threshold(_OBJECTS_A_COLLECTION)

@@ -60,13 +60,14 @@ _ROUTERS = (
 )
 
 
-def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastAPI:
+def create_app(settings: Settings, *, boards: PlugBoards | None = None, needs_key: bool = True) -> FastAPI:
     """Build the app. Nothing runs and no connection is open before its lifespan starts.
 
     Args:
         boards: plug-ins; by default those of `plugins.py`.
+        needs_key: whether it answers nobody if there is no key; if not, it answers this machine.
     """
-    keys = Keys(settings.api_keys, variable=TASK_APP_KEY)
+    keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     services = Services(settings, boards or default_plug_boards(), keys)
     app = TaskApp(
         title="Turnwise task app",

@@ -39,17 +39,17 @@ async def root() -> dict[str, str]:
 async def health(request: Request) -> dict[str, Any]:
     """Whether the service is healthy; a request with an API key also learns whether the key is valid."""
     keys = services_of(request).keys
-    if not keys.configured:
+    if not keys.configured and keys.needed:
         raise NoKeyConfigured(keys.variable)
     if services_of(request).draining:
         raise ShuttingDown(
             "draining: running work may end and be fetched, nothing new is taken", code="draining"
         )
-    answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": True}}
+    answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": keys.configured}}
     answer["service"] = {"base_url": str(request.base_url).rstrip("/")}
     headers = request.scope["headers"]
     if presented_keys(headers):
-        answer["authorized"] = keys.match(headers)
+        answer["authorized"] = keys.match(headers) or not keys.configured
     return answer
 
 

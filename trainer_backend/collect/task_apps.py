@@ -13,12 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from service_kit.children import Child, last_line
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
+from shared_schemas.urls import is_loopback
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
 from trainer_backend.collect.endpoints import hosts_to_call
 from trainer_backend.collect.plan import Inference
@@ -136,7 +138,7 @@ async def task_apps(
     async with AsyncExitStack() as stack:
         if table.task_url:
             apps = TaskApps(
-                table.task_url, task_app_key(table.task_api_key),
+                table.task_url, task_app_key(table.task_url, table.task_api_key),
                 timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
             )  # fmt: skip
         else:
@@ -185,14 +187,19 @@ def describe(apps: TaskApps) -> str:
     return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {faults}" if faults else "")
 
 
-def task_app_key(own_key: SecretStr | None = None) -> SecretStr:
-    """Return the key of the task apps in [services]: the job's own, or this process's."""
+def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:
+    """Return the key of the task apps in [services]: the job's own, or this process's.
+
+    It is empty where there is none and all are on this machine, where a task app may need none.
+    """
     if own_key is not None:
         return own_key
     try:
         key = key_from_environ(os.environ, TASK_APP_KEY)
     except SettingsError as error:
         raise JobError(error.detail) from error
+    if key is None and all(is_loopback(urlsplit(url).hostname or "") for url in urls):
+        return SecretStr("")
     if key is None:
         raise JobError(
             f"services.task_url is given, but no key: set {TASK_APP_KEY} or {TASK_APP_KEY}_FILE in the "

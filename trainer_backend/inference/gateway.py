@@ -65,7 +65,7 @@ class GatewayLimits:
 def create_gateway(
     policies: Mapping[str, ServedPolicy],
     *,
-    key: str | SecretStr,
+    key: str | SecretStr | None,
     limits: GatewayLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
@@ -73,10 +73,10 @@ def create_gateway(
 
     Args:
         policies: the policy behind each model name (`{job}/{policy}`).
-        key: the Bearer key of this job; it is only compared, never logged.
+        key: the Bearer key of this job; it is only compared, never logged. None: this machine needs none.
     """
     secret = SecretStr(key) if isinstance(key, str) else key
-    if not secret.get_secret_value():
+    if secret is not None and not secret.get_secret_value():
         raise ValueError("the gateway needs a key")
     limits = limits or GatewayLimits()
     chat = ChatEndpoint(policies, limits=limits, clock=clock)
@@ -115,10 +115,10 @@ def create_gateway(
     return app
 
 
-def gate_for(key: SecretStr, limits: GatewayLimits) -> Middleware:
-    """Build the gate that checks the key; /health needs none."""
+def gate_for(key: SecretStr | None, limits: GatewayLimits) -> Middleware:
+    """Build the gate that checks the key; /health needs none. Without a key only this machine may ask."""
     door = KeyDoor(
-        Keys([key], variable="gateway's key"),
+        Keys([] if key is None else [key], variable="gateway's key", needed=False),
         open_paths=["/health"],
         unauthorised=InferenceUnauthorized,
     )

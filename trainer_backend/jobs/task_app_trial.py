@@ -57,7 +57,7 @@ async def verify(url: str, bounds: Bounds) -> Verified:
             where="endpoint_base_url",
         )
     try:
-        async with asyncio.timeout(_AT_MOST_S), _apps([url], task_app_key()) as apps:
+        async with asyncio.timeout(_AT_MOST_S), _apps([url], task_app_key([url])) as apps:
             attempts = [
                 Attempt(url=app.client.url, status=200 if app.fault is None else None, detail=app.fault)
                 for app in apps.members
@@ -77,7 +77,8 @@ async def try_at_task_apps(toml: str) -> tuple[str, ...]:
         return ()
     planner = Planner.of(job, "trial", _gateway(job.job.name, job.services, job.inference))
     try:
-        async with asyncio.timeout(_AT_MOST_S), _apps(job.services.task_url, task_app_key()) as apps:
+        urls = job.services.task_url
+        async with asyncio.timeout(_AT_MOST_S), _apps(urls, task_app_key(urls)) as apps:
             await try_job(planner, apps, from_scratch=True, preset=job.model.preset is not None)
     except (TaskAppLost, TimeoutError) as error:
         return (f"the job was not tried at its task app, which does not answer now: {_message(error)}",)

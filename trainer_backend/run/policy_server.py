@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import SecretStr
 
@@ -165,7 +165,7 @@ class PolicyServer:
         listener: where the gateway listens.
         table: [inference], the limits of an engine.
         schedule: says whether several policies may sample at the same time; None: the actor is alone.
-        key: what callers must know; None: a fresh one.
+        key: what callers must know; None: a fresh one; "none": this machine asks without one.
         weights: where versions are written for an engine that loads them, or who sends them; None: an engine
             of this process copies them.
         tell: is given a line for each vLLM server that is lost or serves again.
@@ -181,13 +181,14 @@ class PolicyServer:
         table: InferenceTable,
         *,
         schedule: AllocationTable | None = None,
-        key: SecretStr | None = None,
+        key: SecretStr | Literal["none"] | None = None,
         weights: WeightRoute | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
         self._weights, self._tell = weights, tell
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
-        self._key = key or SecretStr(secrets.token_urlsafe(32))
+        fresh = SecretStr(secrets.token_urlsafe(32))
+        self._key = None if key == "none" else key or fresh
         model, length = model_of(job_name, ACTOR), table.max_model_len
         self.inference = Inference(listener.url, model, self._key, length, table.asks)
 

@@ -40,20 +40,21 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     return parse_job(document, where="turnwise serve", overrides=overrides), folder
 
 
-async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str], None]) -> None:
+async def serve(job: JobConfig, folder: Path, key: SecretStr | None, say: Callable[[str], None]) -> None:
     """Serve `{job}/actor` until stopped.
 
     Args:
-        key: the key that callers must send.
+        key: the key that callers must send; None: this machine needs none.
         say: receives lines for the user.
     """
     # The port first: if it is taken, the weights need not be read.
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
-        server = PolicyServer(job.job.name, listener, job.inference, key=key)
+        server = PolicyServer(job.job.name, listener, job.inference, key=key or "none")
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
         say(str(policy.plan))
         with policy.serving() as inference:
-            say(f"{folder} is served as {inference.model} at {inference.url}/v1; Ctrl-C ends it")
+            who = "" if key else ", to this machine alone, without a key"
+            say(f"{folder} is served as {inference.model} at {inference.url}/v1{who}; Ctrl-C ends it")
             await policy.while_serving(stop.wait())
 
 

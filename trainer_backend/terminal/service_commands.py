@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shared_schemas.urls import is_loopback
 from trainer_backend.jobs.options import Flags
 from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
 
@@ -34,7 +35,10 @@ def serve_model(
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8000,
     api_key_env: Annotated[
-        str, typer.Option(help="environment variable with the key that callers must send")
+        str,
+        typer.Option(
+            help="environment variable with the key that callers must send; needed beyond this machine"
+        ),
     ] = "TURNWISE_API_KEY",
     overrides: Overrides = None,
 ) -> None:
@@ -43,7 +47,8 @@ def serve_model(
     from trainer_backend.terminal.serve import serve, what_to_serve
 
     address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
-    key = key_from(api_key_env, where="--api-key-env")
+    needs_key = os.environ.get(api_key_env) or api_key_env != "TURNWISE_API_KEY" or not is_loopback(host)
+    key = key_from(api_key_env, where="--api-key-env") if needs_key else None
     loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])
     warn(_err, loaded)
     asyncio.run(serve(loaded.config, model, key, lambda line: tell(_out, line)))

@@ -41,9 +41,9 @@ def documented():
     return {(method.upper(), re.sub("{.*?}", "a", path)) for path, item in paths.items() for method in item}
 
 
-def plain_client(*keys):
-    app = create_app(Settings(api_keys=keys), boards=boards())
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://task-app")
+def plain_client(*keys, url="http://task-app", needs_key=True):
+    app = create_app(Settings(api_keys=keys), boards=boards(), needs_key=needs_key)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
 
 
 async def test_every_known_way_to_present_a_good_key_opens():
@@ -86,6 +86,21 @@ async def test_the_root_and_the_bare_health_answer_are_open():
     async with plain_client() as client:
         assert (await client.get("/health")).json()["code"] == "missing_environment_api_key"
         assert (await client.get("/")).status_code == 200
+
+
+async def test_on_the_loopback_without_a_key_this_machine_is_answered_and_no_foreign_page():
+    new = {"env_name": "counting", "seed": 1}
+    for name in ("127.0.0.1:8001", "localhost:8001", "[::1]:8001"):
+        async with plain_client(url=f"http://{name}", needs_key=False) as client:
+            assert (await client.get("/info")).status_code == 200
+            assert (await client.get("/health", headers={"X-API-Key": "any"})).json()["authorized"] is True
+            foreign = {"Origin": "http://elsewhere.example", "Content-Type": "text/plain"}
+            refused = await client.post("/env/create", headers=foreign, json=new)
+            assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+    async with plain_client(url="http://rebound.example", needs_key=False) as client:
+        assert (await client.get("/info")).json()["where"] == "header Host"
+    async with plain_client(KEY, url="http://127.0.0.1", needs_key=False) as client:
+        assert (await client.get("/info")).status_code == 401  # one that is set counts
 
 
 async def test_no_log_and_no_reply_holds_a_key():

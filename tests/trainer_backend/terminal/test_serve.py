@@ -11,7 +11,6 @@ from pathlib import Path
 
 import openai
 import pytest
-from pydantic import SecretStr
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -60,16 +59,20 @@ def test_a_run_serves_its_best_checkpoint_until_it_is_stopped(trained):
             stranger.models.list()
 
 
-def test_a_model_folder_is_served_without_a_job(model_folders: Mapping[str, Path]):
+def test_a_model_folder_is_served_without_a_job_and_to_this_machine_without_a_key(
+    model_folders: Mapping[str, Path],
+):
     loaded, folder = what_to_serve(model_folders["llama"], None, ["model.device=cpu"])
     job = loaded.config
     with (
         Listener("127.0.0.1", 0) as listener,
         FolderPolicy(
-            job.model, PolicyServer(job.job.name, listener, job.inference, key=SecretStr(KEY)), folder
+            job.model, PolicyServer(job.job.name, listener, job.inference, key="none"), folder
         ).serving() as inference,
-        openai.OpenAI(base_url=f"{inference.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{inference.url}/v1", api_key="any", max_retries=0, timeout=60) as client,
     ):
+        with pytest.raises(openai.PermissionDeniedError, match="only this machine may ask"):
+            client.with_options(default_headers={"Host": "rebound.example"}).models.list()
         (model,) = client.models.list()
         assert model.model_dump()["max_model_len"] == 1024, "all positions that the model has"
         reply = client.chat.completions.create(model=model.id, messages=MESSAGES, max_tokens=4)
@@ -109,6 +112,6 @@ def test_what_cannot_be_served_is_told_before_anything_is_loaded(
     with pytest.raises(RunDirectoryError, match="no checkpoint yet"):
         what_to_serve(create_run(tiny_job(), tmp_path / "run").path, None, [])
     monkeypatch.delenv("TURNWISE_API_KEY", raising=False)
-    asked = ["serve", str(model_folders["llama"])]
+    asked = ["serve", str(model_folders["llama"]), "--host", "192.0.2.1"]  # which others reach
     with pytest.raises(JobError, match="variable TURNWISE_API_KEY is not set"):
         CliRunner().invoke(app, asked, catch_exceptions=False)
