@@ -1,17 +1,18 @@
 """Estimators and losses of the operator's own: of the files of `job.trainer_plugins`, and of packages.
 
-A file marks them with `@estimator` and `@loss`. It runs in every process that reads the job: at `check`, in a
-run and its learner, at `recredit`, `truth` and `compare`. A package offers what it marks by entry points.
-docs/plugins.md has an example.
+A file marks them with `@estimator` and `@loss`. It runs at `check`, in a run and its learner, at `recredit`
+and `truth`; who only looks at a run (`report`, `compare`, `eval`, `serve`, the dashboard) does not run it. A
+package offers what it marks by entry points. docs/plugins.md has an example.
 """
 
 import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from service_kit.errors import SettingsError
@@ -24,6 +25,7 @@ from trainer_backend.core.advantages.episodes import (
     Estimator,
     EstimatorPlug,
 )
+from trainer_backend.core.critic import ByToken
 from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
 from trainer_backend.errors import AdvantageError, JobError, place
 from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
@@ -107,34 +109,80 @@ def _checked(
 
     def advantages_of(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
         try:
-            found = compute(episodes, config)
-            result = (
-                found if isinstance(found, Advantages) else Advantages([[*map(float, row)] for row in found])
-            )
+            result = _as_advantages(compute(episodes, config))
         except AdvantageError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise AdvantageError(f"the estimator {name!r} raised {reason}") from error
-        if len(result.per_episode) != len(episodes):
-            raise AdvantageError(
-                f"the estimator {name!r} returned {len(result.per_episode)} rows for {len(episodes)} episodes"
-            )
-        for episode, row_T in zip(episodes, result.per_episode, strict=True):
-            if len(row_T) != len(episode.rewards_T):
-                raise AdvantageError(
-                    f"the estimator {name!r} returned {len(row_T)} advantages for "
-                    f"{len(episode.rewards_T)} decisions",
-                    where=place(episode.rollout_id),
-                )
-            for t, value in enumerate(row_T):
-                if not math.isfinite(value):
-                    raise AdvantageError(
-                        f"the estimator {name!r} returned {value}", where=place(episode.rollout_id, t + 1)
-                    )
+        _refuse_rows(name, "", episodes, result.per_episode)
+        for part, rows in result.parts.items():
+            _refuse_rows(name, f" as its part {part!r}", episodes, rows)
+        if result.per_token is not None:
+            firsts = [[row[0] if row else math.nan for row in one.rows_T] for one in result.per_token]
+            _refuse_rows(name, " by token", episodes, firsts)
+            for episode, one in zip(episodes, result.per_token, strict=True):
+                _refuse_numbers(name, " by token", episode, one.rows_T)
         return result
 
     return advantages_of
+
+
+def _as_advantages(found: Advantages | Rows) -> Advantages:
+    """Lists of floats, whatever the function made its rows of: they are stored as JSON and Parquet."""
+    if not isinstance(found, Advantages):
+        return Advantages(_floats(found))
+    parts = {
+        part: [[None if value is None else float(value) for value in row] for row in rows]
+        for part, rows in found.parts.items()
+    }
+    tokens = found.per_token
+    return replace(
+        found,
+        per_episode=_floats(found.per_episode),
+        parts=parts,
+        per_token=None if tokens is None else [ByToken(_floats(one.rows_T)) for one in tokens],
+    )
+
+
+def _floats(rows: Rows) -> list[list[float]]:
+    return [[*map(float, row)] for row in rows]
+
+
+def _refuse_rows(
+    name: str, what: str, episodes: Sequence[EpisodeRewards], rows: Sequence[Sequence[float | None]]
+) -> None:
+    """
+    Args:
+        what: names the rows in errors, with a space before it; empty for the advantages themselves.
+    """
+    if len(rows) != len(episodes):
+        raise AdvantageError(
+            f"the estimator {name!r} returned {len(rows)} rows{what} for {len(episodes)} episodes"
+        )
+    for episode, row_T in zip(episodes, rows, strict=True):
+        if len(row_T) != len(episode.rewards_T):
+            raise AdvantageError(
+                f"the estimator {name!r} returned {len(row_T)} advantages{what} for "
+                f"{len(episode.rewards_T)} decisions",
+                where=place(episode.rollout_id),
+            )
+        _refuse_numbers(name, what, episode, [[value] for value in row_T])
+
+
+def _refuse_numbers(
+    name: str, what: str, episode: EpisodeRewards, rows_T: Sequence[Sequence[float | None]]
+) -> None:
+    """
+    Args:
+        rows_T: the numbers of each decision; None is one that is absent.
+    """
+    for t, row in enumerate(rows_T):
+        for value in row:
+            if value is not None and not math.isfinite(value):
+                raise AdvantageError(
+                    f"the estimator {name!r} returned {value}{what}", where=place(episode.rollout_id, t + 1)
+                )
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
@@ -155,19 +203,31 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     return loss_of
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What this process has taken from a file."""
+    """What the boards have from a file."""
 
     digest: str
-    marked: list[_Marked] = field(default_factory=list)
+    marked: Sequence[_Marked]
 
 
 _LOADED: dict[Path, _Loaded] = {}
+_LOCK = RLock()  # a service reads jobs in threads
+
+
+def digests_of(files: Sequence[Path], *, option: str = KEY) -> list[str]:
+    """The SHA-256 of each file.
+
+    Raises:
+        JobError: a file cannot be read.
+    """
+    return [_digest(file, option) for file in files]
 
 
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Put the estimators and losses of the files on the boards; a file that changed replaces its own.
+    """Put the estimators and losses of the files on the boards, instead of those of other files.
+
+    A file that is unchanged since it was put there does not run again.
 
     Args:
         option: names the files in errors.
@@ -178,37 +238,46 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     Raises:
         JobError: a file is missing, raises, marks nothing, or takes a name that is there already.
     """
-    return [_load(file.resolve(), option) for file in files]
+    paths = [file.resolve() for file in files]
+    with _LOCK:
+        for other in _LOADED.keys() - set(paths):
+            _unload(other)
+        return [_load(path, option) for path in paths]
 
 
-@cache
 def load_installed() -> None:
     """Put what installed packages offer on the boards, once a process.
 
     Raises:
         JobError: an entry point cannot be imported, is not marked, or takes a name that is there already.
     """
+    with _LOCK:
+        _load_installed()
+
+
+@cache
+def _load_installed() -> None:
+    marked: list[_Marked] = []
     for group, mark in _GROUPS.items():
         try:
             points = list(installed(group))
         except SettingsError as error:
             raise JobError(str(error)) from error
         for point in points:
-            marked = list(_marked_in({point.name: point.plug}))
-            if not marked:
+            own = list(_marked_in({point.name: point.plug}))
+            if not own:
                 raise JobError(f"{point.place} is {type(point.plug).__name__}; decorate it with {mark}")
-            _refuse_names(marked, (), point.place)
-            add_plug(marked[0].board, marked[0].name, marked[0].plug)
+            _refuse_names(own, marked, point.place)
+            marked += own
+    _add(marked)  # all or none, so that a second attempt finds the same fault
 
 
 def _load(file: Path, option: str) -> str:
-    try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise JobError(f"{option} names {str(file)!r}, which cannot be read: {error.strerror}") from error
+    digest = _digest(file, option)
     known = _LOADED.get(file)
     if known is not None and known.digest == digest:
         return digest
+    _unload(file)
     try:
         marked = list(_marked_in(vars(module_of(file, option=option))))
     except SettingsError as error:
@@ -217,14 +286,28 @@ def _load(file: Path, option: str) -> str:
         raise JobError(
             f"{option} names {str(file)!r}, which marks nothing with @estimator(NAME) or @loss(NAME)"
         )
-    own = {(item.board, item.name) for item in known.marked} if known else set()
-    _refuse_names(marked, own, f"{option}, {file}")
-    for board, name in own:
-        remove_plug(board, name)
-    for item in marked:
-        add_plug(item.board, item.name, item.plug)
+    _refuse_names(marked, (), f"{option}, {file}")
+    _add(marked)
     _LOADED[file] = _Loaded(digest, marked)
     return digest
+
+
+def _digest(file: Path, option: str) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise JobError(f"{option} names {str(file)!r}, which cannot be read: {error.strerror}") from error
+
+
+def _add(marked: Sequence[_Marked]) -> None:
+    for item in marked:
+        add_plug(item.board, item.name, item.plug)
+
+
+def _unload(file: Path) -> None:
+    known = _LOADED.pop(file, None)
+    for item in known.marked if known is not None else ():
+        remove_plug(item.board, item.name)
 
 
 def _marked_in(names: Mapping[str, Any]) -> Iterator[_Marked]:
@@ -236,11 +319,14 @@ def _marked_in(names: Mapping[str, Any]) -> Iterator[_Marked]:
             yield mark
 
 
-def _refuse_names(marked: Sequence[_Marked], own: Collection[tuple[str, str]], where: str) -> None:
-    taken = {("algorithm.advantage", name) for name in ESTIMATORS} | {
-        ("algorithm.loss", name) for name in LOSSES
-    }
-    taken -= set(own)
+def _refuse_names(marked: Sequence[_Marked], others: Sequence[_Marked], where: str) -> None:
+    """
+    Args:
+        others: those that will be on the boards too.
+    """
+    taken = {("algorithm.advantage", name) for name in ESTIMATORS}
+    taken |= {("algorithm.loss", name) for name in LOSSES}
+    taken |= {(item.board, item.name) for item in others}
     for item in marked:
         if not _NAME.fullmatch(item.name):
             raise JobError(f"{where}: {item.name[:80]!r} is no name: a-z, 0-9 and _, at most 60")

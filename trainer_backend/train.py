@@ -347,7 +347,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
     rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
-    if warning := nothing_to_learn(rows):
+    if warning := nothing_to_learn(rows, compares_siblings=run.credit.estimator.compares_siblings):
         run.reporter.say(warning)
     if error is not None:  # the update is done, and a resumed run begins with this publish
         await _save_last(run, progress)

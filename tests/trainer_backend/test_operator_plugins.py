@@ -1,5 +1,7 @@
 """Estimators and losses from a file of the operator's: named in a job, checked, refused when they change."""
 
+import asyncio
+import json
 import re
 import sys
 from contextlib import ExitStack
@@ -9,18 +11,28 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.losses import LossConfig
 from trainer_backend.errors import AdvantageError, JobError
+from trainer_backend.evaluation.play import what_to_evaluate
 from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.operator_plugins import _LOADED, load_installed
+from trainer_backend.operator_plugins import _LOADED, _load_installed, load_installed, load_plugins
+from trainer_backend.pages.compare import read_sides
+from trainer_backend.pages.report import write_report
+from trainer_backend.pages.stored import Frames
 from trainer_backend.plugins import ESTIMATORS, LOSSES, READS, estimator, policy_loss
 
 PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
 OF_THE_PAGE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
-HEAD = "from trainer_backend.operator_plugins import estimator, loss\n"
+HEAD = (
+    "from trainer_backend.core.advantages.episodes import Advantages\n"
+    "from trainer_backend.core.critic import ByToken\n"
+    "from trainer_backend.operator_plugins import estimator, loss\n"
+)
 MINE = HEAD + '@estimator("mine")\ndef mine(episodes, config):\n    return {}\n'
 ONES = "[[1.0] * len(episode.rewards_T) for episode in episodes]"
 EPISODES = [EpisodeRewards("a", "g", [1.0, 2.0, 4.0]), EpisodeRewards("b", "g", [0.0, 1.0])]
@@ -42,6 +54,11 @@ def job_with(folder: Path, code: str, *overrides: str):
     if not job.exists():
         job.write_text('[model]\npreset = "tiny-0.3m"\n[job]\ntrainer_plugins = ["mine.py"]\n')
     return load_job(job, overrides).config
+
+
+def trap(folder: Path) -> str:
+    """Code that leaves a file `sprung` where it runs."""
+    return f"import pathlib; pathlib.Path({str(folder / 'sprung')!r}).touch()"
 
 
 def refusal(folder: Path, code: str, *overrides: str) -> str:
@@ -81,6 +98,16 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
         ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "rollout a, turn 3: the estimator 'mine' returned nan"),
         ("1 / 0", "'mine' raised ZeroDivisionError: division by zero"),
         ("None", "'mine' raised TypeError"),
+        ("Advantages(None)", "'mine' raised TypeError"),
+        (
+            "Advantages([[0.0] * 3, [0.0] * 2], {}, {'scale': [[1.0] * 3]})",
+            "1 rows as its part 'scale' for 2",
+        ),
+        (
+            "Advantages([[0.0] * 3, [0.0] * 2], "
+            "per_token=[ByToken([[0.0, float('nan')]] * 3), ByToken([[0.0]] * 2)])",
+            "rollout a, turn 1: the estimator 'mine' returned nan by token",
+        ),
     ],
 )
 def test_wrong_credit_is_never_learned_from(tmp_path, result, words):
@@ -88,6 +115,15 @@ def test_wrong_credit_is_never_learned_from(tmp_path, result, words):
     with pytest.raises(AdvantageError) as error:
         estimator("mine").compute(EPISODES, AdvantageConfig())
     assert words in str(error.value)
+
+
+def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):
+    code = "import numpy as np\n" + MINE.format(
+        "Advantages([np.ones(len(e.rewards_T), 'f4') for e in episodes])"
+    )
+    job_with(tmp_path, code)
+    found = estimator("mine").compute(EPISODES, AdvantageConfig()).per_episode
+    assert json.dumps(found) == "[[1.0, 1.0, 1.0], [1.0, 1.0]]"
 
 
 def test_a_loss_by_token_is_refused_since_nothing_would_weigh_it(tmp_path):
@@ -132,20 +168,47 @@ def test_a_run_goes_on_with_the_file_that_it_began_with_alone(tmp_path):
         dump_job(job_with(tmp_path, MINE.format(ONES), "algorithm.advantage=mine"))
     )
     assert load_job(stored / "job.toml").config.algorithm.advantage == "mine"
-    (tmp_path / "mine.py").write_text(MINE.format("[[2.0] * len(e.rewards_T) for e in episodes]"))
+    (tmp_path / "mine.py").write_text(f"{trap(tmp_path)}\n" + MINE.format(ONES.replace("1.0", "2.0")))
     with pytest.raises(JobError, match=r"mine\.py has changed since the run began"):
         load_job(stored / "job.toml")
+    assert not (tmp_path / "sprung").exists(), "what a run did not begin with is not run"
     load_job(stored / "job.toml", [f"job.trainer_plugins={tmp_path / 'mine.py'}"])
     assert estimator("mine").compute(EPISODES, AdvantageConfig()).per_episode[0] == [2.0] * 3
 
 
+def test_who_looks_at_a_run_runs_none_of_its_code(tmp_path):
+    job = job_with(tmp_path, MINE.format(ONES), "algorithm.advantage=mine")
+    load_plugins([])
+    run = small_run(job, tmp_path / "run")
+    (tmp_path / "mine.py").write_text(trap(tmp_path))
+    write_report(run)
+    read_sides([run.path, empty_run(job, tmp_path / "other").path])
+    shown = []
+    frames = Frames(lambda job, episode, turns: shown.append(job.algorithm.advantage) or [])
+    asyncio.run(frames.of(run.path, FIRST[0]))
+    assert shown == ["mine"]
+    loaded, player = what_to_evaluate(run.path, None, Inference("http://127.0.0.1:1", "m", None))
+    assert Planner.of(loaded.config, "eval", player).evaluation("0")
+    (tmp_path / "mine.py").unlink()
+    assert run.job() == job
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_each_job_knows_the_names_of_its_own_files_alone(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        job_with(tmp_path / name, MINE.format(ONES), "algorithm.advantage=mine")
+    with pytest.raises(JobError, match=r"algorithm\.advantage is 'mine'"):
+        parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
+
+
 def test_a_posted_job_runs_no_file_but_the_operators(tmp_path):
     (tmp_path / "runs").mkdir()
-    trap = tmp_path / "trap.py"
-    trap.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    file = tmp_path / "trap.py"
+    file.write_text(trap(tmp_path))
     bounds = Bounds(data_dir=tmp_path / "runs", roots=(tmp_path,))
     with pytest.raises(JobError, match="which the service's operator chooses"):
-        validate_job({**MODEL, "job": {"trainer_plugins": [str(trap)]}}, bounds)
+        validate_job({**MODEL, "job": {"trainer_plugins": [str(file)]}}, bounds)
     assert not (tmp_path / "sprung").exists()
     own = tmp_path / "own.py"
     own.write_text(MINE.format(ONES))
@@ -163,11 +226,11 @@ def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeyp
     (metadata / "entry_points.txt").write_text("[turnwise.estimators]\nmine = ideas:mine\n")
     (tmp_path / "ideas.py").write_text(MINE.format(ONES))
     monkeypatch.syspath_prepend(tmp_path)
-    load_installed.cache_clear()
+    _load_installed.cache_clear()
     loaded = parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
     assert loaded.config.algorithm.advantage == "mine"
     (tmp_path / "ideas.py").write_text("mine = len")
     sys.modules.pop("ideas")
-    load_installed.cache_clear()
+    _load_installed.cache_clear()
     with pytest.raises(JobError, match=r"ideas, entry point 'mine' .* decorate it with @estimator"):
         load_installed()

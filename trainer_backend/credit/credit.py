@@ -182,6 +182,7 @@ class CreditAssignment:
         metrics = {
             **estimate.actor_metrics(self.algorithm.gamma),
             **kl_metrics(estimate.earned),
+            "group/count": float(len({rollout.group_id for rollout in rollouts})),
             "group/flat": float(len(flat)),
         }
         return Credited(episodes, estimate.credits(self.algorithm), metrics, flat)

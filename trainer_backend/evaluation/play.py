@@ -26,6 +26,8 @@ from trainer_backend.job.addresses import shown
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.rollout_table import DataTable, WarmupTable
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
@@ -98,11 +100,21 @@ def what_to_evaluate(
     run = run_of(folder) if folder is not None else None
     if job_path is None and run is None:
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
-    loaded = load_job(job_path or (run or Path()) / "job.toml", overrides)
+    loaded = _without_credit(
+        load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
+    )
     if player is not None:
         return _with_advice(loaded, player), player
     assert folder is not None, "one of the two is given"
     return loaded, Checkpoint(model_in(folder))
+
+
+def _without_credit(loaded: LoadedJob) -> LoadedJob:
+    """The job with an estimator that is known here: who plays gives no credit, and needs no plug-in."""
+    config = loaded.config
+    if config.algorithm.advantage in ESTIMATORS:
+        return loaded
+    return replace(loaded, config=config.model_copy(update={"algorithm": AlgorithmTable()}))
 
 
 def _is_a_name(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from trainer_backend.job.checks import (
 )
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.operator_plugins import load_installed, load_plugins
+from trainer_backend.operator_plugins import digests_of, load_installed, load_plugins
 from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
@@ -46,28 +46,35 @@ class LoadedJob:
     places: Places = field(compare=False)
 
 
-def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
+def load_job(
+    paths: Path | Sequence[Path], overrides: Sequence[str] = (), *, runs_plugins: bool = True
+) -> LoadedJob:
     """Read, override and validate a job.
 
     Args:
         paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
+        runs_plugins: False for who only looks at a job: none of its code runs, and an estimator or a loss may
+            have any name. Keys are then not compared with what a name reads that nobody knows.
     """
     document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
     anchor(document, Path())
-    return _parse(document, places)
+    return _parse(document, places, runs_plugins=runs_plugins)
 
 
-def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
-    """Validate a parsed TOML document, with overrides as in `load_job`; `where` begins every error."""
-    return _parse(*merge([Layer(where, document)], overrides))
+def parse_job(
+    document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = (), runs_plugins: bool = True
+) -> LoadedJob:
+    """Validate a parsed TOML document as `load_job` does; `where` begins every error."""
+    return _parse(*merge([Layer(where, document)], overrides), runs_plugins=runs_plugins)
 
 
-def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
+def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
-    load_installed()
-    tables = _with_plugins(tables, places)
+    if runs_plugins:
+        load_installed()
+        tables = _with_plugins(tables, places)
     tables = _with_values_of_papers(_gather_reward_switches(tables, places), places)
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
@@ -80,6 +87,9 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
             (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in findings),
             error.error_count(),
         ) from error
+    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
+    if not runs_plugins and _has_foreign_plugs(config):
+        return LoadedJob(config, tuple(warnings), places)
     _refuse_unknown_plugs(config, places)
     faults = [
         *unread_keys(config),
@@ -89,7 +99,6 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     ]
     if faults:
         raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))
-    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)), places)
 
 
@@ -123,28 +132,39 @@ def _without_none(value: Any) -> Any:
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Load the operator's estimators and losses, whose names the job may then give, and note what they hold.
+    """Load the operator's estimators and losses, whose names the job may then give, and note their digests.
 
     Raises:
-        JobError: a file cannot be loaded, or is no longer what the run began with.
+        JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
     job = _table_of(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256")
     files = [files] if isinstance(files, str) else files
-    if not files or not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        return dict(tables)  # absent, or of a type that the schema refuses
-    place = places.of("job.trainer_plugins")
+    files = [] if files is None else files
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        return dict(tables)  # the schema refuses it
+    place, paths = places.of("job.trainer_plugins"), [Path(file) for file in files]
     try:
-        digests = load_plugins([Path(file) for file in files])
+        # Before anything runs: a stored job accepts the code that it began with.
+        if known and known != (digests := digests_of(paths)):
+            changed = [file for file, old, new in zip_longest(files, known, digests) if old != new]
+            raise JobError(
+                f"{changed[0]} has changed since the run began. Restore it, begin a new run, or continue "
+                f"this one with turnwise train --resume RUN --set 'job.trainer_plugins={json.dumps(files)}'"
+            )
+        digests = load_plugins(paths)
     except JobError as error:
         raise JobError(f"{place}: {error}") from error
-    if known and known != digests:
-        changed = [file for file, old, new in zip_longest(files, known, digests) if old != new]
-        raise JobError(
-            f"{place}: {changed[0]} has changed since the run began. Restore it, begin a new run, or "
-            f"accept it with --set 'job.trainer_plugins={json.dumps(files)}'"
-        )
+    if not files:
+        return dict(tables)
     return {**tables, "job": {**job, "trainer_plugins": files, "trainer_plugins_sha256": digests}}
+
+
+def _has_foreign_plugs(config: JobConfig) -> bool:
+    """Whether the job's estimator or loss may be one of its own files, or of a package."""
+    algorithm = config.algorithm
+    known = algorithm.advantage in ESTIMATORS and algorithm.loss in LOSSES
+    return bool(config.job.trainer_plugins) or not known
 
 
 def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:

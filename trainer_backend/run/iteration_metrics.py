@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
@@ -358,21 +359,23 @@ def _name(rollout_id: str) -> str:
 _TOLD_AGAIN = 25
 
 
-def nothing_to_learn(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """A warning if the iterations since an earlier one had no signal: after two of them, and again later.
+def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
+    """A warning if the last iterations had no signal: after two of them, and after every 25.
 
-    An iteration has none where no decision earned anything, or where every group has equal advantages of 0.
+    An iteration has none where the advantages of all groups are 0. A critic's are never quite 0, so there
+    it also has none where no decision earned anything.
 
     Args:
         rows: of all iterations, oldest first; a row that lacks the counts had a signal.
+        compares_siblings: whether the estimator does, and so has advantages of 0 for equal episodes.
     """
-    unpaid = len(rows) - _last(rows, lambda row: row.get("reward/batch_nonzero", 1.0) > 0)
-    flat = len(rows) - _last(rows, lambda row: row.get("group/flat", 0.0) < row.get("advantages/groups", 1.0))
-    count = max(unpaid, flat)
-    if count < 2 or count % _TOLD_AGAIN not in (0, 2):
+    unpaid = _count_since(rows, lambda row: row.get("reward/batch_nonzero", 1.0) == 0)
+    flat = _count_since(rows, lambda row: 0 < row.get("group/count", 0.0) <= row["group/flat"])
+    count = flat if compares_siblings else max(unpaid, flat)
+    if count < 2 or (count != 2 and count % _TOLD_AGAIN):
         return None
     since = f"since iteration {rows[-count]['iteration']:.0f}"
-    if unpaid == count:
+    if unpaid >= count:
         return (
             f"no decision has earned anything {since}, so there is nothing to learn from. Look at an episode "
             "(turnwise inspect): a warm-up, an easier start or a denser reward (step_rewards_mode) may help"
@@ -383,6 +386,6 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]]) -> str | None:
     )
 
 
-def _last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
-    """How many rows there are up to the last one that passes."""
-    return max((count for count, row in enumerate(rows, start=1) if test(row)), default=0)
+def _count_since(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
+    """How many rows at the end pass."""
+    return sum(1 for _ in takewhile(test, reversed(rows)))

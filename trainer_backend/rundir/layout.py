@@ -106,11 +106,11 @@ class RunDirectory:
         return self.rollouts / f"{name}.spool.jsonl"
 
     def job(self) -> JobConfig:
-        """Read the resolved job of this run."""
-        return load_job(self.path / "job.toml").config
+        """Read the resolved job of this run; whoever looks at a run executes no code that its job names."""
+        return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> LoadedJob:
-        """Read the job with some keys changed, for a resume."""
+        """Read the job with some keys changed, for who runs its code: a resume, credit, the truth."""
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
         if loaded.config.job.name != name:
             raise JobError(

@@ -30,7 +30,8 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     """
     run = run_of(folder)
     if job_path is not None or run is not None:
-        return load_job(job_path or (run or Path()) / "job.toml", overrides), model_in(folder)
+        loaded = load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
+        return loaded, model_in(folder)
     positions = read_config(folder).get("max_position_embeddings")
     document = {
         "job": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".-")[:60] or "model"},
