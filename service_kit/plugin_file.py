@@ -3,6 +3,7 @@
 It imports little, so that the process of a reward function starts in half a second.
 """
 
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from shared_schemas.json_text import encodable
 
 log = structlog.get_logger("service_kit")
 
+# Folders of files that were imported, whose modules others may import by their names.
+_FOLDERS: set[Path] = set()
+
 
 def module_of(file: Path, *, option: str) -> ModuleType:
     """Import the file, which may import its neighbours.
@@ -27,16 +31,19 @@ def module_of(file: Path, *, option: str) -> ModuleType:
         option: names the file in errors: `--plugins`, or a key of a job.
 
     Raises:
-        SettingsError: it is no Python file, or raises when it is imported; the log gets the traceback.
+        SettingsError: it is no Python file, or raises when it is imported; the log gets the traceback. Or a
+            neighbour's name is that of a module which another folder's file has imported.
     """
     place = f"{option} {file}"
     if not file.is_file():
         raise SettingsError(f"{place}: no such file")
+    folder = file.resolve().parent
+    _refuse_other_neighbours(folder, place)
+    _FOLDERS.add(folder)
     # At the end of the path, so that no neighbour replaces an installed module.
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    name = f"turnwise_plugins_{file.stem}"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    name = f"turnwise_plugins_{file.stem}_{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise SettingsError(f"{place} is no Python file; its name must end in .py")
@@ -45,6 +52,19 @@ def module_of(file: Path, *, option: str) -> ModuleType:
     loader = spec.loader
     _run(lambda: loader.exec_module(module), place)
     return module
+
+
+def _refuse_other_neighbours(folder: Path, place: str) -> None:
+    """Refuse a folder of whose modules Python would take the namesakes in another plug-in's folder."""
+    for entry in sorted(folder.iterdir()):
+        name = entry.stem if entry.suffix == ".py" else entry.name
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:
+            continue
+        taken = Path(file).resolve()
+        home = taken.parent.parent if taken.name == "__init__.py" else taken.parent
+        if home != folder and home in _FOLDERS:
+            raise SettingsError(f"{place}: its neighbour {name!r} would be {taken}; rename one of the two")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,7 @@ def _run(load: Callable[[], Any], place: str) -> Any:
         return load()
     except ServiceError as error:
         raise SettingsError(f"{place}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         log.exception("plugin", place=place)
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise SettingsError(encodable(f"{place} raised {type(error).__name__}: {first_line}")) from error

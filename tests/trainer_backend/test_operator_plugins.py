@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.trainer_backend.jobs.rows import job as posted_row
 from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
@@ -18,6 +19,7 @@ from trainer_backend.core.losses import LossConfig
 from trainer_backend.errors import AdvantageError, JobError
 from trainer_backend.evaluation.play import what_to_evaluate
 from trainer_backend.job.load import dump_job, load_job, parse_job
+from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
 from trainer_backend.operator_plugins import _LOADED, _load_installed, load_installed, load_plugins
@@ -234,3 +236,31 @@ def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeyp
     _load_installed.cache_clear()
     with pytest.raises(JobError, match=r"ideas, entry point 'mine' .* decorate it with @estimator"):
         load_installed()
+
+
+def test_a_neighbour_of_the_same_name_in_another_folder_is_refused(tmp_path):
+    # Python would take the first one's for both
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights_of_mine.py").write_text("V = 1.0")
+    code = "from weights_of_mine import V\n" + MINE.format(ONES)
+    job_with(tmp_path / "a", code)
+    assert "its neighbour 'weights_of_mine' would be" in refusal(tmp_path / "b", code)
+
+
+def test_a_posted_job_takes_the_file_as_it_is_and_runs_none_that_was_withdrawn(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(MINE.format(ONES))
+    bounds = Bounds(data_dir=tmp_path / "runs", plugins=(own,))
+    posted = {**MODEL, "job": {"trainer_plugins_sha256": ["of an earlier run"]}}
+    config = dump_job(validate_job(posted, bounds).loaded.config)
+    own.write_text(trap(tmp_path))
+    waiting = posted_row(run_dir=str(bounds.data_dir / "mine"), config=config)
+    with open_data_dir(bounds.data_dir, runs_jobs=True, plugins=(own,)) as data:
+        assert data.run_of(waiting).job().job.trainer_plugins_sha256 == ()
+    with (
+        open_data_dir(bounds.data_dir, runs_jobs=True) as data,
+        pytest.raises(JobError, match=r"the service had .*own\.py, and it has it no more"),
+    ):
+        data.run_of(waiting)
+    assert not (tmp_path / "sprung").exists()

@@ -149,8 +149,9 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
         if known and known != (digests := digests_of(paths)):
             changed = [file for file, old, new in zip_longest(files, known, digests) if old != new]
             raise JobError(
-                f"{changed[0]} has changed since the run began. Restore it, begin a new run, or continue "
-                f"this one with turnwise train --resume RUN --set 'job.trainer_plugins={json.dumps(files)}'"
+                f"{changed[0]} has changed since the run began. Restore it, begin a new run (post the job "
+                "anew), or continue this one with turnwise train --resume RUN --set "
+                f"'job.trainer_plugins={json.dumps(files)}'"
             )
         digests = load_plugins(paths)
     except JobError as error:

@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import psutil
@@ -43,9 +45,18 @@ class CheckProcess:
         at_most_s: time limit of a call.
         at_most_bytes: memory limit of a call.
         at_most: maximum number of calls that run or wait.
+        plugins: files of estimators and losses, which the server imports once for all calls.
     """
 
-    def __init__(self, *, at_most_s: float = 5.0, at_most_bytes: int = 512 << 20, at_most: int = 64) -> None:
+    def __init__(
+        self,
+        *,
+        at_most_s: float = 5.0,
+        at_most_bytes: int = 512 << 20,
+        at_most: int = 64,
+        plugins: Sequence[Path] = (),
+    ) -> None:
+        self._plugins = plugins
         self._at_most_s, self._at_most_bytes, self._at_most = at_most_s, at_most_bytes, at_most
         self._under_way = 0
         self._server: subprocess.Popen[bytes] | None = None
@@ -128,7 +139,7 @@ class CheckProcess:
         connection = Connection(ours.detach())
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *map(str, self._plugins)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
@@ -193,9 +204,13 @@ def _answer(connection: Connection, request: bytes) -> None:
     connection.send_bytes(message)
 
 
-def main(descriptor: str) -> None:
+def main(descriptor: str, *plugins: str) -> None:
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
+    from trainer_backend.operator_plugins import load_installed, load_plugins
 
+    with suppress(TrainerError):  # the job that is checked will tell it
+        load_installed()
+        load_plugins([Path(file) for file in plugins])
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports
     serve(Connection(int(descriptor)))
 

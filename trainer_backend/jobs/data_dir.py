@@ -14,7 +14,7 @@ from uuid import uuid4
 import structlog
 import tomli
 
-from trainer_backend.errors import RunDirectoryError
+from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.load import parse_job
 from trainer_backend.jobs.states import refuse_external
 from trainer_backend.rundir import lock
@@ -45,10 +45,12 @@ class DataDir:
     Attributes:
         path: absolute, without links, so that comparisons of paths are safe.
         home: the name of this folder in a store that several services share.
+        plugins: the files of estimators and losses whose code the operator lets jobs run now.
     """
 
     path: Path
     home: str
+    plugins: tuple[Path, ...] = ()
 
     def new_run_dir(self, name: str) -> Path:
         """Return a unique path for a new job's run; the folder is not created yet."""
@@ -56,7 +58,15 @@ class DataDir:
 
     def run_of(self, job: JobRow) -> RunDirectory:
         """Return the run of a posted job. Create it if needed, and complete a half-created one."""
-        config = parse_job(tomli.loads(job.config), where=f"job {job.id}").config
+        stored = tomli.loads(job.config)
+        stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with what its start finds
+        config = parse_job(stored, where=f"job {job.id}", runs_plugins=False).config
+        if withdrawn := set(config.job.trainer_plugins) - set(self.plugins):
+            raise JobError(
+                f"job {job.id} was posted when the service had {min(map(str, withdrawn))}, and it has "
+                "it no more",
+                hint="Start it with that --plugins again, or post the job anew.",
+            )
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)
         if self._outside(path):
@@ -120,11 +130,12 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 
 @contextmanager
-def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
+def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
     """Open the data directory, creating it if needed; only one service at a time runs jobs in it.
 
     Args:
         runs_jobs: False for a service that only shows runs; any number of these may share the folder.
+        plugins: of the operator (DataDir.plugins).
     """
     folder = path.resolve()
     with write_errors(folder):
@@ -140,7 +151,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
         home = _home_of(folder / _SERVICE / "home")
         if runs_jobs:
             _claim_place(folder, home)
-        yield DataDir(folder, home)
+        yield DataDir(folder, home, plugins)
     finally:
         os.close(descriptor)
 

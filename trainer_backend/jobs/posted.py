@@ -298,6 +298,9 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
         )
     if own:
         job["trainer_plugins"] = own
+    job.pop(
+        "trainer_plugins_sha256", None
+    )  # of the files as they are now, whatever run this job.toml is from
     document["job"] = job
 
 

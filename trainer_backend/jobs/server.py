@@ -41,7 +41,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
     # The port first: if another service has it, its store must not be touched.
     with (
         Listener(flags.host, flags.port) as listener,
-        closing(CheckProcess()) as checks,
+        closing(CheckProcess(plugins=settings.bounds.plugins)) as checks,
         open_service(settings, checks, command=command) as service,
     ):
         checks.start()
@@ -71,7 +71,8 @@ def open_service(
     settings: Settings, checks: CheckProcess, *, command: Command = job_command
 ) -> Iterator[Service]:
     """Build the service's objects; nothing runs yet."""
-    with open_data_dir(settings.bounds.data_dir, runs_jobs=settings.rules.max_jobs > 0) as data:
+    bounds, runs_jobs = settings.bounds, settings.rules.max_jobs > 0
+    with open_data_dir(bounds.data_dir, runs_jobs=runs_jobs, plugins=bounds.plugins) as data:
         store = open_store(settings.database_url)
         try:
             news = News()

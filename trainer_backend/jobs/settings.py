@@ -15,7 +15,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import fault_in
 from trainer_backend.jobs.options import Flags as Flags  # with what is made of them
 from trainer_backend.jobs.slots import ANSWER_S
-from trainer_backend.operator_plugins import load_plugins
+from trainer_backend.operator_plugins import load_installed, load_plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,9 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
 
 
 def _loaded(files: Sequence[Path]) -> tuple[Path, ...]:
-    """The files, absolute; a fault in one ends the start and not the first job that names it."""
+    """The files, absolute; a fault in one, or in a package, ends the start and not the first job."""
     try:
+        load_installed()
         load_plugins(files, option="--plugins")
     except JobError as error:
         raise SettingsError(str(error)) from error

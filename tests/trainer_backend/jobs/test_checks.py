@@ -45,6 +45,19 @@ async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_o
         checks.close()
 
 
+async def test_a_plug_in_is_imported_once_for_all_jobs(tmp_path: Path):
+    file = tmp_path / "imported.py"
+    file.write_text("class Mark: ...")
+    checks = CheckProcess(plugins=[file])
+    try:
+        names = await checks.ask(
+            eval, "[name for name in __import__('sys').modules if 'plugins_imported' in name]"
+        )
+        assert len(names) == 1
+    finally:
+        checks.close()
+
+
 async def test_more_calls_than_may_wait_are_told_to_come_later():
     checks = CheckProcess(at_most=0)
     with pytest.raises(TooManyChecks):
