@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import aiohttp
-from pydantic import SecretStr, ValidationError
+from pydantic import AliasChoices, SecretStr, ValidationError
 
 from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
@@ -230,7 +230,7 @@ class PlugBoards:
         """Build the named policy; errors name the body path below `where`."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
-        if "seed" not in plugin.config.model_fields:  # a job gives one to every policy without a model
+        if not _takes_seed(plugin.config):  # a job gives one to every policy without a model
             complete.pop("seed", None)
         settings = validated(plugin.config, complete, where=where + "config")
         try:
@@ -241,6 +241,15 @@ class PlugBoards:
 
     def _environment_plugin(self, name: str, *, where: str) -> EnvironmentPlugin[Any]:
         return self.environments[self.environment_name(name, where=where)]
+
+
+def _takes_seed(config: type[Body]) -> bool:
+    """Whether a field has that name or alias, or any key is taken."""
+    names: set[object] = set(config.model_fields)
+    for field_ in config.model_fields.values():
+        alias = field_.validation_alias
+        names.update(alias.choices if isinstance(alias, AliasChoices) else [alias])
+    return "seed" in names or config.model_config.get("extra") == "allow"
 
 
 def _resolve_name(

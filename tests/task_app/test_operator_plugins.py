@@ -3,15 +3,19 @@
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from service_kit.errors import SettingsError
+from shared_schemas.base import Body
 from task_app.__main__ import main
 from task_app.interactions.config_file import installed_interactions
 from task_app.operator_plugins import with_installed, with_plugins
-from task_app.plugins import ENVIRONMENTS, default_plug_boards
+from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
+from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
 from tests.task_app.counting import rollout, running_app
 from tests.task_app.rollout_client import accept, all_of
@@ -89,15 +93,32 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str, told: str)
         with_plugins(default_plug_boards(), [tmp_path / name])
 
 
+@pytest.mark.parametrize(
+    ("fields", "taken"),
+    [
+        ({"__annotations__": {"level": int}, "level": 1}, None),
+        ({"__annotations__": {"seed": int}, "seed": 1}, 7),
+        ({"__annotations__": {"draw": int}, "draw": Field(1, alias="seed")}, 7),
+    ],
+)
+def test_the_seed_of_a_job_reaches_every_config_that_takes_it(fields, taken):
+    config = type("Config", (Body,), {"__module__": __name__, **fields})
+    given = []
+    plug = PolicyPlugin(config, lambda config, context: given.append(config) or RandomPolicy())
+    context = PolicyContext(Settings(), session=None)
+    replace(default_plug_boards(), policies={"p": plug}).policy("p", {"seed": 7}, context)
+    assert next((value for name, value in given[0] if name in ("seed", "draw")), None) == taken
+
+
 async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):
-    boards = with_plugins(default_plug_boards(), [plugins(tmp_path, "cave")])
+    boards = with_plugins(default_plug_boards(), [plugins(tmp_path, "reef")])
     async with running_app(boards) as client:
         told = (await client.get("/task_info", params={"env_name": "crafter"})).json()["environments"]
-        assert told == sorted(["cave", *ENVIRONMENTS])
-        spec = {"env": {"env_name": "cave"}, "policy": {"policy_name": "cave_player", "config": {"level": 2}}}
+        assert told == sorted(["reef", *ENVIRONMENTS])
+        spec = {"env": {"env_name": "reef"}, "policy": {"policy_name": "reef_player", "config": {"level": 2}}}
         assert (await accept(client, rollout("a", **spec))).status_code == 202
         assert (await all_of(client, 1))["a"].status == "finished"
-        refused = await accept(client, rollout("b", env={"env_name": str(tmp_path / "cave.py")}))
+        refused = await accept(client, rollout("b", env={"env_name": str(tmp_path / "reef.py")}))
     assert refused.json()["code"] == "unknown_name"
 
 
