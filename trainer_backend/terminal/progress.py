@@ -56,6 +56,7 @@ class ConsoleReporter:
         self._start_s = time.monotonic()
         self._ends_s: list[float] = []  # of the iterations that were told
         self._titles: list[str] = []
+        self._widths: list[int] = []  # of the columns, which grow with their numbers
         self._rows_since_head = 0
         self._stage = ("", 0, 1)
         self._iteration = 0
@@ -112,13 +113,19 @@ class ConsoleReporter:
     def _print_row(self, row: Row, columns: Sequence[tuple[str, str, str]]) -> None:
         """Print a row above the live line, where it stays in the terminal's history."""
         titles = [title for _, title, _ in columns]
-        has_head = titles == self._titles and self._rows_since_head < _ROWS_A_HEAD
+        cells = [_cell(row, key, form) for key, _, form in columns]
+        fits = all(len(cell) <= width for cell, width in zip(cells, self._widths, strict=False))
+        has_head = titles == self._titles and fits and self._rows_since_head < _ROWS_A_HEAD
+        if titles != self._titles:
+            self._widths = [
+                min(_TITLE_WIDTH, max(_LEAST_WIDTH, *map(len, title.split()))) for title in titles
+            ]
+        self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)]
         self._titles, self._rows_since_head = titles, self._rows_since_head + 1 if has_head else 1
         table = Table(box=None, pad_edge=False, show_header=not has_head)
-        for title in titles:
-            width = min(_TITLE_WIDTH, max(_LEAST_WIDTH, *map(len, title.split())))
+        for title, width in zip(titles, self._widths, strict=True):
             table.add_column(Text(title), justify="right", width=width)
-        table.add_row(*(_cell(row, key, form) for key, _, form in columns))
+        table.add_row(*cells)
         self._console.print(table)
 
     def _render(self) -> Group:

@@ -85,6 +85,15 @@ def test_without_achievements_there_is_neither_score_nor_progress():
     assert "progress" not in evaluation_line(row).plain
 
 
+def test_a_column_grows_with_its_numbers_and_the_titles_are_told_again():
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out, force_terminal=True, width=160, color_system=None))
+    for reward in (1.0, -104.25, -1.0):
+        reporter.metrics({**iteration_row(1, 2.0), "reward/mean": reward})
+    assert "-104.25" in out.getvalue()
+    assert out.getvalue().count("entropy") == 2
+
+
 def test_rows_stay_above_the_live_line_under_titles_that_come_again(monkeypatch):
     clock = iter(range(0, 100_000, 30))
     monkeypatch.setattr("trainer_backend.terminal.progress.time.monotonic", lambda: float(next(clock)))
