@@ -180,6 +180,8 @@ def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str
     keys = dotted.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
+    if keys == ["job", "trainer_plugins_sha256"]:
+        raise JobError(f"--set {dotted!r}: a run notes it; naming job.trainer_plugins accepts what they hold")
     table: Any = document
     for key in keys[:-1]:
         table = table.get(key, {})

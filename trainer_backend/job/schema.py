@@ -52,8 +52,7 @@ class JobTable(Table):
     trainer_plugins_sha256: tuple[str, ...] = Field(
         default=(),
         max_length=64,
-        description="of each of them; absent: whatever they hold. A run stores what it began with, and goes "
-        "on with no other",
+        description="SHA-256 of each file of trainer_plugins; a run refuses a file with another one",
     )
 
 

@@ -68,9 +68,15 @@ def run_of_each_seed(
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
+    digests: tuple[str, ...] | None = None
     for seed in _seeds_of(seeds):
         loaded = load_new_job(job, [*overrides, f"job.seed={seed}"])
         table = loaded.config.job
+        if digests not in (None, table.trainer_plugins_sha256):
+            raise JobError(
+                "a file of job.trainer_plugins has changed since the first seed: restore it, or repeat all"
+            )
+        digests = table.trainer_plugins_sha256
         path = (run or table.runs_dir / f"{table.name}-seeds") / f"seed_{seed}"
         if not (path / "run.json").exists():
             yield RunPlan(loaded, create_run(loaded.config, path), resume=False)

@@ -44,7 +44,10 @@ def test_overrides_are_toml_values_and_bare_words(path: Path):
     )
 
 
-@pytest.mark.parametrize("override", ["training", "training.group_size", "group_size=4", "model.preset.x=1"])
+@pytest.mark.parametrize(
+    "override",
+    ["training", "training.group_size", "group_size=4", "model.preset.x=1", "job.trainer_plugins_sha256=[]"],
+)
 def test_an_override_that_names_no_key_is_refused(path: Path, override: str):
     with pytest.raises(JobError, match="--set"):
         load_job(path, [override])

@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import tiny_job
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job
+from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.terminal.train_command import run_of_each_seed
 
 
@@ -46,6 +47,19 @@ def test_the_run_of_another_job_is_not_continued(job: Path, tmp_path: Path):
     planned(job, "0", run=tmp_path / "sweep")
     with pytest.raises(JobError, match="seed_0 holds a run of another job"):
         planned(job, "0", run=tmp_path / "sweep", overrides=("training.group_size=2",))
+
+
+def test_all_seeds_run_one_code(job: Path, tmp_path: Path):
+    head = "from trainer_backend.operator_plugins import estimator\n"
+    code = head + "@estimator('of_a_sweep')\ndef mine(*_): return {}"
+    file = tmp_path / "sweep_plugin.py"
+    file.write_text(code.format("[]"))
+    runs = run_of_each_seed([job], None, None, [f"job.trainer_plugins={file}"], seeds="0,1")
+    next(runs)
+    file.write_text(code.format("None"))
+    with pytest.raises(JobError, match="has changed since the first seed"):
+        next(runs)
+    load_plugins([])
 
 
 @pytest.mark.parametrize(
