@@ -72,8 +72,11 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
 
 def installed_interactions(settings: Settings) -> dict[str, InteractionEntry]:
     """The entry points of installed packages, by name; an entry of the operator's file comes before them."""
+    offer_stand_ins()
     entries: dict[str, InteractionEntry] = {}
     for point in installed("turnwise.interactions"):
+        if point.name in entries:
+            raise SettingsError(f"{point.place}: another package offers an interaction {point.name!r} too")
         entry = InteractionEntry(point.name, _checked(point.plug, place=point.place), {})
         _try(entry, settings, where=point.place)
         entries[point.name] = entry

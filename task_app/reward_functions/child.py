@@ -37,7 +37,7 @@ def main(source: str, name: str) -> None:
     configure_logs("info")
     with asyncio.Runner() as runner:
         try:
-            with boundary(f"{source}: REWARD_FUNCTIONS[{name!r}]"):
+            with boundary(f"{source}: reward function {name!r}"):
                 function = _function_of(source, name)
         except ServiceError as exc:
             _say(replies, {"error": exc.detail})

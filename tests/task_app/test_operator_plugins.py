@@ -1,6 +1,7 @@
 """`--plugins FILE`: an operator's environments join the plug boards, or the start is refused."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -178,6 +179,18 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     yield tmp_path
     sys.modules.pop("caves", None)
+
+
+def test_two_packages_with_an_interaction_of_one_name_are_refused(packages: Path):
+    code = PACKAGE.replace("from task_app.protocols", "from verl.interactions.base")
+    install(packages, "[turnwise.interactions]\nguide = caves:Guide\n", code)
+    assert set(installed_interactions(Settings())) == {"guide"}
+    shutil.copytree(packages / "caves-1.0.dist-info", packages / "holes-1.0.dist-info")
+    (packages / "holes-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: holes\nVersion: 1.0\n"
+    )
+    with pytest.raises(SettingsError, match="another package offers an interaction 'guide' too"):
+        installed_interactions(Settings())
 
 
 async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_process(
