@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from inspect import iscoroutinefunction
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, get_args
 
 from service_kit.errors import SettingsError
 from service_kit.plugin_file import installed, module_of
@@ -25,13 +26,17 @@ from trainer_backend.core.advantages.episodes import (
     Estimator,
     EstimatorPlug,
 )
-from trainer_backend.core.critic import ByToken
+from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
 from trainer_backend.errors import AdvantageError, JobError, place
 from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
 
 KEY = "job.trainer_plugins"
-_GROUPS = {"turnwise.estimators": "@estimator(NAME)", "turnwise.losses": "@loss(NAME)"}
+# The board of each group of entry points, and what marks its functions.
+_GROUPS = {
+    "turnwise.estimators": ("algorithm.advantage", "@estimator(NAME)"),
+    "turnwise.losses": ("algorithm.loss", "@loss(NAME)"),
+}
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
 _MARK = "turnwise_plug"
 Rows = Sequence[Sequence[float]]
@@ -59,13 +64,21 @@ def estimator(
         facts: what else `EstimatorPlug` tells of it, such as needs_values = "decision".
 
     Raises:
-        SettingsError: `takes` or `facts` name what is not known.
+        SettingsError: `takes` or `facts` name what is not known, or say it in another type.
     """
     _refuse_unknown(name, takes, {item.name for item in fields(AdvantageConfig)} - {"gamma"}, "[algorithm]")
     known = {item.name for item in fields(EstimatorPlug)} - {"compute", "takes"}
-    _refuse_unknown(name, facts, known, "EstimatorPlug")
+    _refuse_unknown(name, [*facts], known, "EstimatorPlug")
+    _refuse_values(name, facts.get("values", {}))
+    levels, level = get_args(ValueLevel), facts.get("needs_values")
+    if level is not None and level not in levels:
+        raise SettingsError(f"{name!r} has needs_values = {level!r}{did_you_mean(str(level), levels)}")
+    for key in facts.keys() & {item.name for item in fields(EstimatorPlug) if isinstance(item.default, bool)}:
+        if not isinstance(facts[key], bool):
+            raise SettingsError(f"{name!r} has {key} = {facts[key]!r}; write True or False")
 
     def mark(compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]) -> Any:
+        _refuse_async(name, compute)
         plug = EstimatorPlug(_checked(name, compute), takes=frozenset(takes), **facts)
         setattr(compute, _MARK, _Marked("algorithm.advantage", name, plug))
         return compute
@@ -84,11 +97,13 @@ def loss(
         values: by dotted key of the job, what stands where the job does not say otherwise.
 
     Raises:
-        SettingsError: `takes` names a key that is not known.
+        SettingsError: `takes` or `values` name a key that is not known.
     """
     _refuse_unknown(name, takes, {item.name for item in fields(LossConfig)}, "[training]")
+    _refuse_values(name, values or {})
 
     def mark(compute: PolicyLoss) -> PolicyLoss:
+        _refuse_async(name, compute)
         plug = LossPlug(_scalar(name, compute), frozenset(takes), dict(values or {}))
         setattr(compute, _MARK, _Marked("algorithm.loss", name, plug))
         return compute
@@ -97,9 +112,22 @@ def loss(
 
 
 def _refuse_unknown(name: str, given: Collection[str], known: Collection[str], home: str) -> None:
+    if isinstance(given, str):
+        raise SettingsError(f"{name!r} has takes = {given!r}; write a set of names, {{{given!r}}}")
     for key in given:
         if key not in known:
             raise SettingsError(f"{name!r} names {key!r} of {home}{did_you_mean(key, known)}")
+
+
+def _refuse_values(name: str, values: Mapping[str, Any]) -> None:
+    for key in values:
+        if key.partition(".")[0] not in ("algorithm", "training"):
+            raise SettingsError(f"{name!r} has values of {key!r}; they are keys of algorithm. and training.")
+
+
+def _refuse_async(name: str, compute: Callable[..., Any]) -> None:
+    if iscoroutinefunction(compute):
+        raise SettingsError(f"{name!r} is an async function; write def without async")
 
 
 def _checked(
@@ -186,18 +214,25 @@ def _refuse_numbers(
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
-    """The function without padding, whatever stands there, and with a check that it gives one number."""
+    """The function without what stands in padded tokens, and with a check of what it returns."""
 
     # Tensors: the orchestrator reads this file too, and has no torch.
     def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, config: LossConfig) -> Any:
         # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
-        found = compute(own, before, credit, weights, config)
-        shape = tuple(getattr(found, "shape", (type(found).__name__,)))
-        if shape:
+        try:
+            found = compute(own, before, credit, weights, config)
+        except Exception as error:
+            raise JobError(f"the loss {name!r} raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, type(own)):
+            raise JobError(f"the loss {name!r} returned a {type(found).__name__}; return a tensor")
+        if found.shape:
             raise JobError(
-                f"the loss {name!r} returned {shape}; a loss is one number: weigh the tokens and add them up"
+                f"the loss {name!r} returned {tuple(found.shape)}; a loss is one number: weigh the tokens "
+                "and add them up"
             )
+        if own.requires_grad and not found.requires_grad:
+            raise JobError(f"the loss {name!r} has no gradient; it must depend on its log-probs, undetached")
         return found
 
     return loss_of
@@ -258,7 +293,7 @@ def load_installed() -> None:
 @cache
 def _load_installed() -> None:
     marked: list[_Marked] = []
-    for group, mark in _GROUPS.items():
+    for group, (board, mark) in _GROUPS.items():
         try:
             points = list(installed(group))
         except SettingsError as error:
@@ -267,6 +302,10 @@ def _load_installed() -> None:
             own = list(_marked_in({point.name: point.plug}))
             if not own:
                 raise JobError(f"{point.place} is {type(point.plug).__name__}; decorate it with {mark}")
+            if (own[0].name, own[0].board) != (point.name, board):
+                raise JobError(
+                    f"{point.place} is marked as {own[0].board} = {own[0].name!r}; name it equally"
+                )
             _refuse_names(own, marked, point.place)
             marked += own
     _add(marked)  # all or none, so that a second attempt finds the same fault

@@ -223,8 +223,8 @@ def _wood_goal(facts: Facts) -> int:
         for material in ("wood", "stone", "iron")
     )
     tools = wooden or stony + iron
-    needs_table = tools and ("table" not in facts.near or (stony and not wooden))
-    return tools + _TABLE_WOOD * bool(needs_table)
+    needs_table = tools > 0 and ("table" not in facts.near or (stony > 0 and not wooden))
+    return tools + _TABLE_WOOD * needs_table
 
 
 def stone(facts: Facts, limit: int) -> Actions | None:

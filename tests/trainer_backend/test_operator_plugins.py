@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,12 +129,20 @@ def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):
     assert json.dumps(found) == "[[1.0, 1.0, 1.0], [1.0, 1.0]]"
 
 
-def test_a_loss_by_token_is_refused_since_nothing_would_weigh_it(tmp_path):
-    job_with(
-        tmp_path, HEAD + '@loss("raw")\ndef raw(lp, proximal, advantages, weights, config):\n    return lp\n'
-    )
-    with pytest.raises(JobError, match=r"the loss 'raw' returned \(2,\); a loss is one number"):
-        policy_loss("raw").compute(*[torch.zeros(2)] * 4, LossConfig())
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("lp", r"the loss 'raw' returned \(2,\); a loss is one number"),
+        ("1.0", "the loss 'raw' returned a float; return a tensor"),
+        ("lp.sum().detach()", "the loss 'raw' has no gradient"),
+        ("1 / 0", "the loss 'raw' raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_loss_is_refused(tmp_path, result, words):
+    code = f'@loss("raw")\ndef raw(lp, proximal, advantages, weights, config):\n    return {result}\n'
+    job_with(tmp_path, HEAD + code)
+    with pytest.raises(JobError, match=words):
+        policy_loss("raw").compute(torch.ones(2, requires_grad=True), *[torch.ones(2)] * 3, LossConfig())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +152,12 @@ def test_a_loss_by_token_is_refused_since_nothing_would_weigh_it(tmp_path):
         (MINE.replace('"mine"', '"My est"').format(ONES), "'My est' is no name"),
         (MINE.replace('"mine"', '"mine", takes=["gae_lamda"]').format(ONES), "Did you mean 'gae_lambda'?"),
         (MINE.replace('"mine"', '"mine", needs_value="decision"').format(ONES), "'needs_values'?"),
+        (MINE.replace('"mine"', '"mine", takes="omega"').format(ONES), "write a set of names, {'omega'}"),
+        (MINE.replace('"mine"', '"mine", needs_values="decsion"').format(ONES), "Did you mean 'decision'?"),
+        (MINE.replace('"mine"', '"mine", divides_by_std="no"').format(ONES), "write True or False"),
+        (MINE.replace('"mine"', '"mine", values={{"job.seed": 3}}').format(ONES), "algorithm. and training."),
+        (MINE.replace("def mine", "async def mine").format(ONES), "write def without async"),
+        ("raise SystemExit(3)", "mine.py raised SystemExit: 3"),
         ("1 / 0", "mine.py raised ZeroDivisionError: division by zero"),
         ("x = 1", "marks nothing with @estimator(NAME) or @loss(NAME)"),
     ],
@@ -231,6 +246,14 @@ def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeyp
     _load_installed.cache_clear()
     loaded = parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
     assert loaded.config.algorithm.advantage == "mine"
+    with pytest.raises(JobError, match=r"marked as algorithm\.advantage = 'mine'; name it equally"):
+        other = tmp_path / "other"
+        shutil.copytree(metadata, other / metadata.name)
+        (other / metadata.name / "entry_points.txt").write_text("[turnwise.losses]\nmine = ideas:mine\n")
+        monkeypatch.syspath_prepend(other)
+        _load_installed.cache_clear()
+        load_installed()
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other)])
     (tmp_path / "ideas.py").write_text("mine = len")
     sys.modules.pop("ideas")
     _load_installed.cache_clear()

@@ -48,7 +48,7 @@ class ConsoleReporter:
     """A `protocols.Reporter` for a console; use it as a context manager.
 
     Args:
-        iterations: that the run will have; None where there are none to count.
+        iterations: how many iterations the run has; None: unknown.
     """
 
     def __init__(self, console: Console, iterations: int | None = None) -> None:
