@@ -4,6 +4,8 @@ import random
 import re
 from typing import Any
 
+import pytest
+
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import NO_NEWS
@@ -18,7 +20,7 @@ from task_app.environments.crafter.text import (
     full_text,
 )
 from task_app.environments.crafter.walks import Leg, Walk
-from task_app.policies.crafter_teacher import decide
+from task_app.policies.crafter_teacher import decide, wood
 from task_app.protocols import ToolRequest
 from tests.task_app.environments.crafter.vocabulary import compact_vocabulary
 
@@ -151,6 +153,7 @@ def test_a_crowded_view_keeps_to_sixty_words():
     assert words[-4:] == ["+collect_wood", "+place_table", "hurt", "invalid"]
 
 
+_TABLE = RULES.place["table"].uses["wood"]
 _NAME_OF_LETTER = {letter: name for name, letter in LEG_LETTERS.items()}
 _LEG = re.compile(r"(x?)([LRUD])(\d)")
 
@@ -211,3 +214,23 @@ def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_deter
                 break
     # Only a view too crowded for sixty words can hide what the teacher acts on.
     assert differing / total < 0.01
+
+
+@pytest.mark.parametrize(
+    ("tools", "near", "goal"),
+    [
+        ((), (), 2 + _TABLE),
+        (("wood_pickaxe", "wood_sword"), (), 4 + _TABLE),
+        (("wood_pickaxe", "wood_sword"), ("table",), 4 + _TABLE),  # the second table, where the iron lies
+        (("wood_pickaxe", "wood_sword", "stone_pickaxe", "stone_sword"), ("table",), 2),
+    ],
+)
+def test_the_teacher_gathers_wood_for_the_tools_that_come_next(tools, near, goal):
+    def facts(count: int) -> Facts:
+        return Facts(
+            inventory={"wood": count, **dict.fromkeys(tools, 1)}, achievements=frozenset(), facing="up",
+            target="tree", neighbours={}, near=frozenset(near), walks={}, lava=(), sleeping=False, dark=False,
+        )  # fmt: skip
+
+    assert wood(facts(goal - 1), 4) == ["do"]
+    assert wood(facts(goal), 4) is None
