@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,11 +49,18 @@ class ConsoleReporter:
 
     Args:
         iterations: how many iterations the run has; None: unknown.
+        clock: seconds, from any moment on.
     """
 
-    def __init__(self, console: Console, iterations: int | None = None) -> None:
-        self._console, self._iterations = console, iterations
-        self._start_s = time.monotonic()
+    def __init__(
+        self,
+        console: Console,
+        iterations: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._iterations, self._clock = console, iterations, clock
+        self._start_s = clock()
         self._ends_s: list[float] = []  # of the iterations that were told
         self._titles: list[str] = []
         self._widths: list[int] = []  # of the columns, which grow with their numbers
@@ -89,7 +96,7 @@ class ConsoleReporter:
             return
         if row["kind"] != "iteration":
             return
-        self._ends_s.append(time.monotonic())
+        self._ends_s.append(self._clock())
         self._iteration = row["iteration"]
         columns = _columns(row)
         if self._live is None:
@@ -149,7 +156,7 @@ class ConsoleReporter:
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
     def _elapsed_text(self) -> str:
-        minutes, seconds = divmod(int(time.monotonic() - self._start_s), 60)
+        minutes, seconds = divmod(int(self._clock() - self._start_s), 60)
         return f"{minutes:02d}:{seconds:02d}"
 
 

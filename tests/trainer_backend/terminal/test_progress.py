@@ -94,12 +94,11 @@ def test_a_column_grows_with_its_numbers_and_the_titles_are_told_again():
     assert out.getvalue().count("entropy") == 2
 
 
-def test_rows_stay_above_the_live_line_under_titles_that_come_again(monkeypatch):
-    clock = iter(range(0, 100_000, 30))
-    monkeypatch.setattr("trainer_backend.terminal.progress.time.monotonic", lambda: float(next(clock)))
+def test_rows_stay_above_the_live_line_under_titles_that_come_again():
+    seconds = iter(range(0, 100_000, 30))
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
-    reporter = ConsoleReporter(console, iterations=40)
+    reporter = ConsoleReporter(console, iterations=40, clock=lambda: float(next(seconds)))
     for iteration in range(1, 25):
         reporter.metrics(iteration_row(iteration, 2.0))
     told = out.getvalue()
