@@ -5,9 +5,10 @@ No torch here: the learner and the inference server are behind protocols.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, join_rounds
@@ -25,6 +26,7 @@ from trainer_backend.protocols import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,
+    has_signal,
     moment,
     nothing_to_learn,
     refuse_round,
@@ -346,13 +348,20 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
-    rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
-    if warning := nothing_to_learn(rows, compares_siblings=run.credit.estimator.compares_siblings):
-        run.reporter.say(warning)
+    _warn_without_signal(run, row)
     if error is not None:  # the update is done, and a resumed run begins with this publish
         await _save_last(run, progress)
         raise error
     return progress
+
+
+def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
+    compares_siblings = run.credit.estimator.compares_siblings
+    if has_signal(row, compares_siblings=compares_siblings):
+        return  # and the file of all rows need not be read
+    rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
+    if warning := nothing_to_learn(rows, compares_siblings=compares_siblings):
+        run.reporter.say(warning)
 
 
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:

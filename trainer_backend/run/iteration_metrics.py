@@ -359,6 +359,11 @@ def _name(rollout_id: str) -> str:
 _TOLD_AGAIN = 25
 
 
+def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
+    """Whether an iteration had something to learn from, as `nothing_to_learn` counts it."""
+    return not (_is_flat(row) or (not compares_siblings and _is_unpaid(row)))
+
+
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
     """A warning if the last iterations had no signal: after two of them, and after every 25.
 
@@ -369,8 +374,7 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
         rows: of all iterations, oldest first; a row that lacks the counts had a signal.
         compares_siblings: whether the estimator does, and so has advantages of 0 for equal episodes.
     """
-    unpaid = _count_since(rows, lambda row: row.get("reward/batch_nonzero", 1.0) == 0)
-    flat = _count_since(rows, lambda row: 0 < row.get("group/count", 0.0) <= row["group/flat"])
+    unpaid, flat = _count_since(rows, _is_unpaid), _count_since(rows, _is_flat)
     count = flat if compares_siblings else max(unpaid, flat)
     if count < 2 or (count != 2 and count % _TOLD_AGAIN):
         return None
@@ -384,6 +388,14 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
         f"no group has any spread {since}: its episodes earn the same, so every advantage is 0. More "
         "episodes a group (training.group_size), a higher temperature, harder or easier worlds may help"
     )
+
+
+def _is_unpaid(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("reward/batch_nonzero", 1.0) == 0)
+
+
+def _is_flat(row: Mapping[str, Any]) -> bool:
+    return bool(0 < row.get("group/count", 0.0) <= row["group/flat"])
 
 
 def _count_since(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_backend.run.iteration_metrics import nothing_to_learn
+from trainer_backend.run.iteration_metrics import has_signal, nothing_to_learn
 
 GOOD = {"reward/batch_nonzero": 1.0, "group/flat": 1.0, "group/count": 4.0}
 FLAT = {**GOOD, "group/flat": 4.0}
@@ -40,3 +40,9 @@ def test_a_warning_names_the_iteration_since_which_nothing_is_learned(kinds, wor
 def test_a_critics_advantages_are_never_flat_so_there_rewards_decide():
     told = told_after([BY_OUTCOME, BY_OUTCOME], compares_siblings=False)
     assert told and "no decision has earned anything since iteration 1" in told
+
+
+def test_one_row_says_whether_the_earlier_ones_need_be_read():
+    assert has_signal(GOOD, compares_siblings=True) and has_signal(BY_OUTCOME, compares_siblings=True)
+    assert not has_signal(FLAT, compares_siblings=True)
+    assert not has_signal(BY_OUTCOME, compares_siblings=False)
