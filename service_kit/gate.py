@@ -40,6 +40,8 @@ POLICY_VIOLATION = 1008
 _BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
 # Browsers send at least one of them with every POST and every socket.
 _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
+# What proxies and tunnels add; that a Host names this machine says nothing there.
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -86,7 +88,9 @@ class KeyDoor:
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
-            return NoKeyConfigured(self._keys.variable) if self._keys.needed else foreign(scope, self._keys)
+            if self._keys.needed:
+                return NoKeyConfigured(self._keys.variable)
+            return forwarded(scope, self._keys) or foreign(scope, self._keys)
         credentials = self.credentials(scope)
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
@@ -150,6 +154,18 @@ class SessionDoor:
         query = scope.get("query_string", b"").decode("latin-1")
         path = f"{scope['path']}?{query}" if query else str(scope["path"])
         return RedirectResponse(f"{self._login}?next={quote(path)}", 303)
+
+
+def forwarded(scope: Scope, keys: Keys) -> ServiceError | None:
+    """Why a request that a proxy passes on may not enter a service without keys: anybody may have sent it."""
+    names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
+    if not names:
+        return None
+    return Forbidden(
+        "a proxy passes this request on, and without a key only this machine may ask",
+        where=f"header {names[0].decode()}",
+        hint=f"Set {keys.variable}.",
+    )
 
 
 def foreign(scope: Scope, keys: Keys) -> ServiceError | None:

@@ -61,13 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.interaction_config_path is not None:
             interactions |= load_interactions(settings.interaction_config_path, settings)
         boards = replace(boards, interactions=interactions)
-        app = create_app(settings, boards=boards, needs_key=not is_loopback(options.host))
+        # A variable that is set and empty is a secret that failed, and no wish to have none.
+        wants_key = any(name.startswith(TASK_APP_KEY) for name in os.environ)
+        needs_key = wants_key or not is_loopback(options.host)
+        app = create_app(settings, boards=boards, needs_key=needs_key)
         listener = Listener(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
         print(f"task_app: {exc.detail}", file=sys.stderr)
         return 2
     if not settings.api_keys:
-        told = "only this machine is answered" if is_loopback(options.host) else "every route answers 503"
+        told = "every route answers 503" if needs_key else "only this machine is answered"
         log.warning("no_key_configured", hint=f"{told} until {TASK_APP_KEY} is set")
     log.info("starting", address=listener.url)
     gc.freeze()  # what is imported stays, and is never looked through again

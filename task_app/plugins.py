@@ -245,10 +245,11 @@ class PlugBoards:
 
 def _takes_seed(config: type[Body]) -> bool:
     """Whether a field has that name or alias, or any key is taken."""
-    names: set[object] = set(config.model_fields)
+    names = set(config.model_fields)
     for field_ in config.model_fields.values():
         alias = field_.validation_alias
-        names.update(alias.choices if isinstance(alias, AliasChoices) else [alias])
+        choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        names.update(choice for choice in choices if isinstance(choice, str))
     return "seed" in names or config.model_config.get("extra") == "allow"
 
 

@@ -1,6 +1,7 @@
 """The `turnwise` command. Each command is thin; only commands that need torch import it."""
 
 import asyncio
+import atexit
 import gc
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -212,7 +213,7 @@ def measure_the_truth(
         int, typer.Option(min=2, help="pairs of continuations for each: the noise falls with their root")
     ] = 16,
     horizon: Annotated[
-        int | None, typer.Option(min=1, help="decisions of a continuation; absent: until gamma leaves 5 %")
+        int | None, typer.Option(min=0, help="decisions of a continuation; 0: to the end; absent: by gamma")
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="stop once so many decisions were played")] = None,
     iteration: Annotated[
@@ -357,13 +358,12 @@ def evaluate_policy(
 
 def main() -> None:
     """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours)."""
+    atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
     try:
         app()
     except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
-    finally:
-        gc.freeze()  # otherwise the interpreter's end looks through all of torch: a second
 
 
 if __name__ == "__main__":

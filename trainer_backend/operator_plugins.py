@@ -231,7 +231,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
                 f"the loss {name!r} returned {tuple(found.shape)}; a loss is one number: weigh the tokens "
                 "and add them up"
             )
-        if own.requires_grad and not found.requires_grad:
+        if own.requires_grad and not found.requires_grad and bool((weights != 0).any()):
             raise JobError(f"the loss {name!r} has no gradient; it must depend on its log-probs, undetached")
         return found
 

@@ -118,10 +118,13 @@ async def learner_factory(
     """What makes the learner of a run until the context is left: this process, or with [cluster] another."""
     if job.cluster is None:
         # torch: with [cluster] only the learner's process imports it.
+        collects = gc.isenabled()
         gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
-        from trainer_backend.learner.factory import LocalFactory
-
-        gc.enable()
+        try:
+            from trainer_backend.learner.factory import LocalFactory
+        finally:
+            if collects:
+                gc.enable()
         yield LocalFactory(job)
         return
     async with LearnerProcess(job, directory, reporter, launcher) as process:

@@ -42,7 +42,8 @@ class TruthOptions:
     Attributes:
         decisions: how many stored decisions.
         continuations: pairs of continuations for each.
-        horizon: the most decisions of a continuation; None: as many as gamma gives weight (`horizon_of`).
+        horizon: the most decisions of a continuation; 0: to the end of the episode; None: as many as gamma
+            gives weight (`horizon_of`).
         budget: stop once so many decisions were played; None: never.
         iteration: whose rollouts; None: the newest whose policy is still stored.
         checkpoint: plays on instead of the policy that sampled them.
@@ -105,7 +106,7 @@ async def measure_truth(
                 ),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
-                horizon=options.horizon or horizon_of(job),
+                horizon=horizon_of(job) if options.horizon is None else options.horizon or None,
                 fresh_draws=environment.reseedable,
                 seed=options.seed,
                 rewards=rewards_of(job.training),
@@ -177,7 +178,7 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
         )
     if job.rollout.reward_function is not None:
         raise JobError("rollout.reward_function judges whole episodes, and no part of one")
-    if options.horizon is not None and (why := _why_to_the_end(job)) is not None:
+    if options.horizon and (why := _why_to_the_end(job)) is not None:
         raise JobError(f"--horizon cuts continuations short, and this job {why}; leave --horizon out")
 
 

@@ -65,7 +65,7 @@ class DataDir:
             raise JobError(
                 f"job {job.id} was posted when the service had {min(map(str, withdrawn))}, and it has "
                 "it no more",
-                hint="Start it with that --plugins again, or post the job anew.",
+                hint="Start it with that --plugins again and resume the job, or post it anew.",
             )
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)

@@ -47,7 +47,8 @@ def serve_model(
     from trainer_backend.terminal.serve import serve, what_to_serve
 
     address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
-    needs_key = os.environ.get(api_key_env) or api_key_env != "TURNWISE_API_KEY" or not is_loopback(host)
+    # A variable that is set and empty is a secret that failed, and no wish to have none.
+    needs_key = api_key_env in os.environ or api_key_env != "TURNWISE_API_KEY" or not is_loopback(host)
     key = key_from(api_key_env, where="--api-key-env") if needs_key else None
     loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])
     warn(_err, loaded)

@@ -97,6 +97,8 @@ async def test_on_the_loopback_without_a_key_this_machine_is_answered_and_no_for
             foreign = {"Origin": "http://elsewhere.example", "Content-Type": "text/plain"}
             refused = await client.post("/env/create", headers=foreign, json=new)
             assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+            proxied = await client.get("/info", headers={"X-Forwarded-For": "192.0.2.1"})
+            assert (proxied.status_code, proxied.json()["where"]) == (403, "header x-forwarded-for")
     async with plain_client(url="http://rebound.example", needs_key=False) as client:
         assert (await client.get("/info")).json()["where"] == "header Host"
     async with plain_client(KEY, url="http://127.0.0.1", needs_key=False) as client:
