@@ -6,6 +6,7 @@ ends.
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -146,6 +147,17 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1].strip() if lines else ""
+
+
+def begin_imports() -> None:
+    """Stop the garbage collector, which looks through all imports so far: a sixth of their time."""
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Let it collect again, but never look through what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def end_with_parent() -> None:

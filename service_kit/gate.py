@@ -90,7 +90,7 @@ class KeyDoor:
         if not self._keys.configured:
             if self._keys.needed:
                 return NoKeyConfigured(self._keys.variable)
-            return forwarded(scope, self._keys) or foreign(scope, self._keys)
+            return proxy_error(scope, self._keys) or origin_error(scope, self._keys)
         credentials = self.credentials(scope)
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
@@ -143,7 +143,7 @@ class SessionDoor:
     def error(self, scope: Scope) -> ServiceError | None:
         if self._keys.match(scope["headers"]):
             return None
-        if error := foreign(scope, self._keys):
+        if error := origin_error(scope, self._keys):
             return error
         is_open = scope["path"] in self._open_paths or scope["path"].startswith(self._open_below)
         if self._keys.configured and not is_open and not self._sessions.match(scope["headers"]):
@@ -156,7 +156,7 @@ class SessionDoor:
         return RedirectResponse(f"{self._login}?next={quote(path)}", 303)
 
 
-def forwarded(scope: Scope, keys: Keys) -> ServiceError | None:
+def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
     """Why a request that a proxy passes on may not enter a service without keys: anybody may have sent it."""
     names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
     if not names:
@@ -168,7 +168,7 @@ def forwarded(scope: Scope, keys: Keys) -> ServiceError | None:
     )
 
 
-def foreign(scope: Scope, keys: Keys) -> ServiceError | None:
+def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
     """Why a request comes from another site, or from another machine though there is no key; else None."""
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")

@@ -68,7 +68,7 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class PackagePlug:
     """What a package offers.
 
     Attributes:
@@ -83,7 +83,7 @@ class Installed:
     place: str
 
 
-def installed(group: str) -> Iterator[Installed]:
+def package_plugs(group: str) -> Iterator[PackagePlug]:
     """Load the entry points of a group, in the order of their names.
 
     Raises:
@@ -92,7 +92,7 @@ def installed(group: str) -> Iterator[Installed]:
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"
         place = f"{package}, entry point {point.name!r} of {group!r}"
-        yield Installed(point.name, point.value, _run(point.load, place), place)
+        yield PackagePlug(point.name, point.value, _run(point.load, place), place)
 
 
 def _run(load: Callable[[], Any], place: str) -> Any:

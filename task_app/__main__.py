@@ -26,8 +26,8 @@ from service_kit.server import Listener, Server
 from shared_schemas.urls import is_loopback
 from task_app.app import create_app
 from task_app.errors import CapacityReached
-from task_app.interactions.config_file import installed_interactions, load_interactions
-from task_app.operator_plugins import with_installed, with_plugins
+from task_app.interactions.config_file import load_interactions, package_interactions
+from task_app.operator_plugins import with_packages, with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
 from task_app.services import Services
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configure_logs(settings.log_level, form=settings.log_format)
         if options.replicas is not None:
             return run_replicas(options, settings)
-        boards = with_plugins(with_installed(default_plug_boards()), options.plugins)
-        interactions = installed_interactions(settings)
+        boards = with_plugins(with_packages(default_plug_boards()), options.plugins)
+        interactions = package_interactions(settings)
         if settings.interaction_config_path is not None:
             interactions |= load_interactions(settings.interaction_config_path, settings)
         boards = replace(boards, interactions=interactions)

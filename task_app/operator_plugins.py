@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import installed, module_of
+from service_kit.plugin_file import module_of, package_plugs
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
-# The type of the entries on each board, how to write one, and the group of entry points.
+# The type of the entries on each board, what one is called, and how to write it.
 _KINDS: dict[str, tuple[type[Any], str, str]] = {
-    "ENVIRONMENTS": (
-        EnvironmentPlugin, "write EnvironmentPlugin(ConfigClass, build)", "turnwise.environments",
-    ),
-    "POLICIES": (PolicyPlugin, "write PolicyPlugin(ConfigClass, build)", "turnwise.policies"),
-    "REWARD_FUNCTIONS": (RewardFunction, "decorate it with @reward_function", "turnwise.reward_functions"),
-}  # fmt: skip
+    "ENVIRONMENTS": (EnvironmentPlugin, "environment", "write EnvironmentPlugin(ConfigClass, build)"),
+    "POLICIES": (PolicyPlugin, "policy", "write PolicyPlugin(ConfigClass, build)"),
+    "REWARD_FUNCTIONS": (RewardFunction, "reward function", "decorate it with @reward_function"),
+}
 
 
 def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
@@ -41,10 +39,10 @@ def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
     return boards
 
 
-def with_installed(boards: PlugBoards) -> PlugBoards:
+def with_packages(boards: PlugBoards) -> PlugBoards:
     """The plug boards with the entry points of installed packages added."""
-    for board, (_, _, group) in _KINDS.items():
-        for point in installed(group):
+    for board in _KINDS:
+        for point in package_plugs(f"turnwise.{board.lower()}"):
             boards = _with(boards, board, {point.name: point.plug}, place=point.place, source=point.value)
     return boards
 
@@ -53,7 +51,7 @@ def _with(
     boards: PlugBoards, board: str, entries: Mapping[Any, Any], *, place: str, source: str
 ) -> PlugBoards:
     """The boards with these entries on one of them, each of the right type and with a name of its own."""
-    kind, advice, _ = _KINDS[board]
+    kind, noun, advice = _KINDS[board]
     field = board.lower()
     known: Mapping[str, Any] = getattr(boards, field)
     for name, plug in entries.items():
@@ -62,8 +60,7 @@ def _with(
         if not isinstance(plug, kind):
             raise SettingsError(f"{place}: {board}[{name!r}] is {type(plug).__name__}; {advice}")
         if name in known:
-            what = field.removesuffix("s").replace("policie", "policy").replace("_", " ")
-            raise SettingsError(f"{place}: {what} {name!r} is there already; choose another name")
+            raise SettingsError(f"{place}: {noun} {name!r} is there already; choose another name")
     own = {
         name: RewardPlugin(plug.mode, source) if board == "REWARD_FUNCTIONS" else plug
         for name, plug in entries.items()

@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any, get_args
 
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import installed, module_of
+from service_kit.plugin_file import module_of, package_plugs
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
@@ -43,7 +43,7 @@ Rows = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked:
+class _Plug:
     """A function's name on a board, and its plug."""
 
     board: str
@@ -79,8 +79,8 @@ def estimator(
 
     def mark(compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]) -> Any:
         _refuse_async(name, compute)
-        plug = EstimatorPlug(_checked(name, compute), takes=frozenset(takes), **facts)
-        setattr(compute, _MARK, _Marked("algorithm.advantage", name, plug))
+        plug = EstimatorPlug(_with_checks(name, compute), takes=frozenset(takes), **facts)
+        setattr(compute, _MARK, _Plug("algorithm.advantage", name, plug))
         return compute
 
     return mark
@@ -105,7 +105,7 @@ def loss(
     def mark(compute: PolicyLoss) -> PolicyLoss:
         _refuse_async(name, compute)
         plug = LossPlug(_scalar(name, compute), frozenset(takes), dict(values or {}))
-        setattr(compute, _MARK, _Marked("algorithm.loss", name, plug))
+        setattr(compute, _MARK, _Plug("algorithm.loss", name, plug))
         return compute
 
     return mark
@@ -130,7 +130,7 @@ def _refuse_async(name: str, compute: Callable[..., Any]) -> None:
         raise SettingsError(f"{name!r} is an async function; write def without async")
 
 
-def _checked(
+def _with_checks(
     name: str, compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]
 ) -> Estimator:
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
@@ -239,14 +239,14 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _FilePlugs:
     """What the boards have from a file."""
 
     digest: str
-    marked: Sequence[_Marked]
+    plugs: Sequence[_Plug]
 
 
-_LOADED: dict[Path, _Loaded] = {}
+_BY_FILE: dict[Path, _FilePlugs] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
@@ -275,59 +275,59 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     """
     paths = [file.resolve() for file in files]
     with _LOCK:
-        for other in _LOADED.keys() - set(paths):
+        for other in _BY_FILE.keys() - set(paths):
             _unload(other)
         return [_load(path, option) for path in paths]
 
 
-def load_installed() -> None:
+def load_packages() -> None:
     """Put what installed packages offer on the boards, once a process.
 
     Raises:
         JobError: an entry point cannot be imported, is not marked, or takes a name that is there already.
     """
     with _LOCK:
-        _load_installed()
+        _load_packages_once()
 
 
 @cache
-def _load_installed() -> None:
-    marked: list[_Marked] = []
+def _load_packages_once() -> None:
+    plugs: list[_Plug] = []
     for group, (board, mark) in _GROUPS.items():
         try:
-            points = list(installed(group))
+            points = list(package_plugs(group))
         except SettingsError as error:
             raise JobError(str(error)) from error
         for point in points:
-            own = list(_marked_in({point.name: point.plug}))
+            own = list(_plugs_in({point.name: point.plug}))
             if not own:
                 raise JobError(f"{point.place} is {type(point.plug).__name__}; decorate it with {mark}")
             if (own[0].name, own[0].board) != (point.name, board):
                 raise JobError(
                     f"{point.place} is marked as {own[0].board} = {own[0].name!r}; name it equally"
                 )
-            _refuse_names(own, marked, point.place)
-            marked += own
-    _add(marked)  # all or none, so that a second attempt finds the same fault
+            _refuse_names(own, plugs, point.place)
+            plugs += own
+    _add(plugs)  # all or none, so that a second attempt finds the same fault
 
 
 def _load(file: Path, option: str) -> str:
     digest = _digest(file, option)
-    known = _LOADED.get(file)
+    known = _BY_FILE.get(file)
     if known is not None and known.digest == digest:
         return digest
     _unload(file)
     try:
-        marked = list(_marked_in(vars(module_of(file, option=option))))
+        plugs = list(_plugs_in(vars(module_of(file, option=option))))
     except SettingsError as error:
         raise JobError(str(error)) from error
-    if not marked:
+    if not plugs:
         raise JobError(
             f"{option} names {str(file)!r}, which marks nothing with @estimator(NAME) or @loss(NAME)"
         )
-    _refuse_names(marked, (), f"{option}, {file}")
-    _add(marked)
-    _LOADED[file] = _Loaded(digest, marked)
+    _refuse_names(plugs, (), f"{option}, {file}")
+    _add(plugs)
+    _BY_FILE[file] = _FilePlugs(digest, plugs)
     return digest
 
 
@@ -338,27 +338,27 @@ def _digest(file: Path, option: str) -> str:
         raise JobError(f"{option} names {str(file)!r}, which cannot be read: {error.strerror}") from error
 
 
-def _add(marked: Sequence[_Marked]) -> None:
-    for item in marked:
+def _add(plugs: Sequence[_Plug]) -> None:
+    for item in plugs:
         add_plug(item.board, item.name, item.plug)
 
 
 def _unload(file: Path) -> None:
-    known = _LOADED.pop(file, None)
-    for item in known.marked if known is not None else ():
+    known = _BY_FILE.pop(file, None)
+    for item in known.plugs if known is not None else ():
         remove_plug(item.board, item.name)
 
 
-def _marked_in(names: Mapping[str, Any]) -> Iterator[_Marked]:
+def _plugs_in(names: Mapping[str, Any]) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
         mark = getattr(value, _MARK, None)
-        if isinstance(mark, _Marked) and id(mark) not in seen:  # an alias is no second one
+        if isinstance(mark, _Plug) and id(mark) not in seen:  # an alias is no second one
             seen.add(id(mark))
             yield mark
 
 
-def _refuse_names(marked: Sequence[_Marked], others: Sequence[_Marked], where: str) -> None:
+def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
     """
     Args:
         others: those that will be on the boards too.
@@ -366,7 +366,7 @@ def _refuse_names(marked: Sequence[_Marked], others: Sequence[_Marked], where: s
     taken = {("algorithm.advantage", name) for name in ESTIMATORS}
     taken |= {("algorithm.loss", name) for name in LOSSES}
     taken |= {(item.board, item.name) for item in others}
-    for item in marked:
+    for item in plugs:
         if not _NAME.fullmatch(item.name):
             raise JobError(f"{where}: {item.name[:80]!r} is no name: a-z, 0-9 and _, at most 60")
         if (item.board, item.name) in taken:

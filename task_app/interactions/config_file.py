@@ -24,7 +24,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import installed
+from service_kit.plugin_file import package_plugs
 from shared_schemas.base import Body
 from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
@@ -70,14 +70,14 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
     return entries
 
 
-def installed_interactions(settings: Settings) -> dict[str, InteractionEntry]:
+def package_interactions(settings: Settings) -> dict[str, InteractionEntry]:
     """The entry points of installed packages, by name; an entry of the operator's file comes before them."""
     offer_stand_ins()
     entries: dict[str, InteractionEntry] = {}
-    for point in installed("turnwise.interactions"):
+    for point in package_plugs("turnwise.interactions"):
         if point.name in entries:
             raise SettingsError(f"{point.place}: another package offers an interaction {point.name!r} too")
-        entry = InteractionEntry(point.name, _checked(point.plug, place=point.place), {})
+        entry = InteractionEntry(point.name, _interaction_class(point.plug, place=point.place), {})
         _try(entry, settings, where=point.place)
         entries[point.name] = entry
     return entries
@@ -158,10 +158,10 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     kind = getattr(module, last, None)
     if kind is None:
         raise SettingsError(f"{place}: module {module_name!r} has no {last!r}")
-    return _checked(kind, place=place)
+    return _interaction_class(kind, place=place)
 
 
-def _checked(kind: Any, *, place: str) -> type[Any]:
+def _interaction_class(kind: Any, *, place: str) -> type[Any]:
     """The class of an interaction, if it is one."""
     if not isinstance(kind, type):
         raise SettingsError(f"{place} is no class but {type(kind).__name__}")

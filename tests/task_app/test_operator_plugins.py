@@ -13,8 +13,8 @@ from pydantic import Field
 from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.__main__ import main
-from task_app.interactions.config_file import installed_interactions
-from task_app.operator_plugins import with_installed, with_plugins
+from task_app.interactions.config_file import package_interactions
+from task_app.operator_plugins import with_packages, with_plugins
 from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
 from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
@@ -184,22 +184,22 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_two_packages_with_an_interaction_of_one_name_are_refused(packages: Path):
     code = PACKAGE.replace("from task_app.protocols", "from verl.interactions.base")
     install(packages, "[turnwise.interactions]\nguide = caves:Guide\n", code)
-    assert set(installed_interactions(Settings())) == {"guide"}
+    assert set(package_interactions(Settings())) == {"guide"}
     shutil.copytree(packages / "caves-1.0.dist-info", packages / "holes-1.0.dist-info")
     (packages / "holes-1.0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: holes\nVersion: 1.0\n"
     )
     with pytest.raises(SettingsError, match="another package offers an interaction 'guide' too"):
-        installed_interactions(Settings())
+        package_interactions(Settings())
 
 
 async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_process(
     packages: Path,
 ):
     install(packages, POINTS)
-    boards = with_installed(default_plug_boards())
+    boards = with_packages(default_plug_boards())
     assert {"cave", *ENVIRONMENTS} == set(boards.environments)
-    assert installed_interactions(Settings())["guide"].kind.__name__ == "Guide"
+    assert package_interactions(Settings())["guide"].kind.__name__ == "Guide"
     wish = rollout(
         "a", env={"env_name": "cave"}, policy={"policy_name": "digger"},
         limits={"max_decisions": 2}, reward_function="depth",
@@ -221,5 +221,5 @@ async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_p
 def test_a_package_that_cannot_be_taken_is_named(packages: Path, points: str, told: str):
     install(packages, points)
     with pytest.raises(SettingsError) as error:
-        with_installed(default_plug_boards())
+        with_packages(default_plug_boards())
     assert told in error.value.detail and error.value.detail.startswith("caves, entry point ")

@@ -23,7 +23,7 @@ from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.operator_plugins import _LOADED, _load_installed, load_installed, load_plugins
+from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once, load_packages, load_plugins
 from trainer_backend.pages.compare import read_sides
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.stored import Frames
@@ -46,7 +46,7 @@ MODEL = {"model": {"preset": "tiny-0.3m"}}
 def _boards():
     """No other test meets what these add."""
     with ExitStack() as stack:
-        for board in (ESTIMATORS, LOSSES, _LOADED, *READS.values()):
+        for board in (ESTIMATORS, LOSSES, _BY_FILE, *READS.values()):
             stack.enter_context(patch.dict(board))
         yield
 
@@ -243,7 +243,7 @@ def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeyp
     (metadata / "entry_points.txt").write_text("[turnwise.estimators]\nmine = ideas:mine\n")
     (tmp_path / "ideas.py").write_text(MINE.format(ONES))
     monkeypatch.syspath_prepend(tmp_path)
-    _load_installed.cache_clear()
+    _load_packages_once.cache_clear()
     loaded = parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
     assert loaded.config.algorithm.advantage == "mine"
     with pytest.raises(JobError, match=r"marked as algorithm\.advantage = 'mine'; name it equally"):
@@ -251,14 +251,14 @@ def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeyp
         shutil.copytree(metadata, other / metadata.name)
         (other / metadata.name / "entry_points.txt").write_text("[turnwise.losses]\nmine = ideas:mine\n")
         monkeypatch.syspath_prepend(other)
-        _load_installed.cache_clear()
-        load_installed()
+        _load_packages_once.cache_clear()
+        load_packages()
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other)])
     (tmp_path / "ideas.py").write_text("mine = len")
     sys.modules.pop("ideas")
-    _load_installed.cache_clear()
+    _load_packages_once.cache_clear()
     with pytest.raises(JobError, match=r"ideas, entry point 'mine' .* decorate it with @estimator"):
-        load_installed()
+        load_packages()
 
 
 def test_a_neighbour_of_the_same_name_in_another_folder_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from trainer_backend.job.checks import (
 )
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.operator_plugins import digests_of, load_installed, load_plugins
+from trainer_backend.operator_plugins import digests_of, load_packages, load_plugins
 from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
@@ -73,7 +73,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     if runs_plugins:
-        load_installed()
+        load_packages()
         tables = _with_plugins(tables, places)
     tables = _with_values_of_papers(_gather_reward_switches(tables, places), places)
     services = tables.get("services")

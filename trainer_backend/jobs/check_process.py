@@ -206,10 +206,10 @@ def _answer(connection: Connection, request: bytes) -> None:
 
 def main(descriptor: str, *plugins: str) -> None:
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
-    from trainer_backend.operator_plugins import load_installed, load_plugins
+    from trainer_backend.operator_plugins import load_packages, load_plugins
 
     with suppress(TrainerError):  # the job that is checked will tell it
-        load_installed()
+        load_packages()
         load_plugins([Path(file) for file in plugins])
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports
     serve(Connection(int(descriptor)))

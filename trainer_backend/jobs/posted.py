@@ -298,9 +298,8 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
         )
     if own:
         job["trainer_plugins"] = own
-    job.pop(
-        "trainer_plugins_sha256", None
-    )  # of the files as they are now, whatever run this job.toml is from
+    # Whatever run this job.toml is from: a job has the files as they are now.
+    job.pop("trainer_plugins_sha256", None)
     document["job"] = job
 
 

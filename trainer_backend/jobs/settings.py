@@ -15,7 +15,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import fault_in
 from trainer_backend.jobs.options import Flags as Flags  # with what is made of them
 from trainer_backend.jobs.slots import ANSWER_S
-from trainer_backend.operator_plugins import load_installed, load_plugins
+from trainer_backend.operator_plugins import load_packages, load_plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +142,17 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         models=tuple(flags.models or ()),
         clusters=frozenset(address.rstrip("/") for address in flags.clusters or ()),
         gateway_host=flags.gateway_host,
-        plugins=_loaded(flags.plugins or ()),
+        plugins=_plugin_files(flags.plugins or ()),
     )
     rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)
     database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
     return Settings(flags, database, bounds, rules, key)
 
 
-def _loaded(files: Sequence[Path]) -> tuple[Path, ...]:
+def _plugin_files(files: Sequence[Path]) -> tuple[Path, ...]:
     """The files, absolute; a fault in one, or in a package, ends the start and not the first job."""
     try:
-        load_installed()
+        load_packages()
         load_plugins(files, option="--plugins")
     except JobError as error:
         raise SettingsError(str(error)) from error

@@ -7,13 +7,10 @@ Exit codes: 0 stopped, 2 the policy cannot be served, 3 the engine has failed; t
 why.
 """
 
-import gc
-
-from service_kit.children import READY, end_with_parent, kill_with_parent
+from service_kit.children import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
-    # A collection goes through all that was imported before: a sixth of the imports' time.
-    gc.disable()
+    begin_imports()
     # Before the slow imports: if the gateway is killed meanwhile, this process must not survive it.
     end_with_parent()
     # Nor if it hangs itself: it would keep the memory of a GPU, beside the engine that follows it.
@@ -141,6 +138,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
+    end_imports()
     sys.exit(main())

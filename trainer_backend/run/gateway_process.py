@@ -8,13 +8,10 @@ Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be s
 it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
 """
 
-import gc
-
-from service_kit.children import READY, end_with_parent
+from service_kit.children import READY, begin_imports, end_imports, end_with_parent
 
 if __name__ == "__main__":
-    # A collection goes through all that was imported before: a sixth of the imports' time.
-    gc.disable()
+    begin_imports()
     # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
     end_with_parent()
 
@@ -278,6 +275,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
+    end_imports()
     sys.exit(main())

@@ -1,11 +1,12 @@
 """An environment in which the fake is what is installed as vLLM, for a run that starts its servers itself."""
 
 import argparse
-import gc
 import shlex
 import sys
 import threading
 from pathlib import Path
+
+from service_kit.children import begin_imports, end_imports
 
 
 def fake_environment(folder: Path) -> Path:
@@ -38,10 +39,11 @@ def main(environment: str) -> None:
         parser.add_argument(f"--{name}", action="store_true", required=True)
     parser.add_argument("--max-num-seqs", type=int)
     flags = parser.parse_args()
-    gc.disable()  # a sixth of the imports' time
+    begin_imports()
     # After the arguments: it imports torch.
     from tests.trainer_backend.inference.fake_vllm import fake_vllm
 
+    end_imports()
     with fake_vllm(Path(flags.model), port=flags.port, max_model_len=flags.max_model_len) as (fake, _):
         fake.deadly_file = Path(environment) / "deadly"
         threading.Event().wait()
