@@ -11,7 +11,7 @@ rollouts of their own, and are left out.
     one_action  the same with one action a decision, 100 decisions
     whole       whole games, by a policy that imitates some
     rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
-                chance in its world, few states, by a policy that imitates random play
+                chance in its world, few states, by a policy that imitates a teacher of random pace
 
 What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
@@ -59,8 +59,12 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000", "rollout.timeout_s=7200",
         "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
     ),
-    "rooms": ("algorithm.gamma=0.95", "rollout.max_tokens=16", "model.device=cpu"),
+    "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
 }  # fmt: skip
+_PLUGINS = """from rooms import ENVIRONMENT, TEACHER
+
+ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
+"""
 FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
 
 
@@ -97,13 +101,16 @@ def scored(
     return {**scores.figures(), "refused": dict(credited.refused), "last_call_s": round(seconds, 1)}
 
 
-def config_of(setting: str, folder: Path) -> Path:
-    """The demo's, or that of an environment which is written to `folder` first."""
+def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
+    """The demo's job, or that of an environment written to `folder` first, and what finds it there."""
     if setting != "rooms":
-        return ROOT / "configs" / "crafter_cpu.toml"
-    if not (folder / "rooms").exists():
+        return ROOT / "configs" / "crafter_cpu.toml", ()
+    package = folder / "rooms"
+    plugins = package / "src" / "plugins.py"  # in place of the package's entry points: it is not installed
+    if not package.exists():
         write_environment("rooms", folder)
-    return folder / "rooms" / "job.toml"
+        plugins.write_text(_PLUGINS, encoding="utf-8")
+    return package / "job.toml", (f"services.task_plugins=['{plugins}']",)
 
 
 def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -140,9 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcome: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     for name in given.setting or SETTINGS:
         for seed in map(int, given.seed or range(5)):
-            settings = (*COMMON, *SETTINGS[name], f"job.seed={seed}", *given.set)
             out = Path(given.out).resolve()
-            job = load_job(config_of(name, out / "environments"), settings).config
+            config, finds = config_of(name, out / "environments")
+            settings = (*COMMON, *SETTINGS[name], *finds, f"job.seed={seed}", *given.set)
+            job = load_job(config, settings).config
             run = finished(out / name / f"seed_{seed}", job)
             found = scored(run, name, seed, decisions=given.decisions, continuations=given.continuations)
             of_setting = outcome.setdefault(name, {"seeds": {}})

@@ -5,10 +5,12 @@ It imports little, so that the process of a reward function starts in half a sec
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,10 +91,29 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
     Raises:
         SettingsError: one cannot be imported; the log gets the traceback.
     """
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+    for point in sorted(entry_points_of(group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"
         place = f"{package}, entry point {point.name!r} of {group!r}"
         yield PackagePlug(point.name, point.value, _run(point.load, place), place)
+
+
+def entry_points_of(group: str) -> EntryPoints:
+    """The entry points of a group, by a scan of all packages that every group shares (some 8 ms)."""
+    return _scan(tuple(_changed_at(place) for place in sys.path))(group=group)
+
+
+@lru_cache(maxsize=1)
+def _scan(places: tuple[tuple[str, int], ...]) -> Callable[..., EntryPoints]:
+    """How to select from all packages in `sys.path`, as long as its folders stay as they are."""
+    # Python 3.11 has another class than 3.12 for the whole; `select` of both gives EntryPoints of a group.
+    return entry_points().select
+
+
+def _changed_at(place: str) -> tuple[str, int]:
+    try:
+        return place, os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return place, 0
 
 
 def _run(load: Callable[[], Any], place: str) -> Any:

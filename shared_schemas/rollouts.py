@@ -106,6 +106,9 @@ class PolicySpec(Body):
 
     policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
+    seed: Seed | None = Field(
+        default=None, description="goes into a config that has such a field and does not name it"
+    )
     inference_key: InferenceKey | None = None
 
 

@@ -23,14 +23,15 @@ from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersCo
 from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import InvalidRequest, TaskAppError, UnknownName
-from task_app.policies.babyai_teacher import BabyAITeacher, BabyAITeacherConfig
+from task_app.policies.babyai_teacher import BabyAITeacher
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 from task_app.policies.openai import ModelAccess, OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
-from task_app.policies.orders_teacher import OrdersTeacher, OrdersTeacherConfig
+from task_app.policies.orders_teacher import OrdersTeacher
+from task_app.policies.random_calls import DetourConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
-from task_app.policies.sokoban_teacher import SokobanTeacher, SokobanTeacherConfig
+from task_app.policies.sokoban_teacher import SokobanTeacher
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
 from task_app.protocols import (
     AgentPolicy,
@@ -86,6 +87,7 @@ class PolicyContext:
 
     Attributes:
         boards: those that it was named on, for a policy that asks another one.
+        seed: for a config that takes one; a job gives it to every policy without a model.
     """
 
     settings: Settings
@@ -95,6 +97,7 @@ class PolicyContext:
     on_retry: Callable[[], None] = lambda: None
     threads: Threads | None = None
     boards: "PlugBoards | None" = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
     name = boards.policy_name(config.teacher, where="teacher: ")
     # Key and id are those of the model that plays: the teacher's server may be another operator's, and at our
     # own gateway a second conversation under this id would break the first one's.
-    apart = replace(context, inference_key=None, rollout_id=None)
+    apart = replace(context, inference_key=None, rollout_id=None, seed=None)
     teacher = boards.policy(name, config.teacher_config, apart, where="teacher_")
     return LabelledPolicy(config, teacher, **_access(context))
 
@@ -180,9 +183,9 @@ POLICIES: dict[str, PolicyPlugin[Any]] = {
     "documents_teacher": PolicyPlugin(
         DocumentsTeacherConfig, lambda config, context: DocumentsTeacher(config)
     ),
-    "sokoban_teacher": PolicyPlugin(SokobanTeacherConfig, lambda config, context: SokobanTeacher(config)),
-    "babyai_teacher": PolicyPlugin(BabyAITeacherConfig, lambda config, context: BabyAITeacher(config)),
-    "orders_teacher": PolicyPlugin(OrdersTeacherConfig, lambda config, context: OrdersTeacher(config)),
+    "sokoban_teacher": PolicyPlugin(DetourConfig, lambda config, context: SokobanTeacher(config)),
+    "babyai_teacher": PolicyPlugin(DetourConfig, lambda config, context: BabyAITeacher(config)),
+    "orders_teacher": PolicyPlugin(DetourConfig, lambda config, context: OrdersTeacher(config)),
     "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
 }
 
@@ -253,8 +256,8 @@ class PlugBoards:
         """Build the named policy; errors name the body path below `where`."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
-        if not _takes_seed(plugin.config):  # a job gives one to every policy without a model
-            complete.pop("seed", None)
+        if context.seed is not None and _takes_seed(plugin.config):
+            complete.setdefault("seed", context.seed)
         settings = validated(plugin.config, complete, where=where + "config")
         try:
             return plugin.build(settings, replace(context, boards=self))

@@ -122,7 +122,7 @@ class Services:
         )
 
     def policy_context(
-        self, *, inference_key: SecretStr | None, rollout_id: str | None = None
+        self, *, inference_key: SecretStr | None, rollout_id: str | None = None, seed: int | None = None
     ) -> PolicyContext:
         """The context of a policy; without a rollout's id it is a conversation of its own."""
         return PolicyContext(
@@ -132,11 +132,14 @@ class Services:
             inference_key=inference_key,
             on_retry=self.metrics.inference_retried,
             threads=self.threads,
+            seed=seed,
         )
 
     def _context_of(self, request: RolloutRequest) -> PolicyContext:
-        key = request.policy.inference_key
-        return self.policy_context(inference_key=key, rollout_id=request.rollout_id)
+        spec = request.policy
+        return self.policy_context(
+            inference_key=spec.inference_key, rollout_id=request.rollout_id, seed=spec.seed
+        )
 
     def _watch(self, session: EnvironmentSession) -> None:
         session.on_decision = self.metrics.session_decided

@@ -55,6 +55,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_not_looked_at_again() -> Iterator[None]:
+    """What a file of tests leaves behind is imports and caches. A run collects garbage in each iteration."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 class ListReporter:
     """Keeps what it is told."""
 

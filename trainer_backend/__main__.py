@@ -5,6 +5,7 @@ import atexit
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,14 @@ app.add_typer(jobs_commands.jobs, name="jobs")
 service_commands.add_to(app)
 _out = TextConsole()
 _err = TextConsole(stderr=True)
+
+
+class DType(StrEnum):
+    """Number formats of a written model."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def _say_version(is_asked: bool) -> None:
@@ -305,6 +314,19 @@ def export_rollouts(
 
     choice = Choice(tuple(stage or DEFAULT_STAGES), min_reward, tuple(achievement or ()), policy)
     tell(_out, f"{to}: {export_run(open_run(run), to, choice, form=form)}")
+
+
+@app.command("merge")
+def merge_adapters(
+    folder: Annotated[Path, typer.Argument(help="a run (its best checkpoint), or a checkpoint")],
+    to: Annotated[Path, typer.Option(help="the model folder to write")],
+    dtype: Annotated[DType, typer.Option(help="of the weights that are written")] = DType.float32,
+) -> None:
+    """Write a checkpoint's model as one folder that any Hugging Face program loads, adapters merged."""
+    tell(_out, f"turnwise merge {folder}")  # torch takes seconds
+    from trainer_backend.learner.loading import write_merged
+
+    tell(_out, f"{to}: the model of {write_merged(folder, to, dtype.value)}, {dtype.value}")
 
 
 @app.command("eval")

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from shared_schemas.base import shown
-from shared_schemas.json_text import read_quotation
+from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
 from shared_schemas.messages import FunctionCall, Message, ToolCall, ToolSpec
 from task_app.complaints import invalid
 from task_app.errors import InvalidRequest, clipped
@@ -15,6 +16,8 @@ from task_app.errors import InvalidRequest, clipped
 Json = dict[str, Any]
 # One server-sent event: its name, if the dialect has names, and its data.
 Event = tuple[str | None, Json | str]
+# Levels that stand above a tool's schema where rollouts are stored and sent, and some to spare.
+_ABOVE_SCHEMA = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,12 @@ def tool_call(call_id: Any, name: Any, arguments: Any, *, where: str) -> ToolCal
 
 def tool_spec(function: Mapping[str, Any], schema: Any, *, where: str) -> ToolSpec:
     """A tool in OpenAI's form."""
+    try:
+        read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
+    except ValueError as exc:
+        raise InvalidRequest(
+            f"the schema of {where} is nested deeper than {MAX_DEPTH - _ABOVE_SCHEMA} levels", where=where
+        ) from exc
     spec = {"name": function.get("name"), "description": function.get("description") or ""}
     try:
         return ToolSpec.model_validate({"function": {**spec, "parameters": schema or {}}})

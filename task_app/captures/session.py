@@ -38,6 +38,7 @@ from task_app.errors import (
     UnknownName,
     boundary,
 )
+from task_app.observing.spans import Spans
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -79,6 +80,7 @@ class CaptureSpec:
         env_name: names it in the trajectory.
         models: that the agent may ask for; empty: any name is the policy.
         state_keys: of every decision.
+        spans: of the calls.
     """
 
     env_name: str
@@ -87,6 +89,7 @@ class CaptureSpec:
     seed: int = 0
     models: tuple[str, ...] = ()
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
+    spans: Spans = field(default_factory=Spans)
 
 
 class Capture:
@@ -143,7 +146,8 @@ class Capture:
             EpisodeFailed: the policy could not be asked, which fails the capture.
         """
         self._refuse(call)
-        call = replace(call, messages=tuple(map(self._as_sampled, call.messages)))
+        if self._calls:
+            call = replace(call, messages=tuple(map(self._as_sampled, call.messages)))
         keys = tuple(map(_key, call.messages))
         branch = self._branch(keys)
         self._running += 1
@@ -295,7 +299,10 @@ class Capture:
         tools = [tool.model_dump(mode="json") for tool in call.tools]
         rest_s = self._spec.limits.timeout_s - (self._clock() - self._start_s)
         try:
-            reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
+            with self._spec.spans.decision(branch.policy, len(self.steps) + 1) as notes:
+                reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
+                # Of calls at the same time the first answer is the next decision.
+                notes.answer(reply, turn=len(self.steps) + 1)
         except ContextLengthExceeded:
             self._refused = StopReason.CONTEXT_LENGTH
             raise
@@ -322,7 +329,8 @@ class Capture:
         policy_s: float,
     ) -> Answer:
         turn = len(self.steps) + 1
-        action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
+        if action.tool_calls:
+            action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
         reused = _shared(keys, self._prompt_keys)
         prompt = Prompt(call.messages, reused)
         decision = Decision(

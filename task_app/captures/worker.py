@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -36,7 +37,8 @@ class AgentWorker:
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
         """Play until the agent ends, or a limit ends it."""
-        capture = self._capture = self._captures.open(self._spec)
+        spec = replace(self._spec, spans=self._spec.spans.here())
+        capture = self._capture = self._captures.open(spec)
         try:
             async with capture.lock:  # in use: it does not expire
                 await self._play(capture, self._captures.url_of(capture))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -23,6 +23,7 @@ from task_app.episode.actions import Action, Choice
 from task_app.protocols import AgentPolicy, DecisionOutcome, policy_name
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
     from task_app.rollouts.results import Record
@@ -41,8 +42,8 @@ class Notes:
 
     span: Span | None = None
 
-    def answer(self, reply: tuple[Choice, Action] | None) -> None:
-        """Note a policy's answer; None: it was too slow."""
+    def answer(self, reply: tuple[Choice, Action] | None, *, turn: int | None = None) -> None:
+        """Note a policy's answer, and its turn if only the answer decides it; None: it was too slow."""
         if self.span is None:
             return
         if reply is None:
@@ -58,6 +59,7 @@ class Notes:
                 "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
                 "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
                 "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
+                "turnwise.turn": turn,
                 **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in _SAMPLING},
             },
         )
@@ -84,9 +86,22 @@ _NOTHING = nullcontext(Notes())
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Opens the spans of a task app; without a tracer all of them are nothing."""
+    """Opens the spans of a task app; without a tracer all of them are nothing.
+
+    Attributes:
+        parent: the spans stand below its span; None: below the one that is current when they are opened.
+    """
 
     tracer: Tracer | None = None
+    parent: Context | None = None
+
+    def here(self) -> Spans:
+        """Spans below the current one, also where it is not current: model calls come by other requests."""
+        if self.tracer is None:
+            return self
+        from opentelemetry.context import get_current
+
+        return replace(self, parent=get_current())
 
     def episode(self, record: Record) -> AbstractContextManager[Notes]:
         if self.tracer is None:
@@ -107,14 +122,14 @@ class Spans:
             return _NOTHING
         name, model = policy_name(policy), getattr(getattr(policy, "config", None), "model", None)
         if not model:
-            return _opened(self.tracer, f"decide {name}", {"turnwise.turn": turn})
+            return _opened(self.tracer, f"decide {name}", {"turnwise.turn": turn}, context=self.parent)
         facts = {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": name,
             "gen_ai.request.model": model,
             "turnwise.turn": turn,
         }
-        return _opened(self.tracer, f"chat {model}", facts, is_client=True)
+        return _opened(self.tracer, f"chat {model}", facts, is_client=True, context=self.parent)
 
     def environment(self, env_name: str, action: Action, turn: int) -> AbstractContextManager[Notes]:
         if self.tracer is None:
@@ -132,7 +147,13 @@ class Spans:
 
 @contextmanager
 def _opened(
-    tracer: Tracer, name: str, facts: Mapping[str, Any], *, is_client: bool = False, is_root: bool = False
+    tracer: Tracer,
+    name: str,
+    facts: Mapping[str, Any],
+    *,
+    is_client: bool = False,
+    is_root: bool = False,
+    context: Context | None = None,
 ) -> Iterator[Notes]:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, SpanKind, get_current_span
@@ -144,7 +165,7 @@ def _opened(
     with tracer.start_as_current_span(
         name,
         # An episode outlives the request that brought it with many others: it is a trace of its own.
-        context=Context() if is_root else None,
+        context=Context() if is_root else context,
         links=[Link(outer)] if is_root and outer.is_valid else None,
         kind=kind,
         attributes=known,

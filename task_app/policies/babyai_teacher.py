@@ -1,37 +1,22 @@
 """A teacher of BabyAI: minigrid's own bot, an action a decision."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
-
-from shared_schemas.base import Body
 from task_app.environments.babyai.level import NOOP, Level
-from task_app.policies.random_calls import ByChance
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer
 from task_app.protocols import PolicyAnswer
 
 _DETOURS = ("left", "right", "forward")
 
 
-class BabyAITeacherConfig(Body):
-    """Settings of the teacher."""
-
-    epsilon: float = Field(
-        default=0.0, ge=0.0, le=1.0,
-        description="probability of an action by chance, marked `exploratory` in its action",
-    )  # fmt: skip
-    seed: int = Field(default=0, ge=0, strict=True, description="of the actions by chance")
-
-
-class BabyAITeacher(ByChance):
+class BabyAITeacher(DetourTeacher):
     """Plays the episode along in a level of its own, in which the bot sees what the agent saw."""
 
     name = "babyai_teacher"
 
-    def __init__(self, config: BabyAITeacherConfig | None = None) -> None:
-        self.config = config or BabyAITeacherConfig()
-        super().__init__(self.config.seed)
+    def __init__(self, config: DetourConfig | None = None) -> None:
+        super().__init__(config)
         self._world: tuple[str, int] | None = None
         self._level: Level | None = None
         self._bot: Any = None
@@ -42,12 +27,9 @@ class BabyAITeacher(ByChance):
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
         self._follow(observation.data["episode"], observation.data["max_steps"])
-        detour = bool(self.config.epsilon) and self._random.random() < self.config.epsilon
-        detour = detour or self._advice is None
+        detour = self.makes_detour() or self._advice is None
         action = self._random.choice(_DETOURS) if detour else self._advice
-        call = {"id": "call_0", "name": "act", "arguments": json.dumps({"actions": [action]})}
-        answer: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
-        return (answer | {"exploratory": True} if detour else answer), None, None, None
+        return call_answer("act", {"actions": [action]}, exploratory=detour)
 
     def _follow(self, episode: Mapping[str, Any], max_steps: int) -> None:
         """Bring the own level to the state of the episode, and ask the bot after each step."""

@@ -179,7 +179,9 @@ class OpenAIAgentPolicy:
         available_tools_specs: list[dict[str, Any]] | None = None,
     ) -> PolicyAnswer:
         self._turn += 1
-        messages = tuple(map(Message.model_validate, observation))
+        messages = tuple(
+            one if isinstance(one, Message) else Message.model_validate(one) for one in observation
+        )
         most = observation.max_tokens if isinstance(observation, PolicyObservation) else None
         sampling = self.sampling(self._turn, most=most)
         self._refuse_overrun(messages, sampling.max_tokens)

@@ -1,8 +1,14 @@
-"""Random arguments for any tool, from its JSON Schema, and the base of policies with a random generator."""
+"""Random arguments for any tool, from its JSON Schema, and the bases of policies with a random generator."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+from task_app.protocols import PolicyAnswer
 
 Schema = Mapping[str, Any]
 
@@ -100,6 +106,35 @@ class ByChance:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         set_chance(self._random, state.get("random"))
+
+
+class DetourConfig(Body):
+    """Settings of a teacher that leaves its way now and then."""
+
+    epsilon: float = Field(
+        default=0.0, ge=0.0, le=1.0,
+        description="probability of a call by chance, marked `exploratory` in its action",
+    )  # fmt: skip
+    seed: int = Field(default=0, ge=0, strict=True, description="of the calls by chance")
+
+
+class DetourTeacher(ByChance):
+    """A teacher whose detours are played, and not imitated: so states off its way are in what it teaches."""
+
+    def __init__(self, config: DetourConfig | None = None) -> None:
+        self.config = config or DetourConfig()
+        super().__init__(self.config.seed)
+
+    def makes_detour(self) -> bool:
+        """Draw whether this decision is one by chance; without an epsilon nothing is drawn."""
+        return bool(self.config.epsilon) and self._random.random() < self.config.epsilon
+
+
+def call_answer(name: str, arguments: Mapping[str, Any], *, exploratory: bool = False) -> PolicyAnswer:
+    """The answer with that one call and nothing else."""
+    call = {"id": "call_0", "name": name, "arguments": json.dumps(arguments)}
+    action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
+    return (action | {"exploratory": True} if exploratory else action), None, None, None
 
 
 def chance_state(source: random.Random) -> list[Any]:

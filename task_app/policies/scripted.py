@@ -3,7 +3,6 @@
 Like a model they see only `PolicyObservation.data`: the 9x7 view and the status bar.
 """
 
-import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
-from task_app.policies.random_calls import ByChance, random_call
+from task_app.policies.random_calls import ByChance, call_answer, random_call
 from task_app.protocols import PolicyAnswer
 
 NO_TOOLS = "no tools were offered, and random play has no words of its own"
@@ -64,7 +63,7 @@ class RandomPolicy(ByChance):
         if not available_tools_specs:
             return _words(NO_TOOLS)
         name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
-        return _answer(arguments, tool=name)
+        return call_answer(name, arguments)
 
 
 class CrafterTeacher(ByChance):
@@ -89,7 +88,7 @@ class CrafterTeacher(ByChance):
             actions = random_actions(self._random, limit)
         if answers:
             return _words(answers[ACTIONS.index(actions[0])], exploratory=detour)
-        return _answer({"actions": actions}, exploratory=detour)
+        return call_answer("interact_many", {"actions": actions}, exploratory=detour)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
         """The actions of the rules as plain names: at most `max_actions` (default: the configured number)."""
@@ -131,11 +130,3 @@ def _limit(limit: int, tools: list[dict[str, Any]] | None) -> int:
         actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
         limit = min(limit, actions.get("maxItems", limit))
     return limit
-
-
-def _answer(
-    arguments: Mapping[str, Any], *, tool: str = "interact_many", exploratory: bool = False
-) -> PolicyAnswer:
-    call = {"id": "call_0", "name": tool, "arguments": json.dumps(arguments)}
-    action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
-    return (action | {"exploratory": True} if exploratory else action), None, None, None

@@ -1,40 +1,25 @@
 """A teacher of Sokoban: the shortest solution of the board that it sees, a push a decision."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
-
-from shared_schemas.base import Body
 from task_app.environments.sokoban.board import Board, Push, State, cells, read_xsb
 from task_app.environments.sokoban.environment import MAX_MOVES
 from task_app.environments.sokoban.solver import Key, best_push, pushes_left
-from task_app.policies.random_calls import ByChance
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer
 from task_app.protocols import PolicyAnswer
 
 
-class SokobanTeacherConfig(Body):
-    """Settings of the teacher."""
-
-    epsilon: float = Field(
-        default=0.0, ge=0.0, le=1.0,
-        description="probability of a push by chance, marked `exploratory` in its action",
-    )  # fmt: skip
-    seed: int = Field(default=0, ge=0, strict=True, description="of the pushes by chance")
-
-
-class SokobanTeacher(ByChance):
+class SokobanTeacher(DetourTeacher):
     """Reads the board alone, and remembers its solution."""
 
     name = "sokoban_teacher"
 
-    def __init__(self, config: SokobanTeacherConfig | None = None) -> None:
-        self.config = config or SokobanTeacherConfig()
+    def __init__(self, config: DetourConfig | None = None) -> None:
         self._board: Board | None = None
         self._left: Mapping[Key, int] = {}  # pushes_left of the board
-        super().__init__(self.config.seed)
+        super().__init__(config)
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -42,14 +27,12 @@ class SokobanTeacher(ByChance):
         board, state = read_xsb(observation.data["rows"])
         if board != self._board:  # the first decision on it: a search of up to a tenth of a second
             self._board, self._left = board, await asyncio.to_thread(pushes_left, board)
-        detour = bool(self.config.epsilon) and self._random.random() < self.config.epsilon
+        detour = self.makes_detour()
         possible = list(board.pushes(state))
         push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
         tools = {tool["function"]["name"] for tool in available_tools_specs or ()}
         name, arguments = ("push", push_call(state, push)) if "push" in tools else ("move", move_call(push))
-        call = {"id": "call_0", "name": name, "arguments": json.dumps(arguments)}
-        action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
-        return (action | {"exploratory": True} if detour else action), None, None, None
+        return call_answer(name, arguments, exploratory=detour)
 
 
 def move_call(push: Push | None) -> dict[str, list[str]]:

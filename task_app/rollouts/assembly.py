@@ -127,6 +127,7 @@ class Assembly:
             seed=request.start.seed,
             models=environment.agent.models,
             state_keys=EpisodeStateKeys(keys),
+            spans=self.spans,
         )
         return AgentWorker(request, environment, spec, self.captures)
 
@@ -190,10 +191,11 @@ def branch_policies(
     def policy_of(branch: int) -> AgentPolicy:
         if not branch:
             return boards.policy(name, config, context, where=where)
-        own = replace(context, rollout_id=f"{context.rollout_id}~{branch + 1}")
-        seed = config.get("seed")
-        seeded = {"seed": decision_seed(seed, -branch)} if type(seed) is int else {}
-        return boards.policy(name, {**config, **seeded}, own, where=where)
+        seed = config.get("seed", context.seed)
+        own = decision_seed(seed, -branch) if type(seed) is int else seed
+        apart = replace(context, rollout_id=f"{context.rollout_id}~{branch + 1}", seed=own)
+        seeded = {"seed": own} if "seed" in config else {}
+        return boards.policy(name, {**config, **seeded}, apart, where=where)
 
     return policy_of
 

@@ -93,7 +93,7 @@ class CaptureState(Body):
 async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     """Open a capture for an agent that runs anywhere."""
     services = services_of(request)
-    context = services.policy_context(inference_key=body.policy.inference_key)
+    context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
     make_policy(0)  # a wrong config is told now, not at the first call
     for name in ("termination_regex", "termination_target", "max_invalid_decisions"):
@@ -208,15 +208,22 @@ def _place_of(scope: Scope) -> tuple[str, str]:
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
-    """The gate's reader of JSON: a model call may quote what a model wrote; other requests may not."""
-    return (read_quotation if _place_of(scope)[1] in DIALECTS else read_json)(body)
+    """The gate's reader of JSON: a model call may quote what a model wrote; other requests may not.
+
+    A model call that cannot be read is an InvalidRequest here, which its dialect answers.
+    """
+    return _read_call(body) if _place_of(scope)[1] in DIALECTS else read_json(body)
+
+
+def _read_call(body: bytes) -> Any:
+    try:
+        return read_quotation(body)
+    except ValueError as fault:
+        return InvalidRequest(str(fault), where="body")
 
 
 async def _answer_request(request: Request, capture_id: str, path: str) -> Response:
-    try:
-        body = read_quotation(await request.body())
-    except ValueError:
-        body = None
+    body = _read_call(await request.body())
     return await _answer(services_of(request), capture_id, DIALECTS[path], body, request.receive)
 
 
@@ -225,6 +232,8 @@ async def _answer(
 ) -> Response:
     """Answer in the dialect of the call, refusals too."""
     try:
+        if isinstance(body, InvalidRequest):
+            raise body
         if not isinstance(body, dict):
             raise InvalidRequest("the body is no JSON object", where="body")
         call = dialect.read(body)
@@ -241,18 +250,23 @@ async def _answer(
 
 async def _while_connected(work: Coroutine[Any, Any, Answer], receive: Receive) -> Answer | None:
     """The result of the work; None if the client went away, which cancels it."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
+        async with asyncio.timeout(None) as scope:
+            gone = asyncio.create_task(_cancel_on_disconnect(scope, receive))
+            try:
+                return await work
+            finally:
+                gone.cancel()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _cancel_on_disconnect(scope: asyncio.Timeout, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    scope.reschedule(0.0)  # a time that is over: this cancels the work
 
 
 async def _stream(events: Iterable[Event]) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, ValidationError
 from starlette.responses import Response
 
 from shared_schemas.messages import Message
-from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec
+from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
 from shared_schemas.trajectory import StepMetadata
 from task_app.complaints import invalid
 from task_app.episode.actions import Action, Choice, read_action
@@ -39,6 +39,9 @@ _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 class PolicyCreate(CreateBody):
     policy_name: Name
+    seed: Seed | None = Field(
+        default=None, description="goes into a config that has such a field and does not name it"
+    )
     inference_key: InferenceKey | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
     env: EnvSpec | None = Field(default=None, description="writes the prompts of an unbound policy")
@@ -78,10 +81,10 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     )
     env_config, of_env = take_step_rewards(body.env.config if body.env else {}, where="env.config")
     switches |= of_env
-    context = services.policy_context(inference_key=body.inference_key)
+    context = services.policy_context(inference_key=body.inference_key, seed=body.seed)
     policy = services.boards.policy(body.policy_name, config, context)
     name = services.boards.policy_name(body.policy_name)
-    spec = PolicySpec(policy_name=name, config=config, inference_key=body.inference_key)
+    spec = PolicySpec(policy_name=name, config=config, seed=body.seed, inference_key=body.inference_key)
     session = PolicySession(
         policy=policy, spec=spec, bound_env_id=body.bound_env_id, rl_run_id=body.rl_run_id
     )

@@ -19,7 +19,8 @@ HEADER = b"idempotency-key"
 LONGEST_KEY = 200
 REPLAY_HEADER = (b"idempotency-replayed", b"true")
 # Statuses of requests that were not carried out and may succeed later; nothing is stored.
-REJECTIONS = frozenset({408, 413, 428, 429, 502, 503, 504, 507})
+# 499 is no answer of ours: the client went away, which cancelled the work.
+REJECTIONS = frozenset({408, 413, 428, 429, 499, 502, 503, 504, 507})
 # Answers of these paths are about this process and are not stored for the next one; a retry does no harm.
 OF_THIS_PROCESS = ("/rollouts", "/run/")
 

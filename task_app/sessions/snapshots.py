@@ -6,7 +6,7 @@ the same tool calls, and a policy session the same decisions. A snapshot holds n
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from pydantic import Field, ValidationError
@@ -236,7 +236,8 @@ class PolicySnapshot(Body):
     def session(self, boards: PlugBoards, context: PolicyContext) -> PolicySession:
         """A new session that continues from the snapshot; it is bound to no environment yet."""
         spec, env = self.policy, self.env
-        policy = boards.policy(spec.policy_name, spec.config, context, where="snapshot.policy.")
+        seeded = replace(context, seed=spec.seed)
+        policy = boards.policy(spec.policy_name, spec.config, seeded, where="snapshot.policy.")
         if not isinstance(policy, RestorablePolicy):
             raise NotRestorable("policy", policy_name(policy), where="snapshot")
         with boundary(f"policy {policy_name(policy)}"):

@@ -108,10 +108,17 @@ def test_as_atif_each_call_has_the_tokens_that_its_branch_saw(rollouts):
     for rollout in rollouts:
         document = atif_of(rollout)
         atif_schema.check(document)
-        calls = [step["metrics"] for step in document["steps"] if "metrics" in step]
-        seen = [call["prompt_token_ids"] + call["completion_token_ids"] for call in calls]
         first, helper, second = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
-        assert [seen[0], seen[1], seen[3]] == [list(one.token_ids) for one in (first, helper, second)]
+        (of_helper,) = document["subagent_trajectories"]
+        asked, _, again = _seen(document)
+        assert [asked, again] == [list(first.token_ids), list(second.token_ids)]
+        assert _seen(of_helper) == [list(helper.token_ids)]
+
+
+def _seen(document):
+    """The ids of each call's prompt and answer."""
+    calls = [step["metrics"] for step in document["steps"] if "metrics" in step]
+    return [call["prompt_token_ids"] + call["completion_token_ids"] for call in calls]
 
 
 def test_stored_rollouts_are_credited_again_to_the_same_numbers(run, rollouts):

@@ -21,6 +21,7 @@ from trainer_backend.rundir.truth_file import TruthFile, truth_of
 
 GAMMA = 0.8
 DECISIONS = 3
+TOO_LONG = (2, 3)
 COINS = """
 import json
 from hashlib import blake2b
@@ -96,6 +97,8 @@ class Coins:
 
     def _show(self, reward):
         text = f"{self._word} {self._turn} at {self._position}"
+        if (self._turn, self._position) == (2, 3):
+            text = f"{'so far ' * 500}{text}"  # no prompt that fits the model
         return Observation(text, {"turn": self._turn, "position": self._position}, {}, reward)
 
 
@@ -141,6 +144,7 @@ def chance_of_a_vowel(directory, rollouts):
     words = [tokenizer.decode([token], skip_special_tokens=True) for token in range(model.config.vocab_size)]
     has_vowel = torch.tensor([any(letter in "aeiou" for letter in word) for word in words])
     states = [(turn, position) for turn in range(DECISIONS) for position in range(2**turn)]
+    states.remove(TOO_LONG)
     prompts = {
         state: tokenizer.apply_chat_template(
             [{"role": "user", "content": "turn {} at {}".format(*state)}], add_generation_prompt=True,
@@ -163,9 +167,13 @@ def position_before(steps, t):
     return int(steps[t].observation_data.messages[-1].content.rsplit(" ", 1)[1])
 
 
+def position_after(steps, t):
+    return position_before(steps, t + 1) if t + 1 < len(steps) else TOO_LONG[1]
+
+
 def value(chances, turn, position):
     """V of a state, over the policy's words and the coins to come."""
-    if turn == DECISIONS:
+    if turn == DECISIONS or (turn, position) == TOO_LONG:
         return 0.0
     return sum(
         0.5 * chance(chances, turn, position, action) * worth(chances, turn, position, action, coin)
@@ -191,7 +199,7 @@ def exact(chances, steps, t):
         (action, coin)
         for action, coin in product((0, 1), (0, 1))
         if reward_of(t, position, action, coin) == reward
-        and (t + 1 == DECISIONS or position_before(steps, t + 1) == 2 * position + (action ^ coin))
+        and (t + 1 == DECISIONS or position_after(steps, t) == 2 * position + (action ^ coin))
     ]
     (action, coin), *rest = possible
     assert not rest, "reward and next state tell action and coin apart"
@@ -206,7 +214,9 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
     measured = measure(run)
     rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
     chances = chance_of_a_vowel(directory, rollouts.values())
-    assert len(measured.file.truths) == 16 * DECISIONS and measured.lost == 0
+    decisions = sum(len(item.trajectory.steps) for item in rollouts.values())
+    assert len(measured.file.truths) == decisions < 16 * DECISIONS, "some episodes end where nothing fits"
+    assert measured.lost == 0
     assert all(truth.pairs == 24 and truth.others <= 24 for truth in measured.file.truths.values())
     beyond = []
     for (rollout_id, turn), truth in measured.file.truths.items():
@@ -262,7 +272,7 @@ def test_estimators_are_scored_against_the_truth(run, tmp_path):
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     found = json.loads((tmp_path / "figures.json").read_text())["truth"]
-    assert found["noise"]["decisions"] == 16 * DECISIONS
+    assert found["noise"]["decisions"] == len(TruthFile.read(truth_of(directory.path), directory).truths)
     assert set(found["estimators"]) == {"stepwise", "rloo"}
     assert 0 < found["estimators"]["stepwise"]["correlation"] <= 1
     assert b"saved-charts" in (tmp_path / "truth.html").read_bytes()
@@ -292,6 +302,8 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
     refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))
     off = job.model_copy(update={"training": job.training.model_copy(update={"step_rewards_mode": "off"})})
     refused(JobError, "--horizon cuts continuations short", horizon=2, job=off)
+    short = job.model_copy(update={"rollout": job.rollout.model_copy(update={"max_turns": 2})})
+    refused(JobError, "max_turns allows 2 decisions, and a stored episode has 3", job=short)
     for config, told in (
         ({"worth": 8}, "departed from the recorded episode"),
         ({"word": "round"}, "the prompt of decision . is another one"),

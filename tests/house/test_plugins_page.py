@@ -62,7 +62,7 @@ def test_an_environment_of_the_page_keeps_the_contract(check, name, files):
 async def test_the_policy_of_the_page_finds_every_number_of_100_within_7_guesses(files):
     # 2 ** 7 = 128 > 100
     # A job sends the seed, as to every teacher; a config without that field does not get it.
-    policy = {"policy_name": "halver", "config": {"seed": 7}}
+    policy = {"policy_name": "halver", "seed": 7}
     spec = {"env": {"env_name": "guess"}, "policy": policy, "limits": {"max_decisions": 7}}
     async with running_app(with_plugins(default_plug_boards(), files)) as client:
         await accept(client, *(rollout(str(seed), start={"seed": seed}, **spec) for seed in range(30)))

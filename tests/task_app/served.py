@@ -10,6 +10,7 @@ import httpx
 from service_kit.server import Listener, Server
 from task_app.__main__ import server_of
 from task_app.app import create_app
+from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
@@ -17,11 +18,15 @@ from tests.task_app.counting import KEY, boards
 
 @asynccontextmanager
 async def served_app(
-    plug_boards: PlugBoards | None = None, *, drain_s: float = 0.0, **settings: Any
+    plug_boards: PlugBoards | None = None,
+    *,
+    drain_s: float = 0.0,
+    spans: Spans | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
     """A client that sends the key, and the server to stop."""
     own = Settings(**{"api_keys": (KEY,), "drain_s": drain_s, **settings})
-    app = create_app(own, boards=plug_boards or boards(), needs_key=bool(own.api_keys))
+    app = create_app(own, boards=plug_boards or boards(), needs_key=bool(own.api_keys), spans=spans)
     listener = Listener("127.0.0.1", 0)
     ready = asyncio.Event()
     server = server_of(app, ready=ready.set)

@@ -13,6 +13,7 @@ from pydantic import Field
 from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.__main__ import main
+from task_app.errors import InvalidRequest
 from task_app.interactions.config_file import package_interactions
 from task_app.operator_plugins import with_packages, with_plugins
 from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
@@ -106,9 +107,16 @@ def test_the_seed_of_a_job_reaches_every_config_that_takes_it(fields, taken):
     config = type("Config", (Body,), {"__module__": __name__, **fields})
     given = []
     plug = PolicyPlugin(config, lambda config, context: given.append(config) or RandomPolicy())
-    context = PolicyContext(Settings(), session=None)
-    replace(default_plug_boards(), policies={"p": plug}).policy("p", {"seed": 7}, context)
+    context = PolicyContext(Settings(), session=None, seed=7)
+    board = replace(default_plug_boards(), policies={"p": plug})
+    board.policy("p", {}, context)
     assert next((value for name, value in given[0] if name in ("seed", "draw")), None) == taken
+    if taken is None:
+        with pytest.raises(InvalidRequest, match="unknown key 'seed'"):
+            board.policy("p", {"seed": 7}, context)
+        return
+    board.policy("p", {"seed": 8}, context)
+    assert next(value for name, value in given[1] if name in ("seed", "draw")) == 8
 
 
 async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):

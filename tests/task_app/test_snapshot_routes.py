@@ -199,13 +199,15 @@ async def test_a_restored_policy_brings_its_switches_to_its_environment():
         assert (await refused(client, "/policy/restore", **body))[:2] == (422, "invalid_request")
 
 
-async def test_a_model_goes_on_with_its_next_seed_and_no_key_is_in_its_snapshot():
+@pytest.mark.parametrize("seeded", [{"config": {"seed": 9}}, {"seed": 9}])
+async def test_a_model_goes_on_with_its_next_seed_and_no_key_is_in_its_snapshot(seeded):
     key = "a-secret-inference-key"
     first = tokens([1, 2], 0, [3])
     messages = [{"role": "user", "content": "?"}]
     async with fake_inference(calling("a", **first)) as server, running_app(boards()) as client:
-        config = {"inference_url": server.url, "model": "m", "seed": 9}
-        policy_id = await new_policy(client, "openai", config=config, inference_key=key)
+        config = {"inference_url": server.url, "model": "m"} | seeded.get("config", {})
+        body = {"config": config, "inference_key": key}
+        policy_id = await new_policy(client, "openai", **{**seeded, **body})
         await decision(client, policy_id, observation={"messages": messages})
         taken = await post(client, "/policy/snapshot", policy_id=policy_id)
         await decision(client, policy_id, observation={"messages": messages})

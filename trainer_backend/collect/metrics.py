@@ -9,7 +9,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.work import AppFigures, Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
-from trainer_backend.core.intervals import crafter_score_interval, nested_rate_interval
+from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
 from trainer_backend.core.statistics import (
     CRAFTER,
     Interval,
@@ -89,14 +89,8 @@ def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
 
 def rates_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> dict[str, Interval]:
     """Mean over worlds of the share of episodes that unlocked an achievement, by its name."""
-
-    def rate(name: str) -> Interval:
-        unlocks = [float(item.achievements_counts.get(name, 0) > 0) for item in episodes]
-        return nested_rate_interval(by_world(unlocks, worlds, fmean), len(episodes))
-
-    return {
-        name: rate(name) for name in sorted({name for item in episodes for name in item.achievements_counts})
-    }
+    shares = achievement_shares([item.achievements_counts for item in episodes], worlds)
+    return {name: nested_rate_interval(shares_W, len(episodes)) for name, shares_W in shares.items()}
 
 
 def score_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval | None:

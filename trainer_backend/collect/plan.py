@@ -87,8 +87,7 @@ class Players:
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
         """How a policy of the task app is asked, whose config may name the actor's server."""
-        seed = derived_seed(self.seed, purpose, group)
-        return _spec(name, {"seed": seed, **config}, self.servers.get(ACTOR))
+        return _spec(name, config, self.servers.get(ACTOR), seed=derived_seed(self.seed, purpose, group))
 
     def evaluated(
         self, rollout_id: str, group: int, config: Mapping[str, Any], *, repeat: int = 0
@@ -256,8 +255,12 @@ class Planner:
         origins = self.source.training("warmup", range(table.episodes)[:most], 0)
         requests = []
         for group, origin in enumerate(origins):
-            config = {"seed": derived_seed(self.players.seed, "warmup", group), **table.policy_config}
-            spec = PolicySpec(policy_name=table.policy_name, config=config, inference_key=key)
+            spec = PolicySpec(
+                policy_name=table.policy_name,
+                config=table.policy_config,
+                seed=derived_seed(self.players.seed, "warmup", group),
+                inference_key=key,
+            )
             requests.append(self._request(Slot("warmup", 0, group), origin, spec))
         return requests
 
@@ -413,12 +416,13 @@ class Planner:
         )
 
 
-def _spec(name: str, config: Mapping[str, Any], server: Inference | None) -> PolicySpec:
+def _spec(
+    name: str, config: Mapping[str, Any], server: Inference | None, *, seed: int | None = None
+) -> PolicySpec:
     """A policy with the key of the server, where its config names that server's address."""
     asks_it = server is not None and config.get("inference_url") == server.url
-    return PolicySpec(
-        policy_name=name, config=dict(config), inference_key=server.key if server and asks_it else None
-    )
+    key = server.key if server and asks_it else None
+    return PolicySpec(policy_name=name, config=dict(config), seed=seed, inference_key=key)
 
 
 def stored_state_keys(algorithm: AlgorithmTable, rollout: RolloutTable) -> tuple[str, ...]:

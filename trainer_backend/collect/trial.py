@@ -31,7 +31,6 @@ from trainer_backend.plugins import estimator
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 # Stands for a port that the job leaves open; a list of hosts cannot name it.
 _ANY_PORT = 1
-_SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
             await _refuse_unknown_reward(app.client, first.reward_function)
             await _refuse_unknown_interactions(app.client, interactions)
             for stage in policies:
-                body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
+                body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
                 await _try(app.client, "policy", body, stage.key_of)
         except TaskAppLost as error:
             app.fault = str(error)
@@ -133,15 +132,13 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
                 name_key="warmup.policy_name",
                 config_key="warmup.policy_config",
                 config=planner.teacher.policy_config,
-                job_keys=_SEED_KEY,
+                job_keys={},
             )
         )
     elif preset:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
         policies.append(
-            _StagePolicy(
-                planner.prompts(1)[0].policy, name_key=key, config_key=key, config={}, job_keys=_SEED_KEY
-            )
+            _StagePolicy(planner.prompts(1)[0].policy, name_key=key, config_key=key, config={}, job_keys={})
         )
     return policies
 

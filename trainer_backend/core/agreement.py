@@ -28,10 +28,10 @@ def spread_of(advantages: Sequence[float]) -> Spread:
 
 def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Pearson's, of the same decisions; None where one of the two is constant."""
+    if min(left) == max(left) or min(right) == max(right):  # their mean may be rounded
+        return None
     first, second = _centred(left), _centred(right)
     norms = math.hypot(*first) * math.hypot(*second)
-    if norms == 0.0:
-        return None
     return math.fsum(a * b for a, b in zip(first, second, strict=True)) / norms
 
 

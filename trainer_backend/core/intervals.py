@@ -14,6 +14,19 @@ from trainer_backend.core.statistics import (
 )
 
 
+def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
+    """[W] share of each world's episodes that unlocked an achievement, by its name in alphabetical order.
+
+    Args:
+        counts: counter of every achievement at the end of each episode; a missing name counts 0.
+        worlds: of each episode.
+    """
+    return {
+        name: by_world([float(item.get(name, 0) > 0) for item in counts], worlds, fmean)
+        for name in sorted({name for episode in counts for name in episode})
+    }
+
+
 def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> Interval:
     """The Crafter score of episodes, in percent, with a 95 % interval over worlds.
 
@@ -36,10 +49,9 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
 
     Source: the score is that of Hafner 2021, Benchmarking the Spectrum of Agent Capabilities, section 3.
     """
-    names = sorted({name for episode in counts for name in episode})
-    if not names:
+    shares_NW = list(achievement_shares(counts, worlds).values())
+    if not shares_NW:
         raise ValueError("a score needs episodes, and achievements in them")
-    shares_NW = [by_world([float(item.get(name, 0) > 0) for item in counts], worlds, fmean) for name in names]
     rates = [fmean(shares_W) for shares_W in shares_NW]
     m = fmean(math.log1p(100 * rate) for rate in rates)
     shifts = [

@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
+from trainer_backend.core.statistics import t_quantile_975
 
-Floats = npt.NDArray[np.float64]
-
-# A decision's sign counts as known where its truth is further from 0 than so many standard errors.
-_KNOWN = 2.0
-_RESAMPLES = 200
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -66,8 +61,14 @@ class TrueAdvantage:
 
     @property
     def is_known(self) -> bool:
-        """Whether the sign of the advantage is beyond the noise of its measurement."""
-        return abs(self.advantage) > _KNOWN * self.error and self.advantage != 0.0
+        """Whether 0 is outside of the advantage's 95 % interval, by Student's t.
+
+        Its degrees of freedom are `others` - 1: the zeros of pairs that chose as stored say nothing about how
+        the others vary.
+        """
+        if self.others < 2 or self.advantage == 0.0:
+            return False
+        return abs(self.advantage) > t_quantile_975(self.others - 1) * self.error
 
 
 class Stratum(NamedTuple):
@@ -252,7 +253,7 @@ class TruthScore:
 
     Attributes:
         correlation: Pearson's of A and T; None where one of them is constant. The bounds are those of its
-            95 % interval, by resampling groups: siblings share a world, and most baselines.
+            95 % interval over groups: siblings share a world, and most baselines.
         noiseless: what the correlation would be without the noise of T: divided by sqrt(1 - noise / variance
             of T); None where T is nothing but noise.
         rank: Spearman's correlation.
@@ -331,32 +332,40 @@ def _without_noise(found: float | None, true: Sequence[float], noise: float) -> 
 def _interval(
     advantages: Sequence[float], true: Sequence[float], groups: Sequence[str]
 ) -> tuple[float | None, float | None]:
-    """95 % interval of the correlation: whole groups are drawn with replacement."""
-    number: dict[str, int] = {}
-    group_N = np.array([number.setdefault(name, len(number)) for name in groups])
-    if len(number) < 2:
+    """95 % interval of the correlation r over G groups.
+
+    None with one group, where |r| is 1, and where r is undefined without one of the groups.
+
+        tanh(atanh r +- t_{G-1} s),   s^2 = (G - 1) / G * sum_g (z_g - mean z)^2
+
+    z_g is atanh r without group g, t is Student's 97.5 % quantile.
+
+    Source: Fisher's z, Metron 1 (1921); the jackknife of groups: Efron and Tibshirani, An Introduction to the
+    Bootstrap, 1993, section 11.
+    """
+    names = sorted(set(groups))
+    count = len(names)
+    middle = _fisher_z(advantages, true)
+    if count < 2 or middle is None:
         return None, None
-    pairs_N2 = np.array(list(zip(advantages, true, strict=True)))
-    random = np.random.default_rng(0)
-    drawn = (
-        np.bincount(random.integers(len(number), size=len(number)), minlength=len(number))
-        for _ in range(_RESAMPLES)
+    z_G = [z for name in names if (z := _fisher_z(*_without(name, groups, advantages, true))) is not None]
+    if len(z_G) < count:
+        return None, None
+    error = math.sqrt((count - 1) ** 2 / count * _variance(z_G))
+    half = t_quantile_975(count - 1) * error
+    return math.tanh(middle - half), math.tanh(middle + half)
+
+
+def _without(name: str, groups: Sequence[str], *columns: Sequence[float]) -> Iterator[list[float]]:
+    return (
+        [value for value, group in zip(values, groups, strict=True) if group != name] for values in columns
     )
-    values = [_weighted_correlation(pairs_N2, counts[group_N].astype(float)) for counts in drawn]
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < _RESAMPLES // 2:
-        return None, None
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return float(low), float(high)
 
 
-def _weighted_correlation(pairs_N2: Floats, weights_N: Floats) -> float:
-    if not weights_N.any():
-        return math.nan
-    centred = pairs_N2 - np.average(pairs_N2, axis=0, weights=weights_N)
-    covariance = (centred * weights_N[:, None]).T @ centred
-    norm = math.sqrt(covariance[0, 0] * covariance[1, 1])
-    return float(covariance[0, 1] / norm) if norm > 0.0 else math.nan
+def _fisher_z(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """None where one of the two is constant, or both are the same."""
+    found = correlation(left, right) if left else None
+    return None if found is None or abs(found) >= 1.0 - 1e-12 else math.atanh(found)
 
 
 def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bias, ...]:

@@ -99,7 +99,7 @@ def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
         f"continuations {horizon} with {draws}, gamma {setting.gamma:g}, policy {setting.checkpoint}: "
         f"{noise.played} decisions were played{lost}.\n"
         f"True advantages have a standard error of {noise.error:.3f}{against}; the sign of "
-        f"{noise.known:.0%} is known (beyond two standard errors).{goal}"
+        f"{noise.known:.0%} is known (95 %).{goal}"
     )
 
 

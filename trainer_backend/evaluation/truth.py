@@ -31,6 +31,7 @@ from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
 from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
+from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, play_of, rewards_of
 
@@ -94,6 +95,7 @@ async def measure_truth(
     rollouts = Policies(job.job.name, job.fixed_policies, job.rollout.temperature).by_actor(rollouts)
     if options.checkpoint is None:
         _refuse_other_versions(rollouts, checkpoint)
+    _refuse_longer(rollouts, job.max_decisions)
     data = await asyncio.to_thread(data_of, job)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
@@ -104,6 +106,7 @@ async def measure_truth(
                 checkpoint=(
                     checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
                 ),
+                digest=digest_of(checkpoint),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
                 horizon=horizon_of(job) if options.horizon is None else options.horizon or None,
@@ -220,6 +223,15 @@ def _refuse_other_versions(rollouts: Sequence[Rollout], checkpoint: Path) -> Non
             f"{checkpoint} has version {state['policy_version']}, and the rollouts were sampled by others "
             f"(up to {staleness['policy/staleness_max']:g} before it), as with training.max_staleness; "
             f"--checkpoint {checkpoint} measures them by this policy all the same"
+        )
+
+
+def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:
+    played = (len(item.trajectory.steps) for item in rollouts if item.trajectory is not None)
+    if (longest := max(played, default=0)) > most:
+        raise JobError(
+            f"rollout.max_turns allows {most} decisions, and a stored episode has {longest}",
+            hint="Leave it as the rollouts were played; --horizon bounds the continuations.",
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.replay import ReplayRequest, ReplayTurn, words_of
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
@@ -22,8 +23,9 @@ from trainer_backend.rundir.truth_file import TruthSetting
 # Choices of the policy before a decision, for each pair. They cost a decision, and a pair some twenty.
 CHOICES = 4
 _ATTEMPTS = 2  # of a replay; at two task apps where there are two
-# Two decisions that chose alike have equal ones: calls, words, the reason for neither, whether it ended.
-Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, bool]
+# Two decisions that chose alike have equal ones: calls, words, the reason for neither, how they end.
+Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
+_ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,21 @@ class _Side(NamedTuple):
     def choice(self) -> Choice:
         """What the policy chose: its calls or words, or the reason why there are none."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
-        action = self.step.action_taken
-        return calls, words_of(action), self.step.step_info.invalid_reason, action.get("type") == "terminate"
+        step = self.step
+        end = step.stop_reason if step.stop_reason in _ENDS else None
+        return calls, words_of(step.action_taken), step.step_info.invalid_reason, end
+
+
+class _Played(NamedTuple):
+    """Continuations by sibling.
+
+    Attributes:
+        episodes: that were played to their end.
+        too_long: whose first prompt does not fit the model, so that nothing can follow.
+    """
+
+    episodes: dict[int, Trajectory]
+    too_long: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +144,7 @@ class ContinuationPlayer:
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
         """What the policy chooses before the decision, and where each choice leads."""
         count = CHOICES * self.setting.continuations
-        firsts = await self._collect([self._first(item, before, n) for n in range(count)])
+        firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
             _refuse_other_prompt(episode.steps[0], item)
         return [_Side(firsts[n].steps[0], firsts[n], firsts[n].final_snapshot) for n in sorted(firsts)]
@@ -139,16 +154,18 @@ class ContinuationPlayer:
     ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
         """The episodes of both sides from the decision on, where they could be played; all at once."""
         sides = {2 * n + place: both[n] for place, both in enumerate((own, other)) for n in both}
-        rests = await self._collect(
+        rests, too_long = await self._collect(
             [self._rest(item, number, side) for number, side in sides.items() if side.moment is not None]
         )
+        # What the stored episode would have come to there is not known, since it went on.
+        ended = {n: side for n, side in sides.items() if n in too_long and side.episode is not item.episode}
         episodes = {
             number: _joined(
                 side.step, rests[number].steps if side.moment else (), rests.get(number, side.episode)
             )
             for number, side in sides.items()
             if side.moment is None or number in rests
-        }
+        } | {number: _joined(side.step, (), _ended_there(side.episode)) for number, side in ended.items()}
         first, second = ({n // 2: e for n, e in episodes.items() if n % 2 == place} for place in (0, 1))
         return first, second
 
@@ -213,16 +230,20 @@ class ContinuationPlayer:
         earned = self.rewards.earned_by(rollout, {}, decisions_done=item.step.turn - 1)
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
 
-    async def _collect(self, requests: Sequence[RolloutRequest]) -> dict[int, Trajectory]:
-        """By sibling, those that were played. What ran out of time has lost what would have come."""
+    async def _collect(self, requests: Sequence[RolloutRequest]) -> _Played:
+        """What ran out of time has lost what would have come."""
         collection = await self.collector.collect(requests)
         if requests:
             await self.collector.ack(self.planner.run_id, collection.all)
-        return {
+        episodes = {
             item.sibling: item.trajectory
             for item in collection.rollouts
             if item.trajectory is not None and item.trajectory.stop_reason is not StopReason.DEADLINE
         }
+        failures = ((item.sibling, item.failure) for item in collection.failed)
+        return _Played(
+            episodes, {sibling for sibling, why in failures if why and why.code == CONTEXT_LENGTH_EXCEEDED}
+        )
 
     def _group(self, item: StoredDecision) -> str:
         _, _, place = item.rollout.rollout_id.partition("/")  # without the run that stored it
@@ -244,6 +265,11 @@ def _played_elsewhere(item: StoredDecision, told: str) -> TaskAppError:
         "has, or in another version of it",
         hint="Start the task app of the version that the run was trained with.",
     )
+
+
+def _ended_there(episode: Trajectory) -> Trajectory:
+    """An episode of one decision, as it ends where the next prompt does not fit the model."""
+    return episode.model_copy(update={"stop_reason": StopReason.CONTEXT_LENGTH})
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:

@@ -1,5 +1,6 @@
 """Checks of a job beyond single keys: mixtures, keys without effect, and advice. No check reads the disk."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,7 @@ from trainer_backend.plugins import (
 )
 
 Finding = tuple[str, str]  # a key, and a sentence about it
+_AGENT_PREFIX = "agent:"  # of the environments that a task app makes of its operator's AGENTS
 _SCHEDULE = "rollout_allocation_schedule"
 _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("behaviour_weight_")]
 
@@ -585,6 +587,30 @@ def unknown_state_keys(rollout: RolloutTable, algorithm: AlgorithmTable) -> Iter
     for key, name in names:
         if state_keys is not None and name not in state_keys:
             yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)}"
+
+
+def agent_findings(config: JobConfig) -> Iterator[Finding]:
+    """Yield key and sentence for each setting that an agent in a process of its own cannot have.
+
+    A task app refuses the same of each rollout (`task_app/captures/worker.py`), which is only met in play.
+    """
+    if not config.rollout.env_name.startswith(_AGENT_PREFIX):
+        return
+    parts = {
+        "algorithm.bootstrap_truncated": config.algorithm.bootstrap_truncated,
+        "algorithm.advantage": estimator(config.algorithm.advantage).needs_branches,
+        "multi_turn.enable": config.multi_turn.enable,
+        "rollout.termination_regex": config.rollout.termination_regex is not None,
+    }
+    for key, stands_in_job in parts.items():
+        if stands_in_job:
+            table, name = key.split(".")
+            yield (
+                key,
+                f"{key} = {json.dumps(getattr(getattr(config, table), name))} has no effect on "
+                f"{config.rollout.env_name!r}, an agent that makes its own prompts and state "
+                "(docs/captures.md)",
+            )
 
 
 def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.job.checks import (
     advice,
+    agent_findings,
     mixture_findings,
     process_findings,
     unknown_state_keys,
@@ -96,6 +97,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         *unknown_state_keys(config.rollout, config.algorithm),
         *mixture_findings(config),
         *process_findings(config),
+        *agent_findings(config),
     ]
     if faults:
         raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))

@@ -194,19 +194,20 @@ def _no_effect(verb: Verb, job: JobRow) -> JobConflict:
     return JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
 
 
-def changes_for_external(job: JobRow, status: RunStatus, now: datetime, *, start: datetime) -> Changes | None:
+def changes_for_external(job: JobRow, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
     """Return the changes for the row of a run that another process trains; None: the row is current.
 
     The state follows from the run's lock and the last state that its process wrote.
 
     Args:
         start: when the run was made, which may be long before this service has found it.
+        end: when its process last wrote its state, which may be long before that too.
     """
     state, code, detail = state_of_run(status)
-    if (job.state, job.code, job.detail) == (state, code, detail):
+    if (job.state, job.code, job.detail) == (state, code, detail) and job.started is not None:
         return None
-    changes: Changes = {"state": state, "code": code, "detail": detail}
-    changes["ended"] = (job.ended or now) if state in ENDED else None
-    if state == "running" and job.started is None:
-        changes["started"] = start
+    changes: Changes = {"state": state, "code": code, "detail": detail, "started": job.started or start}
+    # When this service first saw a run that had ended before is not when that ended.
+    ended = end if job.started is None else job.ended or end
+    changes["ended"] = ended if state in ENDED else None
     return changes

@@ -252,10 +252,10 @@ class Watcher:
         """Update the row of a run that others train; return whether it changed."""
         status = read_status(path)
         now = self._store.clock()
-        start = min(now, _time_made(path, now))
+        start, end = (min(now, _time_written(path / name, now)) for name in ("run.json", STATE_FILE))
 
         def decide(job: JobRow) -> Changes | None:
-            return changes_for_external(job, status, now, start=start)
+            return changes_for_external(job, status, start=start, end=end)
 
         if decide(row) is None:  # without a query: there may be hundreds of old runs
             return False
@@ -303,10 +303,10 @@ def _external_job(path: Path, home: str) -> NewJob:
     )
 
 
-def _time_made(path: Path, now: datetime) -> datetime:
-    """The time when the folder became a run; `now` where it is one no more."""
+def _time_written(path: Path, now: datetime) -> datetime:
+    """The time when a file was last written; `now` where it is none."""
     try:
-        return datetime.fromtimestamp((path / "run.json").stat().st_mtime, UTC)
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:
         return now
 

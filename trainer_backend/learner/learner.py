@@ -228,6 +228,7 @@ class LocalLearner:
             "warmup/examples": float(result.examples),
             "warmup/steps": float(result.steps),
             "warmup/loss": result.loss,
+            "warmup/answer_tokens_max": float(result.answer_tokens_max),
         }
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:

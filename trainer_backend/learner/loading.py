@@ -14,12 +14,14 @@ from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, put_in, read_adapter, take_out
+from trainer_backend.learner.checkpoints import save_weights
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.models.layout import BASE, base_folder, described, read_config, read_object
 from trainer_backend.models.precision import held_dtype
 from trainer_backend.models.sources import model_folder, remember_chat_settings
+from trainer_backend.rundir.checkpoint_paths import is_whole, model_in
 from trainer_backend.rundir.digests import digest_of, refuse_damaged
 
 
@@ -38,6 +40,33 @@ def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedMode
             hint="It is of another run, or [model] of the job was changed.",
         )
     return _checked(checkpoint, table)
+
+
+def write_merged(folder: Path, to: Path, dtype: str) -> Path:
+    """Write the model of a checkpoint as one plain model folder, for other programs: any adapters merged.
+
+    The sum is made in float32 and rounded once.
+
+    Args:
+        folder: a run (its best checkpoint), a checkpoint, or a model folder.
+        to: the folder to write; it must not exist.
+        dtype: of the weights that are written, by torch's name for it.
+
+    Returns:
+        the checkpoint or model folder that was read.
+
+    Raises:
+        ModelFolderError, CheckpointError: the model is damaged, incomplete, or cannot be written.
+    """
+    if to.exists():
+        raise ModelFolderError("it exists, and nothing is replaced", where=str(to), hint="Name another --to.")
+    checkpoint = model_in(folder)
+    if is_whole(checkpoint):
+        refuse_damaged(checkpoint)
+    model, tokenizer = _checked(checkpoint, ModelTable(path=checkpoint))
+    model.to(getattr(torch, dtype))
+    save_weights(to, model, tokenizer, None)
+    return checkpoint
 
 
 def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:

@@ -31,11 +31,17 @@ LABEL = "label"
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """The outcome of a warm-up; `loss` is the mean log-loss (nats) of a token over the last epoch."""
+    """The outcome of a warm-up.
+
+    Attributes:
+        loss: mean log-loss (nats) of a token over the last epoch.
+        answer_tokens_max: tokens of the longest answer that was imitated, with the one that ends it.
+    """
 
     examples: int
     steps: int
     loss: float
+    answer_tokens_max: int
 
 
 def demonstrations(
@@ -100,7 +106,8 @@ def warm_up(
             losses.append(_step(scorer, optimizer, batch, table, training=training))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
-    return WarmupResult(len(segments), len(losses), sum(last) / len(last))
+    longest = max(len(segment.logprobs) for segment in segments)
+    return WarmupResult(len(segments), len(losses), sum(last) / len(last), longest)
 
 
 def _step(

@@ -59,8 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelFolderError(
             "it holds adapters alone, and no model",
             where=str(folder),
-            hint="With lora.merged_checkpoints = true a run writes checkpoints that other programs load; "
-            "one that has ended writes such a one when it is resumed for one iteration more.",
+            hint=f"`turnwise merge {folder} --to FOLDER` writes the model with its adapters merged.",
         )
     pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
     found = "only pickled weights, which are refused," if pickled else "no weights"

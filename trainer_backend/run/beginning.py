@@ -71,12 +71,14 @@ class ModelSetup:
         table: [model].
         learners: makes the learner, in this process or in another.
         fixed: with [cluster] the folders alone, since the gateways load the policies.
+        max_tokens: that the policy may sample in a decision.
     """
 
     table: ModelTable
     inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
+    max_tokens: int
 
 
 class Models(NamedTuple):
@@ -221,6 +223,12 @@ class Beginning:
             f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
             f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
         )
+        longest, most = metrics["warmup/answer_tokens_max"], self._setup.max_tokens
+        if longest > most:
+            self._reporter.say(
+                f"warm-up: the teacher's longest answer has {longest:.0f} tokens, and rollout.max_tokens "
+                f"({most}) cuts the policy's own short: what is cut calls no tool"
+            )
 
     async def _play(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """Play a plan and return its finished episodes; those of an interrupted start are reused."""

@@ -34,6 +34,7 @@ class TruthSetting(BaseModel):
     Attributes:
         run_id: of the run that stored them.
         checkpoint: name of the run's checkpoint that plays on, or the path of another one.
+        digest: of its weights; None: it has none (a model folder, or a file of before).
         gamma: discount per decision.
         continuations: pairs of continuations for each decision.
         horizon: decisions that a continuation may take; None: as many as its episode has left.
@@ -48,6 +49,7 @@ class TruthSetting(BaseModel):
     run_id: str
     iteration: int
     checkpoint: str
+    digest: str | None = None
     gamma: float
     continuations: int
     horizon: int | None
@@ -104,8 +106,9 @@ class TruthFile:
         file = cls._parse(path)
         if file is None:
             return cls(path, setting, [])
-        if file.setting != setting:
-            difference = _difference(file.setting, setting)
+        known = setting if file.setting.digest else setting.model_copy(update={"digest": None})
+        if file.setting != known:
+            difference = _difference(file.setting, known)
             raise RunDirectoryError(f"{path} was measured with {difference}; --out names another file")
         return file
 

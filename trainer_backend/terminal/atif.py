@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any
 
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, answer_of, exact_tokens
+from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, answer_of, exact_tokens, prompts
 from trainer_backend.core.statistics import step_deltas
 
 VERSION = "ATIF-v1.7"
@@ -34,24 +35,75 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
     if trajectory is None:
         return None
     by_turn = {credit["turn"]: credit for credit in credits}
-    story = _Story()
     prompt_ids = list(_prompt_ids(trajectory.steps))
-    for step, ids in zip(trajectory.steps, prompt_ids, strict=True):
-        shown = story.prompt(step)
-        agent = _decision(step, ids, by_turn.get(step.turn, {}), calls_a_model=bool(trajectory.model))
-        if shown is not None:
-            agent["extra"]["prompt_step_ids"] = shown
-        story.answer(agent, step)
-    story.end(trajectory)
+    tellings = []
+    for steps in _agents(trajectory):
+        story = _Story()
+        for step in steps:
+            shown, ids = story.prompt(step), prompt_ids[step.turn - 1]
+            agent = _decision(step, ids, by_turn.get(step.turn, {}), calls_a_model=bool(trajectory.model))
+            if shown is not None:
+                agent["extra"]["prompt_step_ids"] = shown
+            story.answer(agent, step)
+        story.end(steps, trajectory.full_history)
+        tellings.append((story.steps, steps))
+    main, *others = (_document(rollout, trajectory, told, steps) for told, steps in tellings)
+    main["final_metrics"]["extra"] = _outcome(trajectory)
+    main["extra"] = _about(rollout, trajectory)
+    if others:
+        _embed(main, others, [answer_of(steps[-1]).content for _, steps in tellings[1:]])
+    return main
+
+
+def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps: Sequence[StepData]) -> Json:
     return {
         "schema_version": VERSION,
         "session_id": rollout.rollout_id,
         "trajectory_id": rollout.rollout_id,
         "agent": _agent(trajectory),
-        "steps": story.steps,
-        "final_metrics": _final_metrics(trajectory, len(story.steps)),
-        "extra": _about(rollout, trajectory),
+        "steps": told,
+        "final_metrics": _final_metrics(steps, len(told)),
     }
+
+
+def _agents(trajectory: Trajectory) -> list[list[StepData]]:
+    """The decisions of each agent of an episode, that of the first decision first.
+
+    A captured agent may ask others. Calls are one agent's if their prompts begin with the same message: one
+    that retells or shortens its conversation keeps its system prompt. The steps come back with prompts
+    relative to the agent's own decision before. Every other episode has one agent.
+    """
+    if not (trajectory.env_name.startswith("agent:") or trajectory.env_name == "capture"):
+        return [list(trajectory.steps)]
+    agents: dict[tuple[Any, ...], list[StepData]] = {}
+    last: dict[tuple[Any, ...], tuple[Message, ...]] = {}
+    for step, prompt in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
+        agent = _key(prompt[0])
+        pairs = zip(prompt, last.get(agent, ()), strict=False)
+        reused = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        changes = {"messages": prompt[reused:], "messages_reused": reused}
+        seen = step.observation_data.model_copy(update=changes)
+        agents.setdefault(agent, []).append(step.model_copy(update={"observation_data": seen}))
+        last[agent] = prompt
+    return list(agents.values())
+
+
+def _embed(main: Json, others: Sequence[Json], last_answers: Sequence[str | None]) -> None:
+    """Put the other agents' documents into the first one's, and refer to them where their answers arrived."""
+    main["subagent_trajectories"] = list(others)
+    documents = [main, *others]
+    for number, (document, answer) in enumerate(zip(others, last_answers, strict=True), start=2):
+        document["trajectory_id"] = f"{main['trajectory_id']}~{number}"
+        results = (
+            result
+            for other in documents
+            if other is not document
+            for step in other["steps"]
+            for result in step.get("observation", {}).get("results", ())
+            if answer and result["content"] == answer and "subagent_trajectory_ref" not in result
+        )
+        if (result := next(results, None)) is not None:
+            result["subagent_trajectory_ref"] = [{"trajectory_id": document["trajectory_id"]}]
 
 
 def _agent(trajectory: Trajectory) -> Json:
@@ -64,22 +116,25 @@ def _agent(trajectory: Trajectory) -> Json:
     return _present(agent)
 
 
-def _final_metrics(trajectory: Trajectory, step_count: int) -> Json:
-    infos = [step.step_info for step in trajectory.steps]
+def _final_metrics(steps: Sequence[StepData], step_count: int) -> Json:
+    infos = [step.step_info for step in steps]
     totals = {
         "total_prompt_tokens": _total([info.prompt_tokens for info in infos]),
         "total_completion_tokens": _total([info.completion_tokens for info in infos]),
         "total_steps": step_count,
-        "extra": {
-            "outcome_reward": trajectory.outcome_reward,
-            "outcome_definition": trajectory.outcome_definition,
-            "achievements_counts": trajectory.achievements_counts,
-            "decisions": len(trajectory.steps),
-            "env_steps": trajectory.env_steps,
-            "wall_s": trajectory.wall_s,
-        },
     }
     return _present(totals)
+
+
+def _outcome(trajectory: Trajectory) -> Json:
+    return {
+        "outcome_reward": trajectory.outcome_reward,
+        "outcome_definition": trajectory.outcome_definition,
+        "achievements_counts": trajectory.achievements_counts,
+        "decisions": len(trajectory.steps),
+        "env_steps": trajectory.env_steps,
+        "wall_s": trajectory.wall_s,
+    }
 
 
 def _about(rollout: Rollout, trajectory: Trajectory) -> Json:
@@ -197,15 +252,14 @@ class _Story:
         self.last_answer = len(self.steps)
         self.known[_key(answer_of(step))] = self.last_answer
 
-    def end(self, trajectory: Trajectory) -> None:
+    def end(self, steps: Sequence[StepData], history: Sequence[Message]) -> None:
         """Tell what followed the last answer, and the results that no prompt shows."""
-        history = trajectory.full_history
         if history:
             last = max(index for index, message in enumerate(history) if message.role == "assistant")
             self._tell(history[last:], goes_on=True)
         decisions = (item for item in self.steps if "turn" in item.get("extra", {}))
         texts = {item["message"] for item in self.steps if item["source"] == "user"}
-        for decision, step in zip(decisions, trajectory.steps, strict=True):
+        for decision, step in zip(decisions, steps, strict=True):
             result = step.step_info.tool_result
             if result and "observation" not in decision and (step.tool_calls or result not in texts):
                 sole = step.tool_calls[0].id if len(step.tool_calls) == 1 else None

@@ -77,7 +77,7 @@ def list_jobs(
         print(json.dumps(reply))
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "name", "state", "iteration", "created", ""):
+    for title in ("id", "name", "state", "iteration", "begun", ""):
         table.add_column(title)
     for job in reply["jobs"]:
         cells = (
@@ -85,7 +85,7 @@ def list_jobs(
             job["name"],
             job["state"],
             _iteration(job),
-            job["created"][:19],
+            (job["started"] or "")[:19],
             _detail(job),
         )
         table.add_row(*(Text(word) for word in cells))

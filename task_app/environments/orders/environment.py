@@ -32,11 +32,15 @@ You are at the desk of a shop. Carry out the requests of its customers, and noth
 sent. "3 lamp": set the count of an open order. What is changed wrongly counts against you."""
 
 
+_ROWS_OF_ORDER = 2  # its own, and its product's stock
+
+
 class OrdersConfig(Body):
     """Settings of one desk."""
 
     requests: int = Field(default=2, ge=1, le=4, description="how many, each of another customer")
     rules: bool = Field(default=True, description="tell the rules of the desk before each prompt")
+    marks: bool = Field(default=False, description="put a * before each order that a request is about")
 
 
 class OrdersState(Body):
@@ -76,8 +80,8 @@ class OrdersState(Body):
 class OrdersEnvironment(ToolEnvironment[OrdersState]):
     """One desk; equal seeds and calls give equal episodes in every process. No step draws anything.
 
-    An env step earns the rows that it sets right, less those that it sets wrong; `done` earns 1 if the
-    database is as it should be.
+    An env step earns the rows that it sets right, less those that it sets wrong, so that an order with its
+    stock counts 1 / requests: 1 in all at most. `done` earns another 1 if the database is as it should be.
     """
 
     name = "orders"
@@ -101,7 +105,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         """Find a customer's city and orders."""
         lookups = (*(name for name in self.state.lookups if name != customer), customer)
         self.run("find", self.state.model_copy(update={"lookups": lookups, "note": ""}))
-        return customer_text(self.state.shop, customer)
+        return customer_text(self.state.shop, customer, self._marks())
 
     def cancel(self, order: OrderId) -> str:
         """Cancel an open order."""
@@ -154,7 +158,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
     def show(self) -> tuple[str, Mapping[str, Any]]:
         shop, lookups = self.state.shop, self.state.lookups
         lines = [" ".join(request.words() for request in self.state.requests)]
-        lines += [customer_text(shop, customer) for customer in lookups]
+        lines += [customer_text(shop, customer, self._marks()) for customer in lookups]
         lines += [self.state.note] if self.state.note else []
         data = {
             "requests": [request.model_dump() for request in self.state.requests],
@@ -167,6 +171,9 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         user = Message(role="user", content=observation.text)
         return (Message(role="system", content=SYSTEM), user) if self.config.rules else (user,)
+
+    def _marks(self) -> Sequence[Request]:
+        return self.state.requests if self.config.marks else ()
 
     def _end_order(self, action: str, order_id: int, before: Status, after: Status) -> str:
         row = self._row(action, order_id, before)
@@ -191,17 +198,23 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
 
     def _change(self, action: str, shop: Shop) -> str:
         state = self.state
-        reward = state.shop.differing_rows(state.goal) - shop.differing_rows(state.goal)
+        rows = state.shop.differing_rows(state.goal) - shop.differing_rows(state.goal)
         granted = sum(request.is_granted(shop) for request in state.requests)
         update = {"shop": shop, "best": max(state.best, granted), "note": ""}
-        self.run(action, state.model_copy(update=update), reward=float(reward))
+        self.run(
+            action, state.model_copy(update=update), reward=rows / (_ROWS_OF_ORDER * len(state.requests))
+        )
         return f"{action}: changed"
 
 
-def customer_text(shop: Shop, customer: Customer) -> str:
-    """A customer's rows in a line: `Ann Oslo ; lamp #4 open 2 ; desk #7 sent 1`."""
+def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = ()) -> str:
+    """A customer's rows in a line: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` is of requests."""
+    marked = {request.target(shop) for request in requests if request.product}
     orders = [order for order in shop.orders if order.customer == customer]
-    rows = [f"; {order.product} #{order.id} {order.status} {order.count}" for order in orders]
+    rows = [
+        f"; {'* ' if order in marked else ''}{order.product} #{order.id} {order.status} {order.count}"
+        for order in orders
+    ]
     return " ".join([customer, shop.cities[customer], *rows])
 
 

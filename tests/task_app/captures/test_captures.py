@@ -287,3 +287,6 @@ async def test_a_wrong_policy_is_told_when_the_capture_is_opened():
     async with running_app(boards()) as client:
         answer = await client.post("/captures", json={"policy": {"policy_name": "plannd"}})
         assert (answer.status_code, answer.json()["where"]) == (422, "policy.policy_name")
+        policy = {"policy_name": "planned", "config": {"seed": 3}}  # which takes none
+        answer = await client.post("/captures", json={"policy": policy})
+        assert (answer.status_code, answer.json()["where"]) == (422, "policy.config.seed")

@@ -206,6 +206,34 @@ async def test_no_body_however_odd_is_an_error_of_ours(path):
             assert answer.status_code in (200, 400), (body, answer.text)
 
 
+def nested(levels):
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_a_body_that_is_no_json_or_too_deep_is_a_400_in_the_client_s_own_form(path):
+    bodies = {
+        "{": "no JSON", f'{{"metadata": {nested(201)}}}': "more than 201 levels",
+        f'{{"messages": {nested(5_000)}}}': "more than 201 levels", "[]": "no JSON object",
+    }  # fmt: skip
+    async with captured(TEXT) as (client, _, _):
+        for body, sentence in bodies.items():
+            answer = await client.post(
+                f"v1/{path}", content=body, headers={"Content-Type": "application/json"}
+            )
+            assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
+
+
+async def test_the_schema_of_a_tool_leaves_room_for_the_levels_of_a_stored_rollout():
+    async with captured(TEXT) as (client, _, _):
+        for levels, status in ((189, 200), (190, 400)):
+            tool = {"function": {"name": "f", "parameters": {"a": json.loads(nested(levels))}}}
+            body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+            answer = await client.post("v1/chat/completions", json=body)
+            assert answer.status_code == status, answer.text
+        assert "tools.0.function is nested deeper than 190 levels" in answer.text
+
+
 async def test_a_wrong_model_name_is_a_404_where_names_are_listed():
     async with captured(TEXT, models=["small"]) as (client, _, capture):
         names = [model.id async for model in sdk(client, capture).models.list()]

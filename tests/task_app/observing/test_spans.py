@@ -12,23 +12,30 @@ import pytest
 from task_app.app import create_app
 from task_app.observing.spans import Spans, spans_of
 from task_app.settings import Settings
+from tests.task_app.captures.test_agents import board_of
 from tests.task_app.counting import KEY, boards, rollout
-from tests.task_app.fake_inference import calling, fake_inference, status
+from tests.task_app.fake_inference import calling, completion, fake_inference, status
 from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.served import served_app
 
 HAS_SDK = find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 needs_sdk = pytest.mark.skipif(not HAS_SDK, reason="opentelemetry-sdk is not installed")
 
 
-async def spans_of_rollouts(*rollouts):
-    """The ended spans of rollouts, and the rollouts by id."""
+def memory_and_tracer():
+    """The ended spans of a tracer, and the tracer."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    tracer = provider.get_tracer("test")
+    return memory, provider.get_tracer("test")
+
+
+async def spans_of_rollouts(*rollouts):
+    """The ended spans of rollouts, and the rollouts by id."""
+    memory, tracer = memory_and_tracer()
     app = create_app(Settings(api_keys=(KEY,)), boards=boards(), spans=Spans(tracer))
     transport = httpx.ASGITransport(app)
     async with (
@@ -80,6 +87,36 @@ async def test_an_episode_is_a_span_with_its_model_calls_and_environment_calls_b
         "turnwise.env_name": "counting", "turnwise.outcome_reward": trajectory.outcome_reward,
         "turnwise.stop_reason": "max_decisions", "turnwise.decisions": 2, "turnwise.env_steps": 2,
     }.items()  # fmt: skip
+
+
+# Two calls at once, which arrive by connections of their own.
+TWO_CALLS = """
+def one(number):
+    ask(f"Go {number}.")
+
+
+threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@needs_sdk
+async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
+    memory, tracer = memory_and_tracer()
+    agents = board_of(tmp_path, TWO_CALLS)
+    async with (
+        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        served_app(agents, spans=Spans(tracer)) as (client, _),
+    ):
+        request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
+        assert (await accept(client, request)).status_code == 202
+        ended = await all_of(client, 1)
+    *calls, episode = memory.get_finished_spans()
+    assert [span.name for span in (*calls, episode)] == ["chat tiny", "chat tiny", "invoke_agent openai"]
+    assert {span.parent.span_id for span in calls} == {episode.context.span_id} and episode.parent is None
+    assert [span.attributes["turnwise.turn"] for span in calls] == [1, 2]
+    assert episode.attributes["turnwise.decisions"] == 2 == len(ended["a"].trajectory.steps)
 
 
 @needs_sdk

@@ -62,7 +62,7 @@ def test_the_first_requests_are_the_same_whether_made_alone_or_with_their_stage(
     assert [one.start for one in twice[1::2]] == [one.start for one in twice[::2]]
     assert len({one.policy.config["seed"] for one in twice}) == len({one.rollout_id for one in twice})
     scripted = plan.evaluation("0", policy_name="random", repeats=3, most=1)
-    assert len({one.policy.config["seed"] for one in scripted}) == 3
+    assert len({one.policy.seed for one in scripted}) == 3
     assert plan.warmup(most=1) == plan.warmup()[:1]
 
 

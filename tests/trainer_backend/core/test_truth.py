@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 
 from trainer_backend.core import truth
@@ -146,8 +147,30 @@ def test_the_opposite_of_the_truth_explains_nothing():
 
 
 def test_signs_that_are_lost_in_noise_are_not_compared():
-    truths = [measured(1.0, error=0.4), measured(1.0, error=0.6)]
-    assert truth_score([1.0, -1.0], truths).sign_agreement == 1.0
+    # Student's t of four pairs that chose otherwise is 3.18; one such pair says nothing about the noise.
+    truths = [
+        measured(1.0, error=0.3, pairs=16, others=4),
+        measured(1.0, error=0.33, pairs=16, others=4),
+        measured(1.0, error=0.01, pairs=16, others=1),
+    ]
+    assert truth_score([1.0, -1.0, -1.0], truths).sign_agreement == 1.0
+
+
+@pytest.mark.parametrize("stored_share", [0.0, 0.75, 0.95])
+def test_at_most_five_of_100_signs_are_known_where_there_is_none(stored_share):
+    source, known = np.random.default_rng(2), 0
+    for seed in range(1000):
+        choices = [0 if source.random() < stored_share else 1 + int(source.integers(50)) for _ in range(64)]
+        strata = [
+            (share, [float(choices[index] and source.normal()) for index in members])
+            for share, members in choice_strata(choices, 16, seed)
+        ]
+        mean, error = mean_difference(strata, 64)
+        others = sum(
+            choices[index] != 0 for _, members in choice_strata(choices, 16, seed) for index in members
+        )
+        known += measured(mean, error=error, pairs=16, others=others).is_known
+    assert known <= 60
 
 
 def test_noise_of_the_truth_is_taken_out_of_the_correlation_and_the_error():
@@ -160,16 +183,34 @@ def test_noise_of_the_truth_is_taken_out_of_the_correlation_and_the_error():
     assert score.explained == pytest.approx(1.0, abs=0.03)
 
 
-def test_the_interval_of_a_correlation_holds_it_and_narrows_with_episodes():
-    source = random.Random(1)
+def test_the_interval_of_a_correlation_by_hand():
+    groups = {"a": ([0.0, 1.0], [0.0, 0.5]), "b": ([1.0, 0.0], [1.0, 0.5]), "c": ([2.0, -1.0], [0.0, 1.0])}
 
-    def width(episodes):
-        truths = [measured(source.gauss(0, 1), rollout=str(n // 5)) for n in range(5 * episodes)]
-        score = truth_score([item.advantage + source.gauss(0, 1) for item in truths], truths)
-        assert score.low <= score.correlation <= score.high
-        return score.high - score.low
+    def z(*names):
+        left, right = ([value for name in names for value in groups[name][side]] for side in (0, 1))
+        return math.atanh(np.corrcoef(left, right)[0, 1])
 
-    assert width(200) < width(20) / 2
+    without = [z("b", "c"), z("a", "c"), z("a", "b")]
+    error = math.sqrt(2 / 3 * sum((value - sum(without) / 3) ** 2 for value in without))
+    truths = [measured(value, rollout=name) for name in groups for value in groups[name][1]]
+    score = truth_score([value for name in groups for value in groups[name][0]], truths)
+    half = 4.302652729911275 * error  # Student's t, two degrees of freedom
+    assert score.low == pytest.approx(math.tanh(z(*groups) - half))
+    assert score.high == pytest.approx(math.tanh(z(*groups) + half))
+
+
+@pytest.mark.parametrize("groups", [4, 16])
+def test_the_interval_of_a_correlation_holds_it_in_95_of_100_samples(groups):
+    source, held = np.random.default_rng(1), 0
+    for _ in range(200):
+        # Siblings share half of all variance. T has variance 2, A = T / 2 + noise has 1: 1 / sqrt(2 * 1).
+        shared, own = source.normal(size=(2, groups, 1)), source.normal(size=(2, groups, 10))
+        true = (shared[0] + own[0]).ravel()
+        advantages = 0.5 * true + (0.5 * shared[1] + 0.5 * own[1]).ravel()
+        truths = [measured(value, rollout=str(n // 10)) for n, value in enumerate(true)]
+        score = truth_score(list(advantages), truths)
+        held += score.low <= 1 / math.sqrt(2) <= score.high
+    assert 0.90 * 200 <= held <= 0.99 * 200
 
 
 def test_ranks_see_order_alone_and_share_ties():

@@ -253,3 +253,28 @@ def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
 def test_a_wrong_type_beside_a_loss_is_refused_by_its_key(tables):
     with pytest.raises(JobError, match=r"job.toml: (algorithm\.loss|training) is "):
         parse_job({"model": MODEL, **tables}, where="job.toml")
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        (
+            {"algorithm": {"advantage": "gae", "bootstrap_truncated": True}},
+            "algorithm.bootstrap_truncated = true",
+        ),
+        ({"algorithm": {"advantage": "branch"}}, 'algorithm.advantage = "branch"'),
+        ({"multi_turn": {"enable": True}}, "multi_turn.enable = true"),
+        ({"rollout": {"termination_regex": "Done"}}, 'rollout.termination_regex = "Done"'),
+    ],
+)
+def test_what_an_agent_cannot_have_is_refused_before_anything_is_played(tables, key):
+    base = {"model": MODEL, "training": STEPWISE, **tables}
+
+    def load(env_name):
+        return parse_job(
+            base | {"rollout": {"env_name": env_name, **tables.get("rollout", {})}}, where="job.toml"
+        )
+
+    with pytest.raises(JobError, match=f"{key} has no effect on 'agent:guess'"):
+        load("agent:guess")
+    load("of_mine")

@@ -63,6 +63,17 @@ def test_a_run_that_is_found_late_has_begun_when_it_was_made(store, watcher, run
     assert only(store).started == datetime.fromtimestamp(1_000_000, UTC)
 
 
+def test_a_run_that_is_found_after_its_end_has_begun_and_ended_when_its_files_were_written(
+    store, watcher, run
+):
+    write_state(run.path, replace(STATE, state="ended"))
+    for name, time_s in (("run.json", 1_000_000), ("state.json", 1_000_060)):
+        os.utime(run.path / name, (time_s, time_s))
+    watcher.look(everything=True)
+    times = [datetime.fromtimestamp(time_s, UTC) for time_s in (1_000_000, 1_000_060)]
+    assert [only(store).started, only(store).ended] == times
+
+
 @pytest.mark.parametrize(
     ("state", "held", "seen"),
     [

@@ -28,6 +28,7 @@ from trainer_backend.learner.loading import (
     hold_in,
     load_checkpoint,
     new_weights,
+    write_merged,
 )
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
@@ -288,13 +289,31 @@ def test_whoever_asks_for_merged_checkpoints_gets_the_model_in_each(tokenizer, t
     torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
 
 
+def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(tokenizer, tmp_path: Path):
+    learner = checkpoints_of(tokenizer, tmp_path)
+    adapted = load_checkpoint(learner.config.model, tmp_path / "iteration_1")[0].state_dict()
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        to = tmp_path / "plain" / name
+        write_merged(tmp_path / "iteration_1", to, name)
+        assert not (to / "adapter").exists()
+        stored = load_file(to / "model.safetensors")
+        assert stored and all(torch.equal(tensor, adapted[key].to(dtype)) for key, tensor in stored.items())
+        assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ModelFolderError, match="it exists, and nothing is replaced"):
+        write_merged(tmp_path / "iteration_1", to, "float32")
+    adapter = tmp_path / "iteration_1/adapter/adapter_model.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"damaged.*adapter_model\.safetensors"):
+        write_merged(tmp_path / "iteration_1", tmp_path / "other", "float32")
+
+
 def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path: Path):
     learner = checkpoints_of(tokenizer, tmp_path / "one")
     checkpoints_of(tokenizer, tmp_path / "other", warm=1)
     folder = tmp_path / "one/iteration_1"
     with pytest.raises(ModelFolderError, match="holds adapters alone, and no model") as caught:
         weight_files(folder)
-    assert "lora.merged_checkpoints" in str(caught.value)
+    assert f"turnwise merge {folder} --to" in str(caught.value)
     shutil.rmtree(tmp_path / "one/iteration_0")
     with pytest.raises(ModelFolderError, match="'iteration_0', is not beside it"):
         load_checkpoint(learner.config.model, folder)

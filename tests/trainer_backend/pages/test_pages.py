@@ -140,6 +140,17 @@ def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):
     assert "No rollouts are stored yet" in shown.page(f"/runs/{job_id}/rollouts")
 
 
+def test_the_page_of_a_run_that_failed_says_why_and_promises_no_figures(shown: Shown, tmp_path):
+    job_id = shown.add(empty_run(tiny_job(), tmp_path / "new"), state="running")
+    assert "its figures will stand here." in shown.page(f"/runs/{job_id}")
+    why = "no environment of this name"
+    job = jobs.get(shown.store, job_id)
+    jobs.transition(shown.store, job, state="failed", code="job_invalid", detail=why)
+    text = shown.page(f"/runs/{job_id}")
+    assert why in text and "job_invalid" in text and why in shown.page("/")
+    assert "No iteration has finished yet." in text
+
+
 def test_rollouts_can_be_filtered_sorted_and_paged(shown: Shown, job_id):
     def ids(query):
         return re.findall(

@@ -68,7 +68,7 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     directory, _, _ = stopped
     (before,) = rows_of(directory, "teacher")
     stored = read_rollouts(directory.rollouts_file("warmup"))
-    job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1)
+    job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1, rollout__max_tokens=3)
     again, reporter, progress = train_job(job, directory.path, resume=directory)
     assert progress.iteration == 0
     assert not any(name == "collect teacher" for name, _, _ in reporter.stages)
@@ -80,6 +80,10 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     assert {**after, **played} == before
     (warmup,) = rows_of(again, "warmup")
     assert warmup["warmup/steps"] > 0
+    longest = (
+        f"longest answer has {warmup['warmup/answer_tokens_max']:.0f} tokens, and rollout.max_tokens (3)"
+    )
+    assert any(longest in line for line in reporter.lines), "the policy cannot say what it imitates"
 
 
 def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_checkpoint_to_go_on_from(
@@ -125,7 +129,7 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
-    setup = ModelSetup(job.model, job.inference, LocalFactory(job), FixedSetup())
+    setup = ModelSetup(job.model, job.inference, LocalFactory(job), FixedSetup(), job.rollout.max_tokens)
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 
 

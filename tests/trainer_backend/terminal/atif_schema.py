@@ -1,7 +1,8 @@
 """ATIF v1.7 as a JSON Schema, and what it cannot say.
 
 Written down from RFC 0001 of harbor-framework/harbor (https://harborframework.com/docs/trajectory-format) and
-compared with the models of harbor 0.25.0; parts that no export of ours has (images, sub-agents) are left out.
+compared with the models of harbor 0.25.0; parts that no export of ours has (images, references to files) are
+left out.
 """
 
 from typing import Any
@@ -27,7 +28,10 @@ def _list(items: Json, least: int = 0) -> Json:
 
 COUNT = {"type": "integer", "minimum": 0}
 CALL = _body({"tool_call_id": TEXT, "function_name": TEXT, "arguments": EXTRA}, extra=EXTRA)
-RESULT = _body({}, source_call_id=TEXT, content=TEXT, extra=EXTRA)
+REFERENCE = _body({"trajectory_id": TEXT}, session_id=TEXT, extra=EXTRA)
+RESULT = _body(
+    {}, source_call_id=TEXT, content=TEXT, subagent_trajectory_ref=_list(REFERENCE, least=1), extra=EXTRA
+)
 METRICS = _body(
     {},
     prompt_tokens=INTEGER,
@@ -77,13 +81,14 @@ TRAJECTORY = _body(
         extra=EXTRA,
     ),
     continued_trajectory_ref=TEXT,
+    subagent_trajectories=_list(EXTRA, least=1),
     extra=EXTRA,
 )
 _OF_AGENTS = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
 
 
 def check(document: Json) -> None:
-    """Fail where a document is no trajectory in ATIF v1.7."""
+    """Fail where a document, or one that is embedded in it, is no trajectory in ATIF v1.7."""
     jsonschema.validate(document, TRAJECTORY)
     assert [step["step_id"] for step in document["steps"]] == list(range(1, len(document["steps"]) + 1))
     for step in document["steps"]:
@@ -94,3 +99,19 @@ def check(document: Json) -> None:
         calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
         results = step.get("observation", {}).get("results", ())
         assert {result["source_call_id"] for result in results if "source_call_id" in result} <= calls
+    embedded = document.get("subagent_trajectories", [])
+    ids = [sub["trajectory_id"] for sub in embedded]
+    assert len(set(ids)) == len(ids)
+    for sub in embedded:
+        check(sub)
+
+
+def refs(*documents: Json) -> set[str]:
+    """The embedded documents that their results refer to."""
+    results = [
+        result
+        for document in documents
+        for step in document["steps"]
+        for result in step.get("observation", {}).get("results", ())
+    ]
+    return {ref["trajectory_id"] for result in results for ref in result.get("subagent_trajectory_ref", ())}

@@ -102,6 +102,35 @@ def test_an_agent_and_its_sub_agent_are_told_once_each():
     assert prompt_step_ids(document) == [None, [3, 4], [1, 2]]
 
 
+def test_a_captured_agent_s_sub_agent_is_a_trajectory_of_its_own_where_its_answer_arrived():
+    asked = acted(step(1, [said("system", "s"), said("user", "task")], "ask"), call("c"), call("d"))
+    helper = step(2, [said("system", "you help"), said("user", "part")], "helped")
+    answer = Message(role="assistant", content="ask", tool_calls=(call("c"), call("d")))
+    back = [said("system", "s"), said("user", "task"), answer, result("c", "?"), result("d", "helped")]
+    retold = [said("system", "s"), said("user", "task, so far: helped")]
+    steps = asked, helper, step(3, back, "done"), step(4, retold, "really done")
+    document = told(episode(*steps), env_name="agent:x")
+    (sub,) = document["subagent_trajectories"]
+    assert short(document) == [
+        ("system", "s"), ("user", "task"), ("agent", "ask"), ("agent", "done"),
+        ("user", "task, so far: helped"), ("agent", "really done"),
+    ]  # fmt: skip
+    assert short(sub) == [("system", "you help"), ("user", "part"), ("agent", "helped")]
+    assert (prompt_step_ids(document), prompt_step_ids(sub)) == ([None, None, [1, 5]], [None])
+    assert [item["extra"]["turn"] for item in (sub["steps"][2], document["steps"][3])] == [2, 3]
+    assert results(document, 3) == [("c", "?"), ("d", "helped")]
+    assert atif_schema.refs(document, sub) == {sub["trajectory_id"]} == {f"{document['trajectory_id']}~2"}
+    one, other = document["steps"][2]["observation"]["results"]
+    assert "subagent_trajectory_ref" not in one and other["subagent_trajectory_ref"]
+    assert document["final_metrics"]["extra"]["decisions"] == 4
+
+
+def test_a_capture_whose_prompts_begin_alike_has_one_trajectory():
+    steps = (step(turn, [said("user", "u"), said("user", str(turn))], f"a{turn}") for turn in (1, 2))
+    document = told(episode(*steps), env_name="capture")
+    assert "subagent_trajectories" not in document and prompt_step_ids(document) == [None, [1, 4]]
+
+
 def test_what_was_not_sampled_is_no_training_data():
     opening = [said("user", "2+2?"), said("assistant", "4"), said("user", "3+3?")]
     document = told(episode(step(1, opening, "6")))

@@ -11,7 +11,8 @@ pytest.importorskip("minigrid", reason="minigrid is not installed: pip install '
 from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
 from task_app.environments.babyai.level import level_id
 from task_app.environments.babyai.text import compact_text, full_text
-from task_app.policies.babyai_teacher import BabyAITeacher, BabyAITeacherConfig
+from task_app.policies.babyai_teacher import BabyAITeacher
+from task_app.policies.random_calls import DetourConfig
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 
 
@@ -106,7 +107,7 @@ async def test_a_state_tells_what_is_carried_and_which_part_of_the_mission_is_do
 
 @pytest.mark.parametrize("level", ["GoToLocal", "PutNextLocalS5N3", "UnlockLocal", "GoToSeqS5R2"])
 async def test_the_teacher_accomplishes_missions_also_after_detours(level: str):
-    teacher, detours = BabyAITeacher(BabyAITeacherConfig(epsilon=0.3)), 0
+    teacher, detours = BabyAITeacher(DetourConfig(epsilon=0.3)), 0
     environment = BabyAIEnvironment(BabyAIConfig(level=level, length=200))
     for seed in range(6):
         observation, outcome = environment.reset(seed), None

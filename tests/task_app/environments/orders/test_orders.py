@@ -14,7 +14,8 @@ from task_app.environments.orders.environment import (
     database_key,
 )
 from task_app.environments.orders.shop import CITIES, CUSTOMERS, PRODUCTS, Order, Request, Shop, draw_shop
-from task_app.policies.orders_teacher import OrdersTeacher, OrdersTeacherConfig, next_call
+from task_app.policies.orders_teacher import OrdersTeacher, next_call
+from task_app.policies.random_calls import DetourConfig
 from task_app.protocols import DecisionOutcome, Observation, PolicyObservation, ToolRequest
 
 SHOP = Shop(
@@ -49,7 +50,7 @@ NO_LAMP = Request(customer="Ann", product="lamp")
 def test_a_cancelled_order_sets_its_row_and_its_products_stock_right():
     environment = desk(NO_LAMP)
     outcome = call(environment, "cancel", order=4)
-    assert outcome.env_rewards == (2.0,)
+    assert outcome.env_rewards == (1.0,)
     assert environment.state.shop.stock["lamp"] == 12
     assert outcome.observation.achievements_counts == {"request_1": 1, "exact": 0}
     done = call(environment, "done")
@@ -58,8 +59,8 @@ def test_a_cancelled_order_sets_its_row_and_its_products_stock_right():
 
 def test_a_wrong_change_costs_its_rows_and_the_exact_database():
     environment = desk(NO_LAMP)
-    assert call(environment, "cancel", order=10).env_rewards == (-2.0,)  # Bob's rug, and the stock of rugs
-    assert call(environment, "cancel", order=4).env_rewards == (2.0,)
+    assert call(environment, "cancel", order=10).env_rewards == (-1.0,)  # Bob's rug, and the stock of rugs
+    assert call(environment, "cancel", order=4).env_rewards == (1.0,)
     done = call(environment, "done")
     assert (done.env_rewards, environment.outcome_reward()) == ((0.0,), 0.0)
     assert done.observation.achievements_counts == {"request_1": 1, "exact": 0}
@@ -69,7 +70,7 @@ def test_a_count_that_is_wrong_first_and_right_then_pays_what_it_cost():
     environment = desk(Request(customer="Bob", product="rug", count=5))
     # Both rows, order and stock, differ from the goal before and after a wrong count.
     assert call(environment, "count", order=10, count=1).env_rewards == (0.0,)
-    assert call(environment, "count", order=10, count=5).env_rewards == (2.0,)
+    assert call(environment, "count", order=10, count=5).env_rewards == (1.0,)
     assert environment.state.shop.stock["rug"] == 8
 
 
@@ -100,6 +101,14 @@ def test_the_text_is_the_requests_and_what_was_looked_up_as_it_is_now():
     text = call(environment, "cancel", order=4).observation.text
     assert text == (
         "Ann: no lamp . Bob: move to Rome . Bob: 1 rug .\nAnn Oslo ; lamp #4 cancelled 2 ; desk #7 sent 1"
+    )
+
+
+def test_marks_stand_before_the_orders_that_a_request_is_about():
+    environment = OrdersEnvironment(OrdersConfig(marks=True))
+    environment.reset(3)
+    assert call(environment, "find", customer="Cleo").observation.text == (
+        "Cleo: no lamp . Ann: move to Oslo .\nCleo Bonn ; vase #7 open 1 ; * lamp #12 open 5"
     )
 
 
@@ -144,7 +153,7 @@ def test_a_detour_of_the_teacher_is_marked_and_fits_a_tool():
     environment = OrdersEnvironment()
     observation = environment.reset(0)
     tools = [tool.model_dump(mode="json") for tool in environment.tools()]
-    teacher = OrdersTeacher(OrdersTeacherConfig(epsilon=1.0))
+    teacher = OrdersTeacher(DetourConfig(epsilon=1.0))
     messages = PolicyObservation((), observation.data)
     action, *_ = asyncio.run(teacher.get_action(messages, tools))
     assert action["exploratory"] is True

@@ -17,7 +17,8 @@ from task_app.environments.sokoban.environment import (
 from task_app.environments.sokoban.solver import best_push, is_solvable, key_of, pushes_left
 from task_app.environments.sokoban.text import compact_text
 from task_app.environments.sokoban.worldgen import generate
-from task_app.policies.sokoban_teacher import SokobanTeacher, SokobanTeacherConfig
+from task_app.policies.random_calls import DetourConfig
+from task_app.policies.sokoban_teacher import SokobanTeacher
 from task_app.protocols import DecisionOutcome, Observation, PolicyObservation, ToolRequest, steps_quickly
 
 # One push right solves it: from the left of the box, three moves away.
@@ -185,7 +186,7 @@ def test_a_detour_of_the_teacher_is_marked():
     environment = SokobanEnvironment(SokobanConfig(text="compact"))
     observation = environment.reset(0)
     messages = PolicyObservation((), observation.data)
-    action, *_ = asyncio.run(SokobanTeacher(SokobanTeacherConfig(epsilon=1.0)).get_action(messages, []))
+    action, *_ = asyncio.run(SokobanTeacher(DetourConfig(epsilon=1.0)).get_action(messages, []))
     assert action["exploratory"] is True
 
 
