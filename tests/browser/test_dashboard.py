@@ -216,7 +216,7 @@ def test_a_stream_that_was_refused_comes_back_and_meanwhile_the_page_says_that_i
         page.locator(".state.running").wait_for()
         Path(jobs.get(behind.store, job_id).run_dir, "iterate").touch()
         page.locator("#head", has_text="1 of ").wait_for()
-        assert page.locator("#told").inner_text() == ""
+        page.wait_for_function("document.querySelector('#told').innerText === ''")
         assert seen.complaints == []
 
 

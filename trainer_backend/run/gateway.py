@@ -20,7 +20,7 @@ import aiohttp
 from service_kit.children import READY, last_line
 from service_kit.server import Listener
 from shared_schemas.base import Body
-from trainer_backend.errors import EngineTimeout, InferenceError, JobError, WeightsRefused
+from trainer_backend.errors import EngineStopped, EngineTimeout, InferenceError, JobError, WeightsRefused
 from trainer_backend.inference.versions import LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
@@ -381,7 +381,7 @@ class Gateway:
             self._forward.lead_to(url)
 
     async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout, child = aiohttp.ClientTimeout(total=timeout_s), self._child
         try:
             async with self._session.request(
                 method, self._listener.url + path, data=body, timeout=timeout
@@ -391,8 +391,20 @@ class Gateway:
                     return dict(reply)
         except TimeoutError as error:
             raise EngineTimeout(f"{self.name} did not answer {path} within {timeout_s:g} s") from error
+        if reply.get("code") == EngineStopped.code and await self._ends(child):
+            raise ConnectionResetError(f"{self.name} ended with its engine")
         kind = WeightsRefused if reply.get("code") == WeightsRefused.code else InferenceError
         raise kind(f"{self.name}: {reply.get('detail')}", where=reply.get("where"), hint=reply.get("hint"))
+
+    async def _ends(self, child: Process | None) -> bool:
+        """Whether the process ends by itself, as one does whose engine has; it may take a moment."""
+        try:
+            async with asyncio.timeout(_STOP_S):
+                while self._child is child and self._ready.is_set():
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            return False
+        return True
 
     def _last_line(self) -> str:
         return last_line(self._log_file)[:_SHOWN] or "(nothing)"

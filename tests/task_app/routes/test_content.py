@@ -42,7 +42,9 @@ def refused(answer):
 
 
 def test_every_route_with_a_body_refuses_it_and_wherever_it_stands(app, client):
-    paths = [path for path, methods in app.openapi()["paths"].items() if "post" in methods]
+    posts = [path for path, methods in app.openapi()["paths"].items() if "post" in methods]
+    # A model call of a capture is refused in the form of its dialect.
+    paths = [path for path in posts if not path.startswith("/captures/{capture_id}/v1/")]
     assert len(paths) > 25
     tries = [(path, b'{"x": NaN}') for path in paths]
     for value in UNFIT.values():

@@ -59,6 +59,11 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if SCRIPT == "dies in loads":
             end(9, f"no memory for version {json.loads(body)['number']}")
+        elif SCRIPT == "outlives its engine" and is_first("answered"):
+            self.answer(json.dumps({"code": "engine_stopped", "detail": "its process has ended"}), status=503)
+            self.wfile.flush()
+            wait_for("end")
+            end(1, "the engine's process has ended")
         elif SCRIPT == "breaks in loads":
             end(3, "its engine has failed")
         elif SCRIPT == "answers after its end":
@@ -75,8 +80,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             end(7, "its last words")
 
-    def answer(self, text: str) -> None:
-        self.send_response(200)
+    def answer(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())

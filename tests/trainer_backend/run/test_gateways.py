@@ -366,6 +366,18 @@ async def test_a_process_that_started_with_the_version_before_a_load_serves_nobo
     assert reporter.lines[-1] == "gateway_0 serves version 1 again"
 
 
+async def test_a_load_that_meets_a_dead_engine_before_its_gateway_ended_is_asked_again(
+    scripted: Scripted, tmp_path: Path
+):
+    async with scripted("outlives its engine") as (server, reporter):
+        publish = asyncio.ensure_future(server.publish(1))
+        while not (tmp_path / "answered").exists():
+            await asyncio.sleep(0.01)
+        (tmp_path / "end").touch()
+        await publish
+    assert reporter.lines[0] == "gateway_0 ended with exit code 1, and is started again"
+
+
 def test_a_load_may_take_as_long_as_a_pool_of_servers_allows_itself():
     table = tiny_job(inference={"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256}).inference
     assert load_s(table.model_copy(update={"replica_wait_s": 900.0})) == 600 + 3 * 900
