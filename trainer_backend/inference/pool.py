@@ -262,9 +262,8 @@ class ReplicaPool:
                 none_since = None
             else:
                 none_since = none_since or time.monotonic()
-                too_long = time.monotonic() - none_since > self._wait_s
-                if too_long and self._waiting and not self._breakdown.done():
-                    self._breakdown.set_result(self._nobody())
+                if self._waiting and time.monotonic() - none_since > self._wait_s:
+                    self._break_down()
 
     def _renew_those_away(self) -> None:
         now = time.monotonic()
@@ -374,6 +373,9 @@ class ReplicaPool:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await woken.wait()
             except TimeoutError as error:
+                # Not left to `_look_after`, which may find nobody waiting any more.
+                if not self._any_serves:
+                    self._break_down()
                 raise EngineStopped(self._nobody()) from error
 
     def _choose(self, session: str, failed: set[Replica]) -> Replica | None:
@@ -429,6 +431,12 @@ class ReplicaPool:
             waiting, self._waiting = self._waiting, []
         for loop, woken in waiting:
             loop.call_soon_threadsafe(woken.set)
+
+    def _break_down(self) -> None:
+        """End the run: no request can be sampled. Both threads may find that."""
+        with self._lock:
+            if not self._breakdown.done():
+                self._breakdown.set_result(self._nobody())
 
     def _nobody(self) -> str:
         key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"

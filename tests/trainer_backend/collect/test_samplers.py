@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import PolicySpec, RolloutRequest
 from trainer_backend.collect.plan import Inference, Planner, retried
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.mixture_history import Past
@@ -102,12 +102,17 @@ def test_ten_thousand_rollouts_of_several_policies_are_shared_out():
         assert abs(found[policy] - 10_008 * share) <= 5 * (10_008 * share * (1 - share)) ** 0.5
 
 
+def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
+    """Until there was `policy.seed`, the seed of a scripted policy was one of its settings."""
+    return policy.config if policy.seed is None else {"seed": policy.seed, **policy.config}
+
+
 def test_the_plan_of_a_job_without_fixed_policies_is_what_it_was_before_there_were_any():
     job = load_job(ROOT / "configs/crafter_cpu.toml").config
     plan = Planner.of(job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256))
     stages = (plan.training(1), plan.refill(3, 1, 5), plan.evaluation("0"), plan.warmup(), plan.prompts(3))
     told = [
-        [request.rollout_id, request.group_id, request.start.seed, request.policy.config]
+        [request.rollout_id, request.group_id, request.start.seed, config_with_seed(request.policy)]
         for requests in stages
         for request in requests
     ]

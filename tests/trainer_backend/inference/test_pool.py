@@ -11,7 +11,7 @@ import pytest
 from bench.scale_model import SimulatedReplica, Speed
 from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import WeightsRefused
+from trainer_backend.errors import EngineStopped, WeightsRefused
 from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.versions import WeightAddress
@@ -96,3 +96,22 @@ def test_sessions_of_a_replica_that_refuses_a_version_move_at_once():
     found, seconds = served([Noting("http://0", 3.0), refusing])
     assert found == {"0a": 2, "1b": 1, "0b": 1, "0c": 2, "1d": 1, "0d": 1}
     assert seconds < 3.5 + 0.1 + 3.5 + 1.0
+
+
+def test_a_request_that_nobody_took_in_time_ends_the_run_by_itself():
+    """The one who looks after the replicas may look when this request waits no more."""
+
+    async def work() -> str:
+        engine = Noting("http://0", 3.0)
+        pool = ReplicaPool([engine], wait_s=2.0, tell=lambda line: None)
+        await pool.publish(Publication(0, Path("weights"), CANARY))
+        engine.refused = 1
+        with pytest.raises(WeightsRefused, match="no replica serves version 1"):
+            await pool.publish(Publication(1, Path("weights"), CANARY))
+        assert not pool.breakdown.done(), "nobody has asked"
+        with pytest.raises(EngineStopped, match=r"no replica has served for 2 s .*http://0: no$"):
+            await asked(pool)
+        return pool.breakdown.result(timeout=0)
+
+    reason, _ = in_virtual_time(work())
+    assert reason.startswith("no replica has served for 2 s")
