@@ -201,13 +201,11 @@ def changes_for_external(job: JobRow, status: RunStatus, *, start: datetime, end
 
     Args:
         start: when the run was made, which may be long before this service has found it.
-        end: when its process last wrote its state, which may be long before that too.
+        end: when it ended, if it has; this may be long before that too.
     """
     state, code, detail = state_of_run(status)
     if (job.state, job.code, job.detail) == (state, code, detail) and job.started is not None:
         return None
     changes: Changes = {"state": state, "code": code, "detail": detail, "started": job.started or start}
-    # When this service first saw a run that had ended before is not when that ended.
-    ended = end if job.started is None else job.ended or end
-    changes["ended"] = ended if state in ENDED else None
+    changes["ended"] = end if state in ENDED else None
     return changes

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -24,7 +25,7 @@ from trainer_backend.jobs.slots import ANSWER_S, Line
 from trainer_backend.jobs.states import changes_for_external
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.spool import LEDGER_FILE
-from trainer_backend.rundir.state import LOG_FILE, STATE_FILE, read_status
+from trainer_backend.rundir.state import FINAL, LOG_FILE, STATE_FILE, RunStatus, read_status
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes, NewJob
@@ -252,7 +253,7 @@ class Watcher:
         """Update the row of a run that others train; return whether it changed."""
         status = read_status(path)
         now = self._store.clock()
-        start, end = (min(now, _time_written(path / name, now)) for name in ("run.json", STATE_FILE))
+        start, end = min(now, _time_written(path / "run.json", now)), min(now, _end(status, path, now))
 
         def decide(job: JobRow) -> Changes | None:
             return changes_for_external(job, status, start=start, end=end)
@@ -301,6 +302,14 @@ def _external_job(path: Path, home: str) -> NewJob:
         run_dir=path,
         run_id=run.run_id,
     )
+
+
+def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
+    """When a run ended that has: as it said, or when its process, which was killed, last wrote its state."""
+    if status.state is not None and status.state.state in FINAL:
+        with suppress(ValueError):
+            return datetime.fromisoformat(status.state.since).astimezone(UTC)
+    return _time_written(path / STATE_FILE, now)
 
 
 def _time_written(path: Path, now: datetime) -> datetime:

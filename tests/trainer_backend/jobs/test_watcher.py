@@ -63,15 +63,30 @@ def test_a_run_that_is_found_late_has_begun_when_it_was_made(store, watcher, run
     assert only(store).started == datetime.fromtimestamp(1_000_000, UTC)
 
 
-def test_a_run_that_is_found_after_its_end_has_begun_and_ended_when_its_files_were_written(
-    store, watcher, run
-):
-    write_state(run.path, replace(STATE, state="ended"))
+@pytest.mark.parametrize(
+    ("state", "end_s"),
+    [
+        pytest.param(
+            replace(STATE, state="ended", since="1970-01-12T13:47:20+00:00"), 1_000_040, id="as it said"
+        ),
+        pytest.param(STATE, 1_000_060, id="killed, so when it last wrote"),
+    ],
+)
+def test_a_run_that_is_found_after_its_end_ended_then(store, watcher, run, state, end_s):
+    write_state(run.path, state)
     for name, time_s in (("run.json", 1_000_000), ("state.json", 1_000_060)):
         os.utime(run.path / name, (time_s, time_s))
     watcher.look(everything=True)
-    times = [datetime.fromtimestamp(time_s, UTC) for time_s in (1_000_000, 1_000_060)]
+    times = [datetime.fromtimestamp(time_s, UTC) for time_s in (1_000_000, end_s)]
     assert [only(store).started, only(store).ended] == times
+
+
+def test_a_run_that_ends_again_has_ended_when_it_last_did(store, watcher, run):
+    for hour in (1, 2):  # nobody has seen it run in between
+        state = replace(STATE, state="failed", code=f"x{hour}", since=f"2026-01-01T0{hour}:00:00+00:00")
+        write_state(run.path, state)
+        watcher.look(everything=True)
+        assert only(store).ended == datetime(2026, 1, 1, hour, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
