@@ -143,9 +143,7 @@ def judge_episode(stage: str, played: Trajectory, asked: RolloutRequest | None, 
         return  # not planned at all: said already
     sampling = played.steps[0].sampling
     drawn = None if sampling is None else sampling.seed
-    wanted = (
-        None if stage == "warmup" else decision_seed(asked.policy.config["seed"], 1)
-    )  # a teacher has none
+    wanted = None if stage == "warmup" else decision_seed(asked.policy.seed, 1)  # a teacher has none
     seen.hold(f"{stage}: seed of the world", holds=played.seed == asked.start.seed)
     seen.hold(f"{stage}: seed of the sampler", holds=drawn == wanted)
 

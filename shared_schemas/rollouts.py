@@ -107,7 +107,7 @@ class PolicySpec(Body):
     policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
     seed: Seed | None = Field(
-        default=None, description="goes into a config that has such a field and does not name it"
+        default=None, description="goes into a config that has such a field and does not set it"
     )
     inference_key: InferenceKey | None = None
 

@@ -256,8 +256,9 @@ class PlugBoards:
         """Build the named policy; errors name the body path below `where`."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
-        if context.seed is not None and _takes_seed(plugin.config):
-            complete.setdefault("seed", context.seed)
+        seed_names = _names_of_seed(plugin.config)
+        if context.seed is not None and seed_names and seed_names.isdisjoint(complete):
+            complete["seed"] = context.seed
         settings = validated(plugin.config, complete, where=where + "config")
         try:
             return plugin.build(settings, replace(context, boards=self))
@@ -276,14 +277,18 @@ class PlugBoards:
         return EnvironmentPlugin(kind.config, lambda config: kind.build(argument, config, self.reach))
 
 
-def _takes_seed(config: type[Body]) -> bool:
-    """Whether a field has that name or alias, or any key is taken."""
-    names = set(config.model_fields)
-    for field_ in config.model_fields.values():
+def _names_of_seed(config: type[Body]) -> set[str]:
+    """The names by which a config takes the setting "seed"; empty if it takes none."""
+    by_name = config.model_config.get("populate_by_name") or config.model_config.get("validate_by_name")
+    for name, field_ in config.model_fields.items():
         alias = field_.validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
-        names.update(choice for choice in choices if isinstance(choice, str))
-    return "seed" in names or config.model_config.get("extra") == "allow"
+        names = {choice for choice in choices if isinstance(choice, str)}
+        if alias is None or by_name:
+            names.add(name)
+        if "seed" in names:
+            return names
+    return {"seed"} if config.model_config.get("extra") == "allow" else set()
 
 
 def _resolve_name(

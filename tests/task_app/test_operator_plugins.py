@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pydantic import Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from service_kit.errors import SettingsError
 from shared_schemas.base import Body
@@ -95,28 +95,35 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str, told: str)
         with_plugins(default_plug_boards(), [tmp_path / name])
 
 
+BY_NAME = {"model_config": ConfigDict(validate_by_name=True, validate_by_alias=True)}
+DRAW = {"__annotations__": {"draw": int}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "taken"),
+    ("fields", "taken", "own"),
     [
-        ({"__annotations__": {"level": int}, "level": 1}, None),
-        ({"__annotations__": {"seed": int}, "seed": 1}, 7),
-        ({"__annotations__": {"draw": int}, "draw": Field(1, alias="seed")}, 7),
+        ({"__annotations__": {"level": int}, "level": 1}, None, None),
+        ({"__annotations__": {"seed": int}, "seed": 1}, 7, "seed"),
+        ({**DRAW, "draw": Field(1, alias="seed")}, 7, "seed"),
+        ({**DRAW, **BY_NAME, "draw": Field(1, alias="seed")}, 7, "draw"),
+        ({**DRAW, "draw": Field(1, validation_alias=AliasChoices("seed", "of"))}, 7, "of"),
+        ({"__annotations__": {"seed": int}, "seed": Field(1, alias="own")}, None, "own"),
     ],
 )
-def test_the_seed_of_a_job_reaches_every_config_that_takes_it(fields, taken):
+def test_the_seed_of_a_job_reaches_every_config_that_takes_it(fields, taken, own):
     config = type("Config", (Body,), {"__module__": __name__, **fields})
     given = []
     plug = PolicyPlugin(config, lambda config, context: given.append(config) or RandomPolicy())
     context = PolicyContext(Settings(), session=None, seed=7)
     board = replace(default_plug_boards(), policies={"p": plug})
     board.policy("p", {}, context)
-    assert next((value for name, value in given[0] if name in ("seed", "draw")), None) == taken
+    assert next(value for _, value in given[0]) == (1 if taken is None else taken)
     if taken is None:
         with pytest.raises(InvalidRequest, match="unknown key 'seed'"):
             board.policy("p", {"seed": 7}, context)
-        return
-    board.policy("p", {"seed": 8}, context)
-    assert next(value for name, value in given[1] if name in ("seed", "draw")) == 8
+    if own is not None:
+        board.policy("p", {own: 8}, context)
+        assert next(value for _, value in given[1]) == 8
 
 
 async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):

@@ -82,12 +82,12 @@ class Players:
         server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
-        config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed), seed=seed)
-        return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server)
+        config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed))
+        return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
         """How a policy of the task app is asked, whose config may name the actor's server."""
-        return _spec(name, config, self.servers.get(ACTOR), seed=derived_seed(self.seed, purpose, group))
+        return _spec(name, config, self.servers.get(ACTOR), derived_seed(self.seed, purpose, group))
 
     def evaluated(
         self, rollout_id: str, group: int, config: Mapping[str, Any], *, repeat: int = 0
@@ -97,8 +97,8 @@ class Players:
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
         temperature = self.held_out.temperature_beside(rollout)
         sampling = rollout.sampling_of().model_copy(update={"temperature": temperature})
-        own = model_config(self.multi_turn, server, sampling, seed=seed)
-        return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server)
+        own = model_config(self.multi_turn, server, sampling)
+        return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server, seed)
 
     def env(self, origin: Origin) -> EnvSpec:
         rollout = self.rollout
@@ -416,9 +416,7 @@ class Planner:
         )
 
 
-def _spec(
-    name: str, config: Mapping[str, Any], server: Inference | None, *, seed: int | None = None
-) -> PolicySpec:
+def _spec(name: str, config: Mapping[str, Any], server: Inference | None, seed: int) -> PolicySpec:
     """A policy with the key of the server, where its config names that server's address."""
     asks_it = server is not None and config.get("inference_url") == server.url
     key = server.key if server and asks_it else None

@@ -250,9 +250,7 @@ class Inference:
         )
 
 
-def model_config(
-    table: MultiTurnTable, inference: Inference, sampling: Sampling, *, seed: int
-) -> dict[str, Any]:
+def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling) -> dict[str, Any]:
     """Return the config of a policy that calls a model."""
     return {
         "inference_url": inference.url,
@@ -263,7 +261,6 @@ def model_config(
         "max_tokens": sampling.max_tokens,
         **({"max_model_length": min(_lengths(table, inference))} if table.enable else {}),
         **inference.asks,
-        "seed": seed,
     }
 
 

@@ -31,6 +31,7 @@ from trainer_backend.plugins import estimator
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 # Stands for a port that the job leaves open; a list of hosts cannot name it.
 _ANY_PORT = 1
+_SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,15 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
                 name_key="warmup.policy_name",
                 config_key="warmup.policy_config",
                 config=planner.teacher.policy_config,
-                job_keys={},
+                job_keys=_SEED_KEY,
             )
         )
     elif preset:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
         policies.append(
-            _StagePolicy(planner.prompts(1)[0].policy, name_key=key, config_key=key, config={}, job_keys={})
+            _StagePolicy(
+                planner.prompts(1)[0].policy, name_key=key, config_key=key, config={}, job_keys=_SEED_KEY
+            )
         )
     return policies
 

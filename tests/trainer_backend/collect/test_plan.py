@@ -41,7 +41,7 @@ def test_siblings_share_a_world_and_nothing_else_of_their_seeds():
     assert [request.group_id for request in requests] == ["train/1/0"] * 3 + ["train/1/1"] * 3
     worlds = [request.start.seed for request in requests]
     assert worlds[0] == worlds[1] == worlds[2] != worlds[3] == worlds[4] == worlds[5]
-    assert len({request.policy.config["seed"] for request in requests}) == 6
+    assert len({request.policy.seed for request in requests}) == 6
     assert len({request.rollout_id for request in requests}) == 6
 
 
@@ -60,7 +60,7 @@ def test_the_first_requests_are_the_same_whether_made_alone_or_with_their_stage(
     twice = plan.evaluation("0", repeats=2)
     assert twice[::2] == plan.evaluation("0"), "the first time is as without repeats"
     assert [one.start for one in twice[1::2]] == [one.start for one in twice[::2]]
-    assert len({one.policy.config["seed"] for one in twice}) == len({one.rollout_id for one in twice})
+    assert len({one.policy.seed for one in twice}) == len({one.rollout_id for one in twice})
     scripted = plan.evaluation("0", policy_name="random", repeats=3, most=1)
     assert len({one.policy.seed for one in scripted}) == 3
     assert plan.warmup(most=1) == plan.warmup()[:1]
@@ -168,7 +168,7 @@ def test_a_refill_asks_for_as_many_groups_as_it_is_told_on_worlds_of_its_round()
     assert first == planner().refill(2, 1, groups=2)
     asked = [*worlds(plan.training(2)), *worlds(first), *worlds(second), *worlds(plan.refill(3, 1, groups=2))]
     assert len(set(asked)) == len(asked) == 7
-    seeds = [request.policy.config["seed"] for request in (*plan.training(2), *first, *second)]
+    seeds = [request.policy.seed for request in (*plan.training(2), *first, *second)]
     assert len(set(seeds)) == len(seeds)
 
 
@@ -251,7 +251,7 @@ def test_branches_have_what_is_left_of_their_parents_limits_and_draws_of_their_o
     assert [request.start.parent_turn for request in requests[::2]] == [1, 2, 1]
     assert [request.limits.max_decisions for request in requests[::2]] == [3, 2, 3]
     assert [request.limits.max_invalid_decisions for request in requests[::2]] == [2, 1, 3]
-    assert len({request.policy.config["seed"] for request in [*requests, first, second]}) == 8
+    assert len({request.policy.seed for request in [*requests, first, second]}) == 8
     assert requests == job.branches([parent(first, 3, invalid=2), parent(retried(second), 2)])
     assert len({retried(request).rollout_id for request in requests}) == 6
 

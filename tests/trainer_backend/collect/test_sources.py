@@ -57,7 +57,7 @@ def test_a_row_is_what_siblings_share():
     assert first.group_id == f"train/1/0/train/{number}"
     assert first.env.config == {"prompt": f"What is {number}?"}
     assert first.ground_truth == number
-    assert len({request.policy.config["seed"] for request in planner().training(1)}) == 6
+    assert len({request.policy.seed for request in planner().training(1)}) == 6
 
 
 @settings(max_examples=60, deadline=None)
