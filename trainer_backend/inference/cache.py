@@ -12,8 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers import __version__ as transformers_version
 
 FIRST_CAPACITY = 128
+# What the models of `transformers` call a cache that they are given. 5.24 renamed it, in all of them.
+_IS_RENAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 24)
+CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 
 
 class RowCache(Protocol):

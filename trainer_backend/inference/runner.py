@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.cache import CACHE_NAME, SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
 from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
 from trainer_backend.inference.request import Request
@@ -179,7 +179,7 @@ class TransformersRunner:
         tokens = tokens_for(self._model, ids_BQ, low)
         with nullcontext() if low is None else torch.autocast(self._device.type, dtype=low):
             output = self._model(
-                **tokens, **positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+                **tokens, **positions, **{CACHE_NAME: self.cache}, use_cache=True, logits_to_keep=1
             )
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV

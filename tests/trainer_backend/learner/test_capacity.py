@@ -12,7 +12,7 @@ from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, seg
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import MemoryNeeds, MemoryUse, activations, memory_needs
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.cache import CACHE_NAME, SlotCache
 from trainer_backend.learner.attention import BlockMask, ByLength
 from trainer_backend.learner.capacity import (
     MemoryPlan,
@@ -156,7 +156,7 @@ def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_ha
     cache = SlotCache(slots=5, max_len=200)
     with torch.inference_mode():
         cache.begin_prefill(first_row=0, length=200)
-        served(input_ids=torch.ones((1, 200), dtype=torch.int64), past_key_values=cache, use_cache=True)
+        served(input_ids=torch.ones((1, 200), dtype=torch.int64), use_cache=True, **{CACHE_NAME: cache})
     shape = model_shape(served.config, None)
     job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
     planned = memory_needs(
