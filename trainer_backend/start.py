@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import secrets
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -39,6 +40,8 @@ from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.train import Run, train, work_left
+
+_WITH_TORCH = "trainer_backend.learner.factory"
 
 
 class Ended(NamedTuple):
@@ -118,12 +121,13 @@ async def learner_factory(
     """What makes the learner of a run until the context is left: this process, or with [cluster] another."""
     if job.cluster is None:
         # torch: with [cluster] only the learner's process imports it.
-        collects = gc.isenabled()
+        collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
         gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
         try:
             from trainer_backend.learner.factory import LocalFactory
         finally:
-            gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports
+            if is_first:
+                gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports
             if collects:
                 gc.enable()
         yield LocalFactory(job)

@@ -117,7 +117,8 @@ class Spans:
         }
         return _opened(self.tracer, "invoke_agent", facts, is_root=True)
 
-    def decision(self, policy: AgentPolicy, turn: int) -> AbstractContextManager[Notes]:
+    def decision(self, policy: AgentPolicy, turn: int | None) -> AbstractContextManager[Notes]:
+        """The span of a policy's answer; `turn` is None where only the answer decides it."""
         if self.tracer is None:
             return _NOTHING
         name, model = policy_name(policy), getattr(getattr(policy, "config", None), "model", None)

@@ -65,7 +65,11 @@ def write_merged(folder: Path, to: Path, dtype: str) -> Path:
         refuse_damaged(checkpoint)
     model, tokenizer = _checked(checkpoint, ModelTable(path=checkpoint))
     model.to(getattr(torch, dtype))
-    save_weights(to, model, tokenizer, None)
+    try:
+        save_weights(to, model, tokenizer, None)
+    except CheckpointError as error:
+        hint = "Name a folder with --to where you may write, on a disk with room for the whole model."
+        raise ModelFolderError(error.detail, hint=hint) from error
     return checkpoint
 
 

@@ -120,6 +120,22 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
 
 
 @needs_sdk
+async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
+    memory, tracer = memory_and_tracer()
+    agents = board_of(tmp_path, 'ask("Go.")')
+    async with (
+        fake_inference(status(500, {})) as server,
+        served_app(agents, spans=Spans(tracer)) as (client, _),
+    ):
+        request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
+        assert (await accept(client, request)).status_code == 202
+        await all_of(client, 1)
+    call, *_ = memory.get_finished_spans()
+    assert call.name == "chat tiny" and call.attributes["error.type"]
+    assert "turnwise.turn" not in call.attributes
+
+
+@needs_sdk
 async def test_siblings_at_the_same_time_have_traces_of_their_own():
     spans, _ = await spans_of_rollouts(*(rollout(f"a/{number}") for number in range(3)))
     episodes = {span.context.trace_id for span in spans if span.name.startswith("invoke_agent")}

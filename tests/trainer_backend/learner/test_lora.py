@@ -301,6 +301,10 @@ def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(t
         assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ModelFolderError, match="it exists, and nothing is replaced"):
         write_merged(tmp_path / "iteration_1", to, "float32")
+    with pytest.raises(
+        ModelFolderError, match=r"could not be written: .*Not a directory.*Name a folder with --to"
+    ):
+        write_merged(tmp_path / "iteration_1", to / "config.json" / "below", "float32")
     adapter = tmp_path / "iteration_1/adapter/adapter_model.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=r"damaged.*adapter_model\.safetensors"):
