@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import takewhile
+from math import inf
+from operator import itemgetter
 from typing import Any
 
 from shared_schemas.messages import Message, ToolCall
@@ -36,8 +38,9 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
         return None
     by_turn = {credit["turn"]: credit for credit in credits}
     prompt_ids = list(_prompt_ids(trajectory.steps))
-    tellings = []
-    for steps in _agents(trajectory):
+    agents = _agents(trajectory)
+    stories = []
+    for steps in agents:
         story = _Story()
         for step in steps:
             shown, ids = story.prompt(step), prompt_ids[step.turn - 1]
@@ -46,12 +49,15 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
                 agent["extra"]["prompt_step_ids"] = shown
             story.answer(agent, step)
         story.end(steps, trajectory.full_history)
-        tellings.append((story.steps, steps))
-    main, *others = (_document(rollout, trajectory, told, steps) for told, steps in tellings)
+        stories.append(story)
+    main, *others = (
+        _document(rollout, trajectory, story.steps, steps)
+        for story, steps in zip(stories, agents, strict=True)
+    )
     main["final_metrics"]["extra"] = _outcome(trajectory)
     main["extra"] = _about(rollout, trajectory)
     if others:
-        _embed(main, others, [answer_of(steps[-1]).content for _, steps in tellings[1:]])
+        _embed(main, others, stories, [steps[-1] for steps in agents])
     return main
 
 
@@ -88,21 +94,25 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
     return list(agents.values())
 
 
-def _embed(main: Json, others: Sequence[Json], last_answers: Sequence[str | None]) -> None:
-    """Put the other agents' documents into the first one's, and refer to them where their answers arrived."""
+def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
+    """Put the other agents' documents into the first one's, and refer to them where their answers arrived.
+
+    An answer arrives as a result that a prompt shows after that agent's last decision, `ends`. So no two
+    documents refer to each other. What no prompt shows came last, and counts in the first document alone.
+    """
     main["subagent_trajectories"] = list(others)
-    documents = [main, *others]
-    for number, (document, answer) in enumerate(zip(others, last_answers, strict=True), start=2):
-        document["trajectory_id"] = f"{main['trajectory_id']}~{number}"
-        results = (
-            result
-            for other in documents
-            if other is not document
-            for step in other["steps"]
-            for result in step.get("observation", {}).get("results", ())
+    for number, document in enumerate(others, start=1):
+        document["trajectory_id"] = f"{main['trajectory_id']}~{number + 1}"
+        answer, turn = answer_of(ends[number]).content, ends[number].turn
+        arrived = [
+            (shown, result)
+            for place, story in enumerate(stories)
+            for shown, result in story.results
             if answer and result["content"] == answer and "subagent_trajectory_ref" not in result
-        )
-        if (result := next(results, None)) is not None:
+            if shown > turn and place != number and (shown < inf or place == 0)
+        ]
+        if arrived:
+            _, result = min(arrived, key=itemgetter(0))
             result["subagent_trajectory_ref"] = [{"trajectory_id": document["trajectory_id"]}]
 
 
@@ -224,13 +234,17 @@ class _Story:
     Attributes:
         prompt_ids: step_id of each message of the last prompt.
         known: step_id of each message that was told, by what it says.
-        answers: the step_id of the last decision.
+        last_answer: the step_id of the last decision.
+        turn: of the decision whose prompt is told; inf once all are.
+        results: every result, with the turn whose prompt shows it first; inf: none does.
     """
 
     steps: list[Json] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     known: dict[tuple[Any, ...], int] = field(default_factory=dict)
     last_answer: int = 0
+    turn: float = 0.0
+    results: list[tuple[float, Json]] = field(default_factory=list)
 
     def prompt(self, step: StepData) -> list[int] | None:
         """Tell the messages of a prompt that were not told before.
@@ -238,7 +252,7 @@ class _Story:
         Returns:
             The ids of the steps that the prompt consists of; None if these are all steps so far.
         """
-        observation = step.observation_data
+        observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
         self.prompt_ids = self.prompt_ids[: observation.messages_reused]
         for msg_id, message in observation.changed.items():
@@ -254,6 +268,7 @@ class _Story:
 
     def end(self, steps: Sequence[StepData], history: Sequence[Message]) -> None:
         """Tell what followed the last answer, and the results that no prompt shows."""
+        self.turn = inf
         if history:
             last = max(index for index, message in enumerate(history) if message.role == "assistant")
             self._tell(history[last:], goes_on=True)
@@ -263,7 +278,7 @@ class _Story:
             result = step.step_info.tool_result
             if result and "observation" not in decision and (step.tool_calls or result not in texts):
                 sole = step.tool_calls[0].id if len(step.tool_calls) == 1 else None
-                decision["observation"] = {"results": [_result(sole, result)]}
+                decision["observation"] = {"results": [self._noted(_result(sole, result))]}
 
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Tell the new messages of a prompt, of which those up to the last answer are context.
@@ -304,12 +319,16 @@ class _Story:
             if any(call["tool_call_id"] == message.tool_call_id for call in step.get("tool_calls", ())):
                 results = step.setdefault("observation", {"results": []})["results"]
                 if all(result.get("source_call_id") != message.tool_call_id for result in results):
-                    results.append(_result(message.tool_call_id, message.content or ""))
+                    results.append(self._noted(_result(message.tool_call_id, message.content or "")))
                     return int(step["step_id"])
                 break
         extra = {"extra": {"tool_call_id": message.tool_call_id}} if message.tool_call_id else {}
-        result = {"content": message.content or "", **extra}
+        result = self._noted({"content": message.content or "", **extra})
         return self._add("system", {"message": "", "observation": {"results": [result]}})
+
+    def _noted(self, result: Json) -> Json:
+        self.results.append((self.turn, result))
+        return result
 
     def _add(self, source: str, fields: Json) -> int:
         step_id = len(self.steps) + 1

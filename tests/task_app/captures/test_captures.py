@@ -153,6 +153,22 @@ async def test_a_call_whose_client_goes_away_is_no_decision_and_its_branch_goes_
     assert [step.turn for step in trajectory.steps] == [1] and len(after.seen) == 1
 
 
+async def test_a_call_whose_client_went_away_is_asked_anew_when_it_is_repeated_with_its_key():
+    waiting = WaitingPolicy()
+    given = chain([PlannedPolicy(), waiting], repeat(PlannedPolicy({"type": "text", "content": "A"})))
+    async with served_app(boards(mine=lambda: next(given))) as (client, _):
+        capture = await opened(client)
+        path = f"/captures/{capture['capture_id']}/v1/chat/completions"
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        send = {"json": body, "headers": {"Idempotency-Key": "c1"}}
+        first = asyncio.create_task(client.post(path, **send))
+        await waiting.asked.wait()
+        first.cancel()
+        answer = await client.post(path, **send)  # it waits for the end of the first one
+        assert answer.json()["choices"][0]["message"]["content"] == "A"
+        assert len((await ended(client, capture)).steps) == 1
+
+
 @pytest.mark.parametrize("named", [{"turn": 2}, {"response_id": "chatcmpl-other-1"}, {"response_id": "x"}])
 async def test_a_reward_for_an_unknown_call_is_a_404_with_those_that_are_there(named):
     async with running_app(texts("A")) as client:

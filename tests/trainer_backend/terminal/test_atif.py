@@ -125,6 +125,24 @@ def test_a_captured_agent_s_sub_agent_is_a_trajectory_of_its_own_where_its_answe
     assert document["final_metrics"]["extra"]["decisions"] == 4
 
 
+def test_an_answer_arrives_after_it_was_given_so_no_two_agents_refer_to_each_other():
+    """Both end with the word that the other was told, one of them before that was anybody's answer."""
+    asked = acted(step(1, [said("user", "task")], "ask"), call("c"))
+    answer = Message(role="assistant", content="ask", tool_calls=(call("c"),))
+    early = step(2, [said("user", "task"), answer, result("c", "ok")], "go")
+    one = acted(step(3, [said("system", "one")], "call"), call("x"))
+    other = acted(step(4, [said("system", "other")], "call"), call("y"))
+    answer_x, answer_y = (
+        Message(role="assistant", content="call", tool_calls=(call(name),)) for name in "xy"
+    )
+    one_ends = step(5, [said("system", "one"), answer_x, result("x", "ok")], "ok")
+    other_ends = step(6, [said("system", "other"), answer_y, result("y", "ok")], "ok")
+    document = told(episode(asked, early, one, other, one_ends, other_ends), env_name="agent:x")
+    first, second = document["subagent_trajectories"]
+    assert atif_schema.refs(document) == set() == atif_schema.refs(first)
+    assert atif_schema.refs(second) == {first["trajectory_id"]}
+
+
 def test_a_capture_whose_prompts_begin_alike_has_one_trajectory():
     steps = (step(turn, [said("user", "u"), said("user", str(turn))], f"a{turn}") for turn in (1, 2))
     document = told(episode(*steps), env_name="capture")
