@@ -12,6 +12,7 @@ rollouts of their own, and are left out.
     whole       whole games, by a policy that imitates some
     rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
                 chance in its world, few states, by a policy that imitates a teacher of random pace
+    sokoban     configs/sokoban.toml: boards of 5 by 5 with two boxes, which a push may make impossible
 
 What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
@@ -60,6 +61,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
     ),
     "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
+    "sokoban": (),
 }  # fmt: skip
 _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
@@ -102,9 +104,9 @@ def scored(
 
 
 def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
-    """The demo's job, or that of an environment written to `folder` first, and what finds it there."""
+    """The job, that of an environment written to `folder` first included, and what finds it there."""
     if setting != "rooms":
-        return ROOT / "configs" / "crafter_cpu.toml", ()
+        return ROOT / "configs" / ("sokoban.toml" if setting == "sokoban" else "crafter_cpu.toml"), ()
     package = folder / "rooms"
     plugins = package / "src" / "plugins.py"  # in place of the package's entry points: it is not installed
     if not package.exists():
