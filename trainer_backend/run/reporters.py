@@ -155,6 +155,8 @@ class RecordingReporter:
                 return
             self._change(state, stage="", done=0, total=0, code=code, detail=detail)
             self._write()
+            if state == "failed":  # the terminal shows it by other means; the next start replaces state.json
+                self._tolerantly("run.log", lambda: append_log(self._folder, f"failed: {detail}"))
 
     def _change(self, state: StateName, **others: Any) -> None:
         since = self._state.since if state == self._state.state else now()

@@ -133,6 +133,7 @@ def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, 
         raise error
     last = state_of(run)
     assert (last.state, last.code, last.detail, last.stage) == (state, code, detail, "")
+    assert [line.text for line in read_log(run.path)[0]] == ([f"failed: {detail}"] if detail else [])
 
 
 def test_an_error_on_the_way_out_does_not_replace_the_last_word(run: RunDirectory):
