@@ -40,7 +40,7 @@ _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 class PolicyCreate(CreateBody):
     policy_name: Name
     seed: Seed | None = Field(
-        default=None, description="goes into a config that has such a field and does not name it"
+        default=None, description="goes into a config that has such a field and does not set it"
     )
     inference_key: InferenceKey | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
