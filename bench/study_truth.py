@@ -5,7 +5,7 @@
 For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
 hold values and state keys beside everything else. `turnwise truth` then measures decisions of its last
 iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
-rollouts of their own, and are left out.
+rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 
     crafter     the demo: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
@@ -23,6 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,6 +68,7 @@ _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
+GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # beside the job's own
 FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
 
 
@@ -96,7 +98,13 @@ def scored(
     seconds = time.monotonic() - started
     stored = stored_iterations(run, [ITERATIONS])
     measured = stored_measured(run, [ITERATIONS])
-    credited = recredited(CreditAssignment.of(job), stored, list(ESTIMATORS), measured)
+    credit = CreditAssignment.of(job)
+    credited = recredited(credit, stored, list(ESTIMATORS), measured)
+    for weight in GAE_LAMBDAS:
+        other = replace(credit, algorithm=credit.algorithm.model_copy(update={"gae_lambda": weight}))
+        credited.credits[f"gae, lambda {weight:g}"] = recredited(other, stored, ["gae"], measured).credits[
+            "gae"
+        ]
     scores = TruthScores(
         TruthFile.read(truth_of(run.path), run), advantages_by_rollout(credited), groups_of(credited)
     )
