@@ -9,12 +9,14 @@ input are one matrix (Q, K, V; gate, up). The modules' own weights become views 
 one copy of the weights, `transformers` computes with it too, and a swap writes straight into it.
 
 The places of rounding are those of `models.precision`. In float32 logits differ from those of `transformers`
-by the order of sums alone.
+by the order of sums alone. What lies between the products is computed by Triton's kernels where they run: a
+decode step on a GPU spent a third of its time on starting torch's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -137,10 +139,14 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of the tokens' angles, [T, 1, head_dim]; the sine's first half is negated."""
+    """Cosine and sine of angles, [T, 1, head_dim]; the sine's first half is negated."""
 
     cos_T1D: Tensor
     sin_T1D: Tensor
+
+    def at(self, positions_T: Tensor) -> "Rotation":
+        """Those of some positions, where these are of all."""
+        return Rotation(self.cos_T1D.index_select(0, positions_T), self.sin_T1D.index_select(0, positions_T))
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
         """Rotate each pair (i, i + head_dim / 2) of each head.
@@ -149,6 +155,92 @@ class Rotation:
         """
         swapped_THD = heads_THD.roll(heads_THD.shape[-1] // 2, dims=-1)
         return (heads_THD * self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
+
+
+class Stream(Protocol):
+    """The residual stream of one pass, and what is computed of it between products."""
+
+    def normed(self, norm: Norm) -> Tensor:
+        """Return the norm of the stream, [T, width]."""
+
+    def add(self, product: Product, input_TI: Tensor) -> None:
+        """Add a product to the stream."""
+
+    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        """Return heads, normed and rotated; the last `keys` of them are keys, the others queries."""
+
+    def gated(self, gate_up_TM: Tensor) -> Tensor:
+        """Return silu(gate) * up, of both side by side."""
+
+
+class TorchStream:
+    """`Stream` by torch's operators.
+
+    Args:
+        residual_TW: float32, changed in place.
+        turns: of all positions.
+    """
+
+    def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
+        self._residual_TW, self._rotation = residual_TW, turns.at(positions_T)
+
+    def normed(self, norm: Norm) -> Tensor:
+        return norm(self._residual_TW)
+
+    def add(self, product: Product, input_TI: Tensor) -> None:
+        product.add_to(self._residual_TW, input_TI)
+
+    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
+
+    def gated(self, gate_up_TM: Tensor) -> Tensor:
+        gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
+        return F.silu(gate_TM, inplace=True).mul_(up_TM)
+
+
+class KernelStream:
+    """`Stream` by Triton's kernels: a product is added when the next norm reads the stream anyway.
+
+    Args:
+        dtype: of the products.
+    """
+
+    def __init__(
+        self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, dtype: torch.dtype
+    ) -> None:
+        self._residual_TW, self._turns, self._positions_T = residual_TW, turns, positions_T
+        self._dtype = dtype
+        self._added_TW: Tensor | None = None
+
+    def normed(self, norm: Norm) -> Tensor:
+        from trainer_backend.models.kernels import normed
+
+        added_TW, self._added_TW = self._added_TW, None
+        stream_TW = self._residual_TW
+        return normed(stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype)
+
+    def add(self, product: Product, input_TI: Tensor) -> None:
+        assert self._added_TW is None, "a norm lies between any two products that are added"
+        self._added_TW = product(input_TI)
+
+    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        from trainer_backend.models.kernels import turned
+
+        return turned(
+            heads_TSD,
+            None if norms is None else (norms.queries.weight, norms.keys.weight),
+            self._turns.cos_T1D,
+            self._turns.sin_T1D,
+            self._positions_T,
+            queries=heads_TSD.shape[1] - keys,
+            eps=0.0 if norms is None else norms.queries.eps,
+            out=self._dtype,
+        )
+
+    def gated(self, gate_up_TM: Tensor) -> Tensor:
+        from trainer_backend.models.kernels import gated
+
+        return gated(*gate_up_TM.chunk(2, dim=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,32 +256,22 @@ class Layer:
     gate_up: Product
     down: Product
 
-    def run(self, number: int, residual_TW: Tensor, rotation: Rotation, attention: TokenAttention) -> None:
-        """Add the layer to the residual stream, in place."""
+    def run(self, number: int, stream: Stream, attention: TokenAttention) -> None:
+        """Add the layer to the residual stream."""
         heads = self.heads
-        normed_TW = self.attention_norm(residual_TW)
-        all_TSD = self.query_key_value(normed_TW).view(len(normed_TW), -1, heads.size)
-        turned_TSD = rotation(self._normed(all_TSD[:, : -heads.keys]))
+        all_TSD = self.query_key_value(stream.normed(self.attention_norm)).unflatten(1, (-1, heads.size))
+        turned_TSD = stream.turned(all_TSD[:, : -heads.keys], self.head_norms, heads.keys)
         attention.write(number, turned_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
-        mixed_THD = attention.attend(number, turned_TSD[:, : heads.queries])
-        self.out.add_to(residual_TW, mixed_THD.flatten(1))
-        gate_TM, up_TM = self.gate_up(self.mlp_norm(residual_TW)).chunk(2, dim=-1)
-        self.down.add_to(residual_TW, F.silu(gate_TM, inplace=True).mul_(up_TM))
+        stream.add(self.out, attention.attend(number, turned_TSD[:, : heads.queries]).flatten(1))
+        stream.add(self.down, stream.gated(self.gate_up(stream.normed(self.mlp_norm))))
 
-    def write_only(
-        self, number: int, residual_TW: Tensor, rotation: Rotation, attention: TokenAttention
-    ) -> None:
+    def write_only(self, number: int, stream: Stream, attention: TokenAttention) -> None:
         """Store keys and values alone: of the last layer, a prefill needs no more."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
-        normed_TW = self.attention_norm(residual_TW)
-        all_TSD = key_value(normed_TW).view(len(normed_TW), -1, heads.size)
-        turned_TKD = rotation(self._normed(all_TSD[:, : heads.keys]))
+        all_TSD = key_value(stream.normed(self.attention_norm)).unflatten(1, (-1, heads.size))
+        turned_TKD = stream.turned(all_TSD[:, : heads.keys], self.head_norms, heads.keys)
         attention.write(number, turned_TKD, all_TSD[:, heads.keys :])
-
-    def _normed(self, heads_TSD: Tensor) -> Tensor:
-        """Norm heads of which the last are keys; the result is float32 and contiguous."""
-        return heads_TSD.float() if self.head_norms is None else self.head_norms(heads_TSD, self.heads.keys)
 
 
 class Decoder:
@@ -198,15 +280,19 @@ class Decoder:
     Args:
         model: one that is supported (`unsupported_because`). No other decoder may use it.
         max_len: one more than the last position.
+        by_kernel: by Triton's kernels (`kernels_are_here`), or by torch.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False) -> None:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
         self._head: nn.Module = model.lm_head
         self._embedding: Tensor = base.embed_tokens.weight
         self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
-        self._cos_L1D, self._sin_L1D = rotation_tables(base.rotary_emb, max_len, self._embedding.device)
+        self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
+        self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = TorchStream
+        if by_kernel:
+            self._stream = partial(KernelStream, dtype=self._embedding.dtype)
         self._norm = _norm(base.norm)
         self._layers = [_layer(layer) for layer in base.layers]
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
@@ -226,30 +312,25 @@ class Decoder:
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""
-        residual_TW, rotation = self._embedded(ids_T), self._rotation(positions_T)
+        stream = self._begun(ids_T, positions_T)
         last = len(self._layers) - 1
         for number in range(last):
-            self._layers[number].run(number, residual_TW, rotation, attention)
-        self._layers[last].write_only(last, residual_TW, rotation, attention)
+            self._layers[number].run(number, stream, attention)
+        self._layers[last].write_only(last, stream, attention)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
         """Store keys and values of T tokens, [T] int64; return [T, V] logits of what follows each."""
-        residual_TW, rotation = self._embedded(ids_T), self._rotation(positions_T)
+        stream = self._begun(ids_T, positions_T)
         for number, layer in enumerate(self._layers):
-            layer.run(number, residual_TW, rotation, attention)
-        low = self._low
-        with nullcontext() if low is None else torch.autocast(residual_TW.device.type, dtype=low):
-            logits_TV: Tensor = self._head(self._norm(residual_TW))
+            layer.run(number, stream, attention)
+        low, normed_TW = self._low, stream.normed(self._norm)
+        with nullcontext() if low is None else torch.autocast(normed_TW.device.type, dtype=low):
+            logits_TV: Tensor = self._head(normed_TW)
         return logits_TV
 
-    def _embedded(self, ids_T: Tensor) -> Tensor:
-        """[T, width] float32 in memory of its own: the residual stream."""
-        return F.embedding(ids_T, self._embedding).float()
-
-    def _rotation(self, positions_T: Tensor) -> Rotation:
-        return Rotation(
-            self._cos_L1D.index_select(0, positions_T), self._sin_L1D.index_select(0, positions_T)
-        )
+    def _begun(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
+        """The residual stream of embedded tokens, in memory of its own."""
+        return self._stream(F.embedding(ids_T, self._embedding).float(), self._turns, positions_T)
 
 
 def unsupported_because(model: PreTrainedModel) -> str | None:

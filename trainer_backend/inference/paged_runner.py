@@ -63,7 +63,8 @@ class PagedRunner:
     def __init__(
         self, model: PreTrainedModel, *, slots: int, max_len: int, kept: int, most_bytes: int | None = None
     ) -> None:
-        self._decoder = Decoder(model, max_len=max_len)
+        self._by_kernel = kernels_are_here(model.device)
+        self._decoder = Decoder(model, max_len=max_len, by_kernel=self._by_kernel)
         heads = self._decoder.heads
         device = model.device
         limit = (slots + kept) * pages_for(max_len)
@@ -76,7 +77,6 @@ class PagedRunner:
         )  # fmt: skip
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
         self._heads, self._memory = heads.queries, memory
-        self._by_kernel = kernels_are_here(device)
         self._static = StaticStep(
             self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda"
         )

@@ -8,9 +8,9 @@ All give what each segment alone gives; tests hold them to it.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -131,7 +131,7 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
             f"its kernel takes heads of 8, 16, ... {_WIDEST_HEAD} numbers, and this model's have {head_dim}"
         )
     if not varlen_is_here():
-        return f"torch {torch.__version__} has no varlen_attn with windows and grouped heads; 2.13 has"
+        return f"torch {torch.__version__} has no varlen_attn with windows and grouped heads; 2.11 has"
     return None
 
 
@@ -141,12 +141,18 @@ def head_dim_of(config: Any) -> int:
 
 
 def varlen_is_here() -> bool:
-    """Whether this torch has `varlen_attn` with causal windows and grouped heads (2.13 has)."""
+    """Whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
+    return "window_size" in _varlen_parameters()
+
+
+@cache
+def _varlen_parameters() -> Set[str]:
+    """Names of what `varlen_attn` takes; none where torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        return set()
+    return inspect.signature(varlen_attn).parameters.keys()
 
 
 def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
@@ -155,9 +161,11 @@ def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBo
 
     # Under autocast norms and rotations leave float32 behind, and autocast does not know this kernel.
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q_LHD, k_LHD, v_LHD))
+    # Before torch 2.13 grouped heads are told by the shapes alone.
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _varlen_parameters() else {}
     attended = varlen_attn(
         q, k, v, bounds.starts_S, bounds.starts_S, bounds.longest, bounds.longest,
-        scale=scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        scale=scale, window_size=(-1, 0), **grouped,
     )  # fmt: skip
     assert isinstance(attended, Tensor), "a pair comes back only to who asks for more"
     return attended

@@ -1,6 +1,7 @@
 """Our decoder computes what `transformers` computes, with the same weights in the same memory."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from itertools import chain
 
 import numpy as np
@@ -87,8 +88,10 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 class Rows:
     """Sequences in the rows of a cache, fed by hand."""
 
-    def __init__(self, model: PreTrainedModel, *, most_waste: int = 10**9) -> None:
-        self.decoder = Decoder(model, max_len=256)
+    def __init__(
+        self, model: PreTrainedModel, *, most_waste: int = 10**9, by_kernel: bool = False
+    ) -> None:
+        self.decoder = Decoder(model, max_len=256, by_kernel=by_kernel)
         self.cache = SlotCache(slots=8, max_len=256)
         self.attentions = RowAttentions(
             self.cache, kv_heads=self.decoder.heads.keys, device=torch.device("cpu"), most_waste=most_waste
@@ -159,6 +162,18 @@ def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers
         found = rows.decode([ids[at] for ids, at in zip(sequences, starts, strict=True)], starts)
         for logits, ids, start in zip(found, sequences, starts, strict=True):
             assert_near(logits, by_transformers(model, ids)[start])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_kernels_compute_between_the_products_equals_transformers(name: str):
+    model = model_of(name)
+    rows, prompts = Rows(model, by_kernel=True), [ids_of(length, length) for length in (9, 2)]
+    found = rows.prefill(0, [0] * 2, [ids[:-1] for ids in prompts], logits=True)
+    last = rows.decode([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
+    whole = torch.cat([found[:8], last[:1], found[8:], last[1:]]).split([9, 2])
+    for logits, prompt in zip(whole, prompts, strict=True):
+        assert_near(logits, by_transformers(model, prompt))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama, biases", "qwen3, adapters"])

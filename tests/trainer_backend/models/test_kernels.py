@@ -1,0 +1,158 @@
+"""Triton's kernels of a layer (here: interpreted) are what torch's operators compute, forward and backward."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer_backend.core.logprobs import chunked_logprobs
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: make test-kernel"
+)
+EPS = 1e-6
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(states: Tensor, weight: Tensor) -> Tensor:
+    return states / (states.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def rotated(heads: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    first, second = heads.chunk(2, -1)
+    return heads * cos_TD[:, None] + torch.cat([-second, first], -1) * sin_TD[:, None]
+
+
+def angles(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    angles_TH = torch.arange(tokens)[:, None] * 100.0 ** -torch.linspace(0, 1, dim // 2)
+    return tuple(torch.cat([of, of], -1) for of in (angles_TH.cos(), angles_TH.sin()))
+
+
+@pytest.mark.parametrize("width", [64, 100])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_and_its_gradients_are_those_of_the_definition(width: int, adds: bool):
+    from trainer_backend.models.kernels import normed, normed_back
+
+    states, added, weight = drawn(7, width), drawn(7, width, seed=1), drawn(width, seed=2)
+    given = [tensor.clone().requires_grad_() for tensor in (states, added, weight)]
+    sums = given[0] + given[1] if adds else given[0]
+    expected = rms(sums, given[2])
+    by_out, by_sums = drawn(7, width, seed=3), drawn(7, width, seed=4)
+    (expected * by_out + sums * by_sums).sum().backward()
+
+    kept = torch.empty_like(states)
+    found = normed(states, added if adds else None, weight, EPS, sums_TW=kept, out=torch.float32)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    kept = kept if adds else states
+    torch.testing.assert_close(kept, sums, **CLOSE)
+    dtype = torch.float32 if adds else None
+    by_states, by_added, by_weight = normed_back(
+        kept, weight, by_out, by_sums, EPS, added=dtype, weighs=True
+    )
+    torch.testing.assert_close(by_states, given[0].grad, **CLOSE)
+    torch.testing.assert_close(by_weight, given[2].grad, **CLOSE)
+    assert (by_added is None) == (not adds)
+    if by_added is not None:
+        torch.testing.assert_close(by_added, given[1].grad, **CLOSE)
+    alone, _, nothing = normed_back(kept, weight, by_out, None, EPS, added=None, weighs=False)
+    torch.testing.assert_close(alone + by_sums, by_states, **CLOSE)
+    assert nothing is None
+
+
+def test_a_sum_may_be_written_over_the_states():
+    from trainer_backend.models.kernels import normed
+
+    states, added, weight = drawn(3, 32), drawn(3, 32, seed=1), drawn(32, seed=2)
+    expected = rms(states + added, weight), states + added
+    found = normed(states, added, weight, EPS, sums_TW=states, out=torch.float32)
+    torch.testing.assert_close((found, states), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("dim", [32, 24, 80])
+@pytest.mark.parametrize("normed", [True, False])
+def test_turned_heads_and_their_gradients_are_those_of_the_definition(dim: int, normed: bool):
+    from trainer_backend.models.kernels import turned, turned_back
+
+    tokens, heads = 5, 11
+    wide = drawn(tokens, heads + 2, dim)  # as a fused product leaves them: values lie behind
+    weight = drawn(dim, seed=1)
+    cos, sin = angles(tokens, dim)
+    states = wide[:, :heads].clone().requires_grad_()
+    given = weight.clone().requires_grad_()
+    expected = rotated(rms(states, given) if normed else states, cos, sin)
+    by_out = drawn(tokens, heads, dim, seed=2)
+    (expected * by_out).sum().backward()
+
+    weights = (weight, weight) if normed else None
+    found = turned(wide[:, :heads], weights, cos, sin, None, queries=heads, eps=EPS, out=torch.float32)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    by_heads, by_weight = turned_back(
+        wide[:, :heads], weight if normed else None, cos, sin, by_out, eps=EPS, weighs=True
+    )
+    torch.testing.assert_close(by_heads, states.grad, **CLOSE)
+    if normed:
+        torch.testing.assert_close(by_weight, given.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_and_keys_have_norms_of_their_own_and_positions_may_be_any():
+    from trainer_backend.models.kernels import turned
+
+    heads, q_weight, k_weight = drawn(4, 6, 16), drawn(16, seed=1), drawn(16, seed=2)
+    cos, sin = angles(50, 16)
+    positions = torch.tensor([49, 0, 7, 7])
+    negated = torch.cat([-sin[:, :8], sin[:, 8:]], -1)  # as the engine's tables have it
+    found = turned(
+        heads, (q_weight, k_weight), cos, negated, positions, queries=4, eps=EPS, out=torch.float32
+    )
+    normed = torch.cat([rms(heads[:, :4], q_weight), rms(heads[:, 4:], k_weight)], 1)
+    torch.testing.assert_close(found, rotated(normed, cos[positions], sin[positions]), **CLOSE)
+
+
+@pytest.mark.parametrize("width", [48, 1100])
+def test_a_gate_and_its_gradients_are_those_of_the_definition(width: int):
+    from trainer_backend.models.kernels import gated, gated_back
+
+    both = drawn(3, 2 * width).requires_grad_()
+    gate, up = both.chunk(2, -1)
+    expected, by_out = F.silu(gate) * up, drawn(3, width, seed=1)
+    (expected * by_out).sum().backward()
+    parts = both.detach().chunk(2, -1)
+    torch.testing.assert_close(gated(*parts), expected, **CLOSE)
+    by_both = torch.cat(gated_back(*parts, by_out), -1)
+    torch.testing.assert_close(by_both, both.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 5000])
+def test_logprobs_of_logits_and_their_gradients_are_those_of_torch(vocabulary: int):
+    from trainer_backend.models.kernels import chosen, chosen_back
+
+    logits = (4 * drawn(6, vocabulary)).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 3, 5, vocabulary - 1])
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.7])
+    # the head is the identity, so that hidden states are logits
+    expected = chunked_logprobs(logits, torch.eye(vocabulary), targets, temperatures)
+    by = drawn(6, seed=1), drawn(6, seed=2)
+    sum((one * weight).sum() for one, weight in zip(expected, by, strict=True)).backward()
+
+    logprobs, entropies, totals = chosen(logits.detach(), targets, temperatures)
+    torch.testing.assert_close((logprobs, entropies), expected, rtol=1e-5, atol=1e-5)
+    found = chosen_back(
+        logits.detach(), targets, temperatures, entropies, totals, *by, out=torch.float32
+    )
+    torch.testing.assert_close(found, logits.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_far_from_0_give_finite_logprobs():
+    from trainer_backend.models.kernels import chosen
+
+    logits = torch.tensor([[1e4, 0.0, -1e4], [-1e4, -1e4, -1e4 + 1.0]])
+    logprobs, entropies, _ = chosen(logits, torch.tensor([2, 2]), torch.ones(2))
+    expected = torch.tensor([-2e4, float(logits[1].log_softmax(-1)[2])])
+    torch.testing.assert_close(logprobs, expected)
+    assert entropies.isfinite().all()
