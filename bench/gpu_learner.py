@@ -18,6 +18,7 @@ from trainer_backend.learner.capacity import MemoryPlan, model_shape
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.operators import BY_TORCH, operators_for
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
@@ -65,7 +66,8 @@ def computed(
     model.set_attn_implementation(attention.implementation)
     model.zero_grad()
     packed = pack_segments(segments, row_tokens=sum(map(len, segments)))
-    logprobs_N = Scorer(model, placement, attention, 1024).logprobs(packed)
+    operators = BY_TORCH if isinstance(attention, BlockMask) else operators_for(placement, model.config)
+    logprobs_N = Scorer(model, placement, attention, 1024, operators=operators).logprobs(packed)
     logprobs_N.mean().backward()
     gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
     return logprobs_N.detach(), gradient

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +21,7 @@ from service_kit.problems import (
     internal_error_response,
     problem_responses,
 )
+from service_kit.release import version
 from task_app.captures.door import CaptureDoor
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
 from task_app.dialects.one_call import routes as one_call
@@ -94,7 +94,7 @@ def create_app(
     services = Services(settings, boards, keys, spans or Spans())
     app = TaskApp(
         title="Turnwise task app",
-        version=version("turnwise"),
+        version=version(),
         docs_url=None,
         redoc_url=None,
         responses=problem_responses(ERRORS),

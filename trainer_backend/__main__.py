@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 from rich.text import Text
 
 from service_kit.errors import ServiceError
+from service_kit.release import version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
 from trainer_backend.plugins import ESTIMATORS
@@ -50,7 +50,7 @@ class DType(StrEnum):
 
 def _say_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"turnwise {version('turnwise')}")
+        print(f"turnwise {version()}")
         raise typer.Exit
 
 

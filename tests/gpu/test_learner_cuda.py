@@ -2,20 +2,26 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
+from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import OutOfMemory
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.learner.attention import OneRow, varlen_is_here
+from trainer_backend.learner.attention import BlockMask, OneRow, varlen_is_here, varlen_kernel
 from trainer_backend.learner.checkpoints import restore_progress
+from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.operators import by_kernels
 from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
+from trainer_backend.learner.scoring import Scorer
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 DEVICE = "cuda"
@@ -112,7 +118,7 @@ def test_checkpointed_layers_give_the_same_gradient(tokenizer):
 
 def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(tokenizer):
     learner = on_gpu(tokenizer)
-    hook = learner.model.model.layers[0].mlp.register_forward_hook(
+    hook = learner.model.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda *_: torch.empty(2**50, device=DEVICE) if torch.is_grad_enabled() else None
     )
     with pytest.raises(OutOfMemory, match="the update ran out of memory") as caught:
@@ -208,3 +214,30 @@ async def test_what_the_engine_sampled_the_learner_finds_about_as_likely(served)
     parts = [segment(f"r{i}", prompt, r.token_ids, r.logprobs) for i, r in enumerate(results)]
     sampled = torch.tensor([value for result in results for value in result.logprobs])
     torch.testing.assert_close(flat_scores(learner, parts), sampled, rtol=0, atol=2 * ROUNDED)
+
+
+@pytest.mark.skipif(not varlen_is_here(), reason="this torch has no varlen_attn")
+def test_grouped_heads_of_a_packed_row_score_and_learn_as_by_torch_under_a_mask():
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(DEVICE).eval()
+    placement = place(DEVICE)
+    by_kernel = Scorer(model, placement, OneRow(varlen_kernel), 64, operators=by_kernels())
+    by_torch = Scorer(model, placement, BlockMask(), 64)
+    exact = replace(by_torch, placement=replace(placement, low=None))
+    packed = pack_segments(segments(), row_tokens=256)
+    found = []
+    for scorer in (by_kernel, by_torch, exact):
+        model.set_attn_implementation(scorer.attention.implementation)
+        model.zero_grad()
+        logprobs_N = scorer.logprobs(packed)
+        logprobs_N.sum().backward()
+        grads = torch.cat([weight.grad.flatten().cpu() for weight in model.parameters()])
+        # rows of the packed batch follow one another in the one row
+        found.append((logprobs_N.detach().cpu(), grads))
+    (kernel_N, kernel_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
+    assert relative(kernel_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
+    assert relative(kernel_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3

@@ -1,6 +1,7 @@
 """Log-probs and entropies of sampled tokens from hidden states, a chunk of tokens at a time."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,19 @@ from torch import Tensor
 BYTES_PER_LOGIT = 12
 # A row of the smallest vocabularies fits any budget; beyond this many rows a product gains nothing.
 MOST_TOKENS = 1024
+
+
+class Reading(NamedTuple):
+    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens:
+
+    read: (logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each.
+        The logits may be overwritten.
+    back: (logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies)
+        to the gradient by the logits [C, V], which may be written over them.
+    """
+
+    read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
@@ -24,6 +38,7 @@ def chunked_logprobs(
     *,
     chunk: int = MOST_TOKENS,
     factors: torch.dtype | None = None,
+    reading: Reading | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, under softmax(logits / temperature).
 
@@ -40,6 +55,7 @@ def chunked_logprobs(
         temperature_N: above 0.
         chunk: tokens at a time.
         factors: what both factors of the product are rounded to; its sums stay float32. None: as given.
+        reading: of the logits; None: `BY_TORCH`.
 
     Returns:
         [N] log-probs and [N] entropies, in nats, differentiable in hidden states and head.
@@ -52,12 +68,13 @@ def chunked_logprobs(
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-    if len(target_N) <= chunk and factors is None and hidden_ND.dtype == wide:
+    if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
         # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.
         return _kept_logprobs(hidden_ND, head_weight_VD, target_N, temperature_N)
     found: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_weight_VD, target_N, temperature_N, chunk, factors or hidden_ND.dtype
-    )
+        hidden_ND, head_weight_VD, target_N, temperature_N, chunk, factors or hidden_ND.dtype,
+        reading or BY_TORCH,
+    )  # fmt: skip
     return found
 
 
@@ -86,54 +103,64 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature_N: Tensor,
         chunk: int,
         factors: torch.dtype,
+        reading: Reading,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        logprobs_N, entropies_N = (hidden_ND.new_empty(len(target_N), dtype=wide) for _ in range(2))
+        logprobs_N, entropies_N, totals_N = (hidden_ND.new_empty(len(target_N), dtype=wide) for _ in range(3))
         hidden, head = hidden_ND.to(factors), head_VD.to(factors)
         for part in _parts(len(target_N), chunk):
-            logp_CV = _log_softmax(hidden[part], head, temperature_N[part, None])
-            logprobs_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
-            entropies_N[part] = logp_CV.exp().mul_(logp_CV).sum(dim=-1).neg_()
-        ctx.save_for_backward(hidden_ND, head_VD, target_N, temperature_N, entropies_N)
-        ctx.chunk, ctx.factors = chunk, factors
+            found = reading.read(wide_product(hidden[part], head.T), target_N[part], temperature_N[part])
+            logprobs_N[part], entropies_N[part], totals_N[part] = found
+        ctx.save_for_backward(hidden_ND, head_VD, target_N, temperature_N, entropies_N, totals_N)
+        ctx.chunk, ctx.factors, ctx.reading = chunk, factors, reading
         return logprobs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *gradients_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, head_VD, target_N, temperature_N, entropies_N = ctx.saved_tensors
+        hidden_ND, head_VD, *columns_N = ctx.saved_tensors
         hidden, head = hidden_ND.to(ctx.factors), head_VD.to(ctx.factors)
         d_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in float32: over many chunks, bfloat16 would lose what a chunk adds.
-        d_head = torch.zeros_like(head_VD, dtype=entropies_N.dtype) if ctx.needs_input_grad[1] else None
-        columns_N1 = [column[:, None] for column in (target_N, temperature_N, entropies_N, *gradients_N)]
-        for part in _parts(len(target_N), ctx.chunk):
-            d_CV = _d_logits(hidden[part], head, *(column[part] for column in columns_N1)).to(ctx.factors)
+        wide = columns_N[-1].dtype
+        d_head = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        columns_N += [gradient_N.contiguous() for gradient_N in gradients_N]
+        for part in _parts(len(hidden_ND), ctx.chunk):
+            logits_CV = wide_product(hidden[part], head.T)
+            d_CV = ctx.reading.back(logits_CV, *(column[part] for column in columns_N)).to(ctx.factors)
             if d_hidden is not None:
                 d_hidden[part] = wide_product(d_CV, head).to(d_hidden.dtype)
             if d_head is not None:
                 add_wide_product(d_head, d_CV.T, hidden[part])
-        return d_hidden, d_head if d_head is None else d_head.to(head_VD.dtype), None, None, None, None
+        return d_hidden, d_head if d_head is None else d_head.to(head_VD.dtype), *[None] * 5
 
 
-def _log_softmax(hidden_CD: Tensor, head_VD: Tensor, temperature_C1: Tensor) -> Tensor:
-    """[C, V], float32 or better."""
-    return wide_product(hidden_CD, head_VD.T).div_(temperature_C1).log_softmax(dim=-1)
+def _read(logits_CV: Tensor, target_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    target_C1 = target_C[:, None]
+    tempered_CV = logits_CV.div_(temperature_C[:, None])
+    logp_CV = tempered_CV.log_softmax(dim=-1)
+    logp_C = logp_CV.gather(-1, target_C1)[:, 0]
+    total_C = tempered_CV.gather(-1, target_C1)[:, 0] - logp_C
+    return logp_C, logp_CV.exp().mul_(logp_CV).sum(dim=-1).neg_(), total_C
 
 
-def _d_logits(
-    hidden_CD: Tensor,
-    head_VD: Tensor,
-    target_C1: Tensor,
-    temperature_C1: Tensor,
-    entropy_C1: Tensor,
-    by_logprob_C1: Tensor,
-    by_entropy_C1: Tensor,
+def _back(
+    logits_CV: Tensor,
+    target_C: Tensor,
+    temperature_C: Tensor,
+    entropy_C: Tensor,
+    total_C: Tensor,
+    by_logprob_C: Tensor,
+    by_entropy_C: Tensor,
 ) -> Tensor:
-    """[C, V] gradient of the logits; in place, since nothing here is as large as these."""
-    logp_CV = _log_softmax(hidden_CD, head_VD, temperature_C1)
+    """In place, since nothing here is as large as the logits."""
+    temperature_C1, by_logprob_C1 = temperature_C[:, None], by_logprob_C[:, None]
+    logp_CV = logits_CV.div_(temperature_C1).sub_(total_C[:, None])
     p_CV = logp_CV.exp()
-    d_CV = logp_CV.add_(entropy_C1).mul_(by_entropy_C1).add_(by_logprob_C1).mul_(p_CV).neg_()
-    return d_CV.scatter_add_(1, target_C1, by_logprob_C1).div_(temperature_C1)
+    d_CV = logp_CV.add_(entropy_C[:, None]).mul_(by_entropy_C[:, None]).add_(by_logprob_C1).mul_(p_CV).neg_()
+    return d_CV.scatter_add_(1, target_C[:, None], by_logprob_C1).div_(temperature_C1)
+
+
+BY_TORCH = Reading(_read, _back)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

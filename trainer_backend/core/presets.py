@@ -9,7 +9,8 @@ from types import MappingProxyType
 class Preset:
     """The shape of a preset. Key and value heads equal the query heads: no repetition in attention.
 
-    A head has 32 numbers: the fewest that attention of vLLM on a CPU takes, so a checkpoint runs there too.
+    A head has 32 numbers at least: the fewest that attention of vLLM on a CPU takes, so a checkpoint runs
+    there too.
     """
 
     width: int
@@ -24,5 +25,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "tiny-0.3m": Preset(width=96, layers=2, heads=3, head_dim=32, mlp_width=256),
         "tiny-0.8m": Preset(width=128, layers=3, heads=4, head_dim=32, mlp_width=384),
+        # For a GPU, where each layer costs kernels to start in every pass: few layers, and wide ones.
+        "small-26m": Preset(width=512, layers=6, heads=8, head_dim=64, mlp_width=2048),
     }
 )

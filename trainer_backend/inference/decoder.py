@@ -118,6 +118,10 @@ class Heads:
     keys: int
     size: int
 
+    def of(self, flat_TI: Tensor) -> Tensor:
+        """[T, S, size] the heads of a product."""
+        return flat_TI.view(len(flat_TI), -1, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
@@ -259,7 +263,7 @@ class Layer:
     def run(self, number: int, stream: Stream, attention: TokenAttention) -> None:
         """Add the layer to the residual stream."""
         heads = self.heads
-        all_TSD = self.query_key_value(stream.normed(self.attention_norm)).unflatten(1, (-1, heads.size))
+        all_TSD = heads.of(self.query_key_value(stream.normed(self.attention_norm)))
         turned_TSD = stream.turned(all_TSD[:, : -heads.keys], self.head_norms, heads.keys)
         attention.write(number, turned_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
         stream.add(self.out, attention.attend(number, turned_TSD[:, : heads.queries]).flatten(1))
@@ -269,7 +273,7 @@ class Layer:
         """Store keys and values alone: of the last layer, a prefill needs no more."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
-        all_TSD = key_value(stream.normed(self.attention_norm)).unflatten(1, (-1, heads.size))
+        all_TSD = heads.of(key_value(stream.normed(self.attention_norm)))
         turned_TKD = stream.turned(all_TSD[:, : heads.keys], self.head_norms, heads.keys)
         attention.write(number, turned_TKD, all_TSD[:, heads.keys :])
 

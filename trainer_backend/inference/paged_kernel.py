@@ -209,7 +209,7 @@ def attend(
         DTYPE=TYPES[memory.dtype], HEADS=memory.heads, GROUP=group, DIM=dim,
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=max(_LEAST_ROWS, width),
         PAGE=PAGE, SLAB=memory.slab_pages, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
-        num_warps=4, num_stages=_STAGES,
+        num_warps=2, num_stages=_STAGES + 1,
     )  # fmt: skip
     _join_splits[(rows, heads)](
         parts, weights, lengths_B, out_BHD,

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from importlib.metadata import version
 from typing import Any
 
 import structlog
@@ -23,6 +22,7 @@ from service_kit.problems import (
     problem_response,
     problem_responses,
 )
+from service_kit.release import version
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
 from trainer_backend.jobs import control, events, launcher, login, routes, run_routes
@@ -59,7 +59,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     """
     app = TrainerApp(
         title="Turnwise trainer",
-        version=version("turnwise"),
+        version=version(),
         docs_url=None,
         redoc_url=None,
         responses=problem_responses(ERRORS),

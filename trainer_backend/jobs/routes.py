@@ -1,12 +1,12 @@
 """Routes of jobs (create, check, list, show, delete) and of the service itself (health, info, metrics)."""
 
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
+from service_kit.release import version
 from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
@@ -168,7 +168,7 @@ async def info(request: Request) -> dict[str, Any]:
     service = service_of(request)
     bounds, rules = service.settings.bounds, service.settings.rules
     return {
-        "service": {"name": SERVICE, "version": version("turnwise"), "home": service.data.home},
+        "service": {"name": SERVICE, "version": version(), "home": service.data.home},
         "store": service.store.shown,
         "data_dir": str(service.data.path),
         "runs_jobs": service.supervisor is not None,

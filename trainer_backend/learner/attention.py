@@ -163,7 +163,8 @@ def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBo
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q_LHD, k_LHD, v_LHD))
     # Before torch 2.13 grouped heads are told by the shapes alone.
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _varlen_parameters() else {}
-    attended = varlen_attn(
+    kernel: Callable[..., object] = varlen_attn
+    attended = kernel(
         q, k, v, bounds.starts_S, bounds.starts_S, bounds.longest, bounds.longest,
         scale=scale, window_size=(-1, 0), **grouped,
     )  # fmt: skip

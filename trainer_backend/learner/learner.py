@@ -40,6 +40,7 @@ from trainer_backend.learner.loading import (
     load_named,
 )
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
@@ -539,7 +540,8 @@ def scorer_of(
     # Never eager: it would add a mask of booleans to its scores instead of masking with it.
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks)
+    operators = operators_for(placement, model.config)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

@@ -16,6 +16,7 @@ from trainer_backend.errors import SegmentError, place
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.decoder import is_known, read_states
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.operators import BY_TORCH, Operators
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows
@@ -55,6 +56,7 @@ class Scorer:
         model: on the placement's device, its attention set to `attention.implementation`.
         logits_chunk: tokens whose logits exist at a time.
         ranks: that share the work.
+        operators: what a layer computes between its products.
     """
 
     model: PreTrainedModel
@@ -62,6 +64,7 @@ class Scorer:
     attention: PackedAttention
     logits_chunk: int
     ranks: Ranks = ALONE
+    operators: Operators = BY_TORCH
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
@@ -94,6 +97,7 @@ class Scorer:
             rows.temperature_N,
             chunk=self.logits_chunk,
             factors=self.placement.low,
+            reading=self.operators.reading,
         )
         return hidden_ND, logprobs_N, entropies_N
 
@@ -102,7 +106,7 @@ class Scorer:
         attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
         with self.placement.autocast():
             if attend is not None and is_known(model):
-                return read_states(model, rows, tokens, attend, attend_read)
+                return read_states(model, rows, tokens, attend, attend_read, self.operators)
             hidden_BLD: Tensor = model.model(
                 **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
             ).last_hidden_state

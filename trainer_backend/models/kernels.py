@@ -115,7 +115,7 @@ def _turn(
 @triton.jit
 def _turn_back(
     heads_ptr, weight_ptr, cos_ptr, sin_ptr, by_out_ptr, by_heads_ptr, by_weight_ptr, tokens, in_row, by_row,
-    eps, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    out_row, eps, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORMED: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -155,7 +155,7 @@ def _turn_back(
             mean = ((tl.sum(back_first * first, 1) + tl.sum(back_second * second, 1)) / DIM)[:, None]
             back_first = (back_first - first * mean) * inverse
             back_second = (back_second - second * mean) * inverse
-        out = by_heads_ptr + token * (HEADS * DIM) + places
+        out = by_heads_ptr + token * out_row + places
         tl.store(out, back_first.to(by_heads_ptr.dtype.element_ty), mask=mask)
         tl.store(out + DIM // 2, back_second.to(by_heads_ptr.dtype.element_ty), mask=mask)
     if WEIGHS:
@@ -177,7 +177,7 @@ def _gate(gate_ptr, up_ptr, out_ptr, gate_row, up_row, WIDTH: tl.constexpr, BLOC
 
 @triton.jit
 def _gate_back(
-    gate_ptr, up_ptr, by_out_ptr, by_gate_ptr, by_up_ptr, gate_row, up_row,
+    gate_ptr, up_ptr, by_out_ptr, by_gate_ptr, by_up_ptr, gate_row, up_row, out_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -188,8 +188,8 @@ def _gate_back(
     g = tl.load(by_out_ptr + row * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-gate))
     by_gate = g * up * share * (1.0 + gate * (1.0 - share))
-    tl.store(by_gate_ptr + row * WIDTH + d, by_gate.to(by_gate_ptr.dtype.element_ty), mask=mask)
-    tl.store(by_up_ptr + row * WIDTH + d, (g * gate * share).to(by_up_ptr.dtype.element_ty), mask=mask)
+    tl.store(by_gate_ptr + row * out_row + d, by_gate.to(by_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(by_up_ptr + row * out_row + d, (g * gate * share).to(by_up_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -242,7 +242,13 @@ def _choose_back(
 
 
 def normed(
-    states_TW: Tensor, added_TW: Tensor | None, weight_W: Tensor, eps: float, *, sums_TW: Tensor, out: torch.dtype
+    states_TW: Tensor,
+    added_TW: Tensor | None,
+    weight_W: Tensor,
+    eps: float,
+    *,
+    sums_TW: Tensor,
+    out: torch.dtype,
 ) -> Tensor:
     """[T, W] norm of states plus what is added to them, rounded once.
 
@@ -330,23 +336,27 @@ def turned_back(
     sin_TD: Tensor,
     by_out_TSD: Tensor,
     *,
+    by_heads_TSD: Tensor,
     eps: float,
     weighs: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `turned`, with one weight and without positions, by the heads and by the weight."""
+) -> Tensor | None:
+    """Gradients of `turned`, with one weight and without positions: by the weight, and by the heads.
+
+    Args:
+        by_heads_TSD: where that is written; heads of a token are adjacent in it, as in `heads_TSD`.
+    """
     tokens, heads, dim = heads_TSD.shape
-    by_heads_TSD = torch.empty((tokens, heads, dim), dtype=heads_TSD.dtype, device=heads_TSD.device)
     groups = triton.cdiv(heads, _HEADS)
     programs = min(tokens, max(1, 4 * _PROGRAMS // groups))
     parts_PD = cos_TD.new_empty((groups * programs, dim)) if weighs and weight_D is not None else None
     if tokens:
         _turn_back[(programs, groups)](
             heads_TSD, weight_D, cos_TD, sin_TD, by_out_TSD, by_heads_TSD, parts_PD, tokens,
-            heads_TSD.stride(0), by_out_TSD.stride(0), eps,
+            heads_TSD.stride(0), by_out_TSD.stride(0), by_heads_TSD.stride(0), eps,
             HEADS=heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEADS,
             NORMED=weight_D is not None, WEIGHS=parts_PD is not None, num_warps=4,
         )  # fmt: skip
-    return by_heads_TSD, None if parts_PD is None else parts_PD.sum(0)
+    return None if parts_PD is None else parts_PD.sum(0)
 
 
 def gated(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
@@ -360,16 +370,17 @@ def gated(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     return out_TM
 
 
-def gated_back(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `gated` by gate and up."""
+def gated_back(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
+    """[T, 2 M] gradients of `gated` by gate, and beside it by up."""
     rows, width = gate_TM.shape
-    by_gate_TM, by_up_TM = torch.empty_like(by_out_TM), torch.empty_like(by_out_TM)
+    by_both_TM = by_out_TM.new_empty((rows, 2 * width))
+    by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
     if rows:
         _gate_back[(rows, triton.cdiv(width, _GATE))](
-            gate_TM, up_TM, by_out_TM, by_gate_TM, by_up_TM, gate_TM.stride(0), up_TM.stride(0),
+            gate_TM, up_TM, by_out_TM, by_gate_TM, by_up_TM, gate_TM.stride(0), up_TM.stride(0), 2 * width,
             WIDTH=width, BLOCK=_GATE, num_warps=4,
         )  # fmt: skip
-    return by_gate_TM, by_up_TM
+    return by_both_TM
 
 
 def chosen(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

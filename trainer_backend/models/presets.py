@@ -1,8 +1,10 @@
-"""Causal language models of under a million parameters, built from a `transformers` config.
+"""Causal language models of 0.3 to 26 million parameters, built from a `transformers` config.
 
-They are ordinary Qwen3 models: saved, loaded and served like any other, only small enough for a laptop core.
-Their shapes: `core.presets`.
+They are ordinary Qwen3 models: saved, loaded and served like any other, only small enough to be trained from
+scratch, those of under a million parameters on a laptop core. Their shapes: `core.presets`.
 """
+
+import math
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -34,6 +36,19 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
     return model
 
 
+# Standard deviation of the first weights, and the widest model that has it.
+_DEVIATION, _NARROW = 0.06, 128
+
+
+def initial_deviation(width: int) -> float:
+    """Standard deviation of a preset's first weights.
+
+    The usual 0.02 is meant for wide models: at width 96 it makes the first logits nearly flat and the warm-up
+    slow to start. Wider models have less, so that a product with a row of the embedding stays as large.
+    """
+    return _DEVIATION * min(1.0, math.sqrt(_NARROW / width))
+
+
 def preset_config(
     preset: Preset, *, vocabulary: int, end_id: int | None = None, pad_id: int | None = None
 ) -> Qwen3Config:
@@ -49,9 +64,7 @@ def preset_config(
         max_position_embeddings=preset.max_positions,
         tie_word_embeddings=True,
         use_sliding_window=False,
-        # The default of 0.02 is meant for wide models; at width 96 it makes the first logits nearly flat
-        # and the warm-up slow to start.
-        initializer_range=0.06,
+        initializer_range=initial_deviation(preset.width),
         eos_token_id=end_id,
         pad_token_id=pad_id,
         bos_token_id=None,

@@ -10,12 +10,12 @@ field names after harbor 0.25.0, harbor/models/trajectories.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import takewhile
 from math import inf
 from operator import itemgetter
 from typing import Any
 
+from service_kit.release import version
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, answer_of, exact_tokens, prompts
@@ -119,7 +119,7 @@ def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends
 def _agent(trajectory: Trajectory) -> Json:
     agent = {
         "name": trajectory.policy_name,
-        "version": version("turnwise"),
+        "version": version(),
         "model_name": trajectory.model or None,
         "tool_definitions": [tool.model_dump(mode="json") for tool in trajectory.tools] or None,
     }

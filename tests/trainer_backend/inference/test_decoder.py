@@ -88,9 +88,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 class Rows:
     """Sequences in the rows of a cache, fed by hand."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, most_waste: int = 10**9, by_kernel: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, most_waste: int = 10**9, by_kernel: bool = False) -> None:
         self.decoder = Decoder(model, max_len=256, by_kernel=by_kernel)
         self.cache = SlotCache(slots=8, max_len=256)
         self.attentions = RowAttentions(

@@ -1,5 +1,8 @@
 """The learner's own forward pass: it is that of transformers, and computes what is read and nothing else."""
 
+from dataclasses import replace
+from importlib.util import find_spec
+
 import pytest
 import torch
 from transformers import (
@@ -18,8 +21,9 @@ from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
 from trainer_backend.learner.by_length import SegmentBounds, reads_of
-from trainer_backend.learner.decoder import is_known, normed, rotated
+from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.operators import by_kernels, normed, rotated
 from trainer_backend.learner.scoring import Scorer
 
 SIZE = {
@@ -64,6 +68,19 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     assert is_known(own.model)
     for mine, expected in zip(found(own, parts), found(theirs, parts), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=atol)  # norms are float32 in both
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_by_kernels_are_those_by_torch(family: str, checkpointed: bool):
+    theirs = scorer_of(family, ByLength(), torch.float32)
+    own = replace(scorer_of(family, ByLength(), torch.float32), operators=by_kernels(torch.float32))
+    if checkpointed:
+        own.model.gradient_checkpointing_enable({"use_reentrant": False})
+        own.model.train()
+    for mine, expected in zip(found(own, TALK), found(theirs, TALK), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_frozen_norm_gets_no_gradient_and_its_input_the_same_one():

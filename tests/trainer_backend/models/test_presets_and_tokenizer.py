@@ -73,15 +73,28 @@ def test_a_vocabulary_too_small_for_the_whole_words_is_an_error_that_names_them(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_under_a_million_parameters_and_depends_only_on_its_seed(
+def test_a_preset_has_the_millions_of_parameters_of_its_name_and_depends_only_on_its_seed(
     name: str, tokenizer: PreTrainedTokenizerFast
 ):
     before = torch.random.get_rng_state()
     first, same, other = (build_preset(name, tokenizer, seed=seed).state_dict() for seed in (3, 3, 4))
-    assert sum(p.numel() for p in build_preset(name, tokenizer).parameters()) < 1_000_000
+    parameters = sum(p.numel() for p in build_preset(name, tokenizer).parameters())
+    millions = float(name.rpartition("-")[2].removesuffix("m"))
+    assert 0.8 * millions < parameters / 1e6 < 1.2 * millions
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are not touched"
+
+
+def test_the_first_logits_of_a_preset_spread_as_far_at_any_width(tokenizer: PreTrainedTokenizerFast):
+    # a state after its norm has length sqrt(width), so a logit deviates by sqrt(width) * the weights' deviation
+    narrow, wide = (build_preset(name, tokenizer) for name in ("tiny-0.8m", "small-26m"))
+    assert narrow.config.initializer_range == 0.06
+    assert wide.config.initializer_range == pytest.approx(0.06 * (128 / 512) ** 0.5)
+    ids = torch.tensor([tokenizer.encode("hp 9 wood 2 stone 1")])
+    with torch.no_grad():
+        spreads = [model(ids).logits.std() for model in (narrow, wide)]
+    assert spreads[0] == pytest.approx(spreads[1], rel=0.1)
 
 
 def test_vllm_on_a_cpu_has_attention_for_every_preset():
