@@ -65,7 +65,11 @@ DOORS = {
     "huggingface_hub": ["trainer_backend/models"],
     "safetensors": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
     "vllm": ["trainer_backend/inference/vllm_worker"],  # which runs in vLLM's environment
-    "triton": ["trainer_backend/inference/paged_kernel.py", "trainer_backend/models/kernels.py"],
+    "triton": [
+        "trainer_backend/inference/paged_kernel.py",
+        "trainer_backend/inference/sampler_kernel.py",
+        "trainer_backend/models/kernels.py",
+    ],
     "tensorboard": ["trainer_backend/sinks.py"],
     "opentelemetry": ["task_app/observing/spans.py"],
     "wandb": ["trainer_backend/sinks.py"],

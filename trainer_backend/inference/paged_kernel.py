@@ -213,7 +213,7 @@ def attend(
     )  # fmt: skip
     _join_splits[(rows, heads)](
         parts, weights, lengths_B, out_BHD,
-        HEADS=heads, DIM=dim, WIDTH=width, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
+        HEADS=heads, DIM=dim, WIDTH=width, TILE=tile, SPLITS=SPLITS, LEAST=LEAST, num_warps=1,
     )  # fmt: skip
     return out_BHD
 

@@ -78,8 +78,9 @@ class PagedRunner:
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
         self._heads, self._memory = heads.queries, memory
         self._static = StaticStep(
-            self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda"
-        )
+            self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda",
+            by_kernel=self._by_kernel,
+        )  # fmt: skip
         self._pending: Step | None = None
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:

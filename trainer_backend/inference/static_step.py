@@ -114,10 +114,14 @@ class StaticStep:
     Args:
         pages: the most of a row.
         graphs: whether to capture graphs, which takes a CUDA device.
+        by_kernel: whether to sample by Triton's kernels (`kernels_are_here`), where nothing is truncated.
     """
 
-    def __init__(self, decoder: Decoder, memory: PageMemory, *, slots: int, pages: int, graphs: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, memory: PageMemory, *, slots: int, pages: int, graphs: bool, by_kernel: bool
+    ) -> None:
         device = memory.device
+        self._by_kernel = by_kernel
         self._decoder, self._memory = decoder, memory
         # Kinds of sampling, without and with truncation, of which graphs are captured.
         self._graphs = {False, True} if graphs else set[bool]()
@@ -187,14 +191,20 @@ class StaticStep:
         )
         logits_BV = self._decoder.logits(fed_B, positions.clamp(min=0), attention)
         greedy_B = temperatures == 0.0
-        settings = RowSettings(
-            torch.where(greedy_B, 1.0, temperatures).float(),
-            greedy_B,
-            top_ps.float() if truncates else None,
-            top_ks if truncates else None,
-            processed > 0.0 if truncates else None,
-        )
-        draw = sample(logits_BV, settings, uniforms.contiguous())
+        temperatures_B = torch.where(greedy_B, 1.0, temperatures).float()
+        if self._by_kernel and not truncates:
+            from trainer_backend.inference.sampler_kernel import draw_tokens
+
+            draw = draw_tokens(logits_BV, temperatures_B, greedy_B, uniforms.contiguous())
+        else:
+            settings = RowSettings(
+                temperatures_B,
+                greedy_B,
+                top_ps.float() if truncates else None,
+                top_ks if truncates else None,
+                processed > 0.0 if truncates else None,
+            )
+            draw = sample(logits_BV, settings, uniforms.contiguous())
         self._keep(logits_BV)
         self._write(draw, bucket)
 

@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -202,3 +204,47 @@ def test_a_processed_log_prob_is_that_of_what_was_drawn_from():
     # one that is certain has log-prob 0, greedy the one of the plain softmax
     assert drawn(logits, 0.9, top_k=1, processed=1) == (0, pytest.approx(0.0, abs=1e-7))
     assert drawn(logits, 0.9, temperature=0.0, top_k=1, processed=1) == (0, pytest.approx(np.log(0.5)))
+
+
+WITH_TRITON = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: make test-kernel"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def by_kernel(logits: Tensor, temperatures: Tensor, greedy: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    from trainer_backend.inference.sampler_kernel import draw_tokens
+
+    found = draw_tokens(*(tensor.to(DEVICE) for tensor in (logits, temperatures, greedy, numbers)))
+    return found.tokens_B.cpu(), found.logprobs_B.cpu()
+
+
+@WITH_TRITON
+@pytest.mark.parametrize("vocabulary", [5, BLOCK, 4096, 9001])
+def test_the_kernels_draw_what_torch_draws(vocabulary: int):
+    draw = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(24, vocabulary, generator=draw)
+    logits[3, 1:] = float("-inf")  # one token alone is possible
+    numbers = torch.rand(24, generator=draw, dtype=torch.float64)
+    numbers[:2] = torch.tensor([0.0, 1.0 - 2.0**-53])
+    temperatures = torch.where(torch.arange(24) % 3 == 0, 1.0, 0.7)
+    greedy = torch.arange(24) % 6 == 0
+    expected = sample(logits, RowSettings(temperatures, greedy), numbers)
+    tokens, logprobs = by_kernel(logits, temperatures, greedy, numbers)
+    assert tokens.tolist() == expected.tokens_B.tolist()
+    torch.testing.assert_close(logprobs, expected.logprobs_B, rtol=1e-5, atol=1e-5)
+
+
+@WITH_TRITON
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, interpreted
+def test_the_kernels_never_draw_an_impossible_token_and_tell_what_is_not_finite():
+    logits = torch.full((4, 9001), float("-inf"))
+    logits[:2, 4100], logits[:2, 8999] = 1.0, 1.0  # in the second chunk and in the third
+    logits[2:] = 0.0
+    logits[2, 8000], logits[3, 8000] = float("nan"), float("inf")
+    numbers = torch.tensor([0.0, 1.0 - 2.0**-53, 0.5, 0.5], dtype=torch.float64)
+    ones = torch.ones(4)
+    tokens, logprobs = by_kernel(logits, ones, ones < 0, numbers)
+    assert tokens[:2].tolist() == [4100, 8999]
+    torch.testing.assert_close(logprobs[:2], torch.tensor([0.5, 0.5]).log())
+    assert logprobs[2:].isnan().all()

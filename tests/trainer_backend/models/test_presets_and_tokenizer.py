@@ -87,13 +87,13 @@ def test_a_preset_has_the_millions_of_parameters_of_its_name_and_depends_only_on
 
 
 def test_the_first_logits_of_a_preset_spread_as_far_at_any_width(tokenizer: PreTrainedTokenizerFast):
-    # a state after its norm has length sqrt(width), so a logit deviates by sqrt(width) * the weights' deviation
+    # a state after its norm has length sqrt(width), so a logit deviates by sqrt(width) * the weights' own
     narrow, wide = (build_preset(name, tokenizer) for name in ("tiny-0.8m", "small-26m"))
     assert narrow.config.initializer_range == 0.06
     assert wide.config.initializer_range == pytest.approx(0.06 * (128 / 512) ** 0.5)
     ids = torch.tensor([tokenizer.encode("hp 9 wood 2 stone 1")])
     with torch.no_grad():
-        spreads = [model(ids).logits.std() for model in (narrow, wide)]
+        spreads = [float(model(ids).logits.std()) for model in (narrow, wide)]
     assert spreads[0] == pytest.approx(spreads[1], rel=0.1)
 
 
