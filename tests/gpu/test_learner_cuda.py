@@ -132,7 +132,7 @@ def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(token
     ):
         assert knob in str(caught.value)
     hook.remove()
-    assert learner.update(episodes(), iteration=1)["optim/steps"] == 2  # of eight decisions and four
+    assert learner.update(episodes(), iteration=1)["optim/steps"] == 2  # a step for each pass
 
 
 @pytest.mark.parametrize("part_numbers", [OffloadedAdamW.part_numbers, 1000], ids=["whole", "in parts"])
