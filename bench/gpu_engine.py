@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,8 +48,7 @@ def random_prompts(rows: int, length: int, vocabulary: int, *, seed: int = 0) ->
 def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
     """Decode and prefill of every number of rows and length of context, and the peak of memory.
 
-    The first timed call computes its prompts, and is the prefill. Later calls find them in the cache, and
-    differ by the steps between the first and the last token alone.
+    The first timed call computes its prompts, and is the prefill. Later calls find them in the cache.
     """
     config = config_of(name)
     shape = model_shape(config, None)
@@ -85,18 +85,21 @@ def decode_figure(
     cell: tuple[int, int],
 ) -> None:
     rows, context = cell
-    prompts = random_prompts(rows, context - plan.new // 2, shape.vocabulary)
+    # The steps that are timed have a row hold as many tokens as `context` says, in their mean.
+    prompts = random_prompts(rows, context - 3 * plan.new // 2, shape.vocabulary)
     cpu = torch.device("cpu")  # an answer is there when its numbers are
 
     def run(new: int) -> float:
         return timed(lambda: asyncio.run(sampled(engine, prompts, new)), cpu)
 
     # What is compiled or captured once, by other prompts, so that the first call after it computes its own.
-    asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), 3))
+    asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), plan.new))
+    cold, first = run(1), run(1)
     before = engine.counters.prompt_tokens_reused
-    cold, first = run(1), min(run(1), run(1))
-    step = (min(run(1 + plan.new), run(1 + plan.new)) - first) / plan.new
-    reused = (engine.counters.prompt_tokens_reused - before) / (4 * rows * len(prompts[0]))
+    # Calls of which one is longer by so many steps: what they begin and end with is in both.
+    short, long = ([run(1 + count * plan.new) for _ in range(plan.rounds)] for count in (1, 2))
+    step = (statistics.median(long) - statistics.median(short)) / plan.new
+    reused = (engine.counters.prompt_tokens_reused - before) / (2 * plan.rounds * rows * len(prompts[0]))
     limit = decode_seconds(shape, peak, rows=rows, cached=context)
     least = LEAST_SHARE.get((name, rows, context))
     report.add(

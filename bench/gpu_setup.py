@@ -43,7 +43,7 @@ class Plan:
     tokens: of an update.
     rows, contexts: of decode steps: every number of rows with every length of context.
     new: timed decode steps.
-    rounds: timed updates, after one that is not.
+    rounds: timed calls of decoding, and timed updates, after one that is not.
     least_mfu: of an update.
     reserve_s: seconds that decode leaves to what comes after it.
     served: requests, and tokens of each, of the engine that shares the device with the learner.

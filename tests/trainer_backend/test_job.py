@@ -221,7 +221,7 @@ def test_a_state_key_that_an_environment_has_not_is_refused_with_what_was_meant(
 
 def test_an_unknown_preset_is_refused_with_what_was_meant():
     message = refusal({"model": {"preset": "tiny-0.3"}})
-    assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: tiny-0.3m, tiny-0.8m")
+    assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: small-26m, tiny-0.3m, tiny-0.8m")
     assert message.endswith("Did you mean 'tiny-0.3m'?")
 
 

@@ -26,6 +26,8 @@ from trainer_backend.core.segments import Segment, joined_spans, positions
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
 
+Numbers = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -143,32 +145,32 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
     packed = [segments[index] for index in order]
     spans = joined_spans(packed)
     # Of each span, where its segment's first token stands among all.
-    first_K = cells.first_S.repeat_interleave(torch.tensor([len(segment.spans) for segment in packed]))
-    count_K = torch.from_numpy(spans["end"] - spans["start"])
-    place_N = torch.from_numpy(positions(spans)) + first_K.repeat_interleave(count_K)
-    ids_P = torch.from_numpy(np.concatenate([segment.token_ids for segment in packed])).long()
-    count_S = torch.tensor([len(segment.logprobs) for segment in packed])
+    first_K = np.repeat(cells.first_S, [len(segment.spans) for segment in packed])
+    count_K = spans["end"] - spans["start"]
+    place_N = positions(spans) + np.repeat(first_K, count_K)
+    ids_P = np.concatenate([segment.token_ids for segment in packed]).astype(np.int64)
+    count_S = [len(segment.logprobs) for segment in packed]
     return Packed(
         token_ids_BL=cells.filled(ids_P),
         position_ids_BL=cells.filled(cells.position_P),
         segment_ids_BL=cells.filled(cells.number_P),
-        predict_row_N=cells.row_P[place_N],
-        predict_position_N=cells.column_P[place_N] - 1,
-        target_N=ids_P[place_N],
-        temperature_N=torch.from_numpy(spans["temperature"].astype(np.float32)).repeat_interleave(count_K),
+        predict_row_N=torch.from_numpy(cells.row_P[place_N]),
+        predict_position_N=torch.from_numpy(cells.column_P[place_N] - 1),
+        target_N=torch.from_numpy(ids_P[place_N]),
+        temperature_N=torch.from_numpy(np.repeat(spans["temperature"].astype(np.float32), count_K)),
         behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
-        segment_N=torch.tensor(order).repeat_interleave(count_S),
-        first_N=_begin(spans, first_K),
+        segment_N=torch.from_numpy(np.repeat(order, count_S)),
+        first_N=torch.from_numpy(_begin(spans, first_K)),
     )
 
 
-def _begin(spans: NDArray[Any], first_K: Tensor) -> Tensor:
+def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
     """[N] whether a token is the first of its decision: it begins a span that goes on with no other one."""
-    start_K, end_K = (torch.from_numpy(spans[name].astype(np.int64)) + first_K for name in ("start", "end"))
-    decision_K = torch.from_numpy(spans["decision"].copy())
-    first_N = torch.zeros(int((end_K - start_K).sum()), dtype=torch.bool)
-    goes_on_K = (start_K[1:] == end_K[:-1]) & (decision_K[1:] == decision_K[:-1])
-    first_N[(end_K - start_K).cumsum(0) - (end_K - start_K)] = torch.cat([torch.tensor([True]), ~goes_on_K])
+    start_K, end_K = (spans[name].astype(np.int64) + first_K for name in ("start", "end"))
+    count_K = end_K - start_K
+    first_N = np.zeros(count_K.sum(), dtype=np.bool_)
+    goes_on_K = (start_K[1:] == end_K[:-1]) & (spans["decision"][1:] == spans["decision"][:-1])
+    first_N[count_K.cumsum() - count_K] = np.concatenate([[True], ~goes_on_K])
     return first_N
 
 
@@ -176,39 +178,44 @@ def _begin(spans: NDArray[Any], first_K: Tensor) -> Tensor:
 class _Cells:
     """Where the P tokens of packed segments stand, in the order of the rows.
 
+    In numpy, whose loops over some thousand numbers begin at once: torch's wake threads up.
+
     first_S: the number of each segment's first token.
     row_P, column_P: its place; position_P: within its segment; number_P: of its segment in the row, from 1.
     shape: of the rows.
     """
 
-    first_S: Tensor
-    row_P: Tensor
-    column_P: Tensor
-    position_P: Tensor
-    number_P: Tensor
+    first_S: Numbers
+    row_P: Numbers
+    column_P: Numbers
+    position_P: Numbers
+    number_P: Numbers
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, lengths: Sequence[int], segments_of_rows: Sequence[int]) -> _Cells:
-        length_S, segments_B = torch.tensor(lengths), torch.tensor(segments_of_rows)
-        first_S = length_S.cumsum(0) - length_S
-        row_S = torch.arange(len(segments_B)).repeat_interleave(segments_B)
-        tokens_B = torch.zeros_like(segments_B).index_add(0, row_S, length_S)
-        first_of_row_S = (tokens_B.cumsum(0) - tokens_B)[row_S]
-        number_S = torch.arange(len(length_S)) - (segments_B.cumsum(0) - segments_B)[row_S] + 1
-        number_P = torch.arange(int(length_S.sum()))
+        length_S, segments_B = np.array(lengths), np.array(segments_of_rows)
+        first_S = length_S.cumsum() - length_S
+        first_of_rows_B = segments_B.cumsum() - segments_B
+        row_S = np.repeat(np.arange(len(segments_B)), segments_B)
+        tokens_B = np.add.reduceat(length_S, first_of_rows_B)
+        first_of_row_S = (tokens_B.cumsum() - tokens_B)[row_S]
+        number_S = np.arange(len(length_S)) - first_of_rows_B[row_S] + 1
+        number_P = np.arange(length_S.sum())
         return cls(
             first_S=first_S,
-            row_P=row_S.repeat_interleave(length_S),
-            column_P=number_P - first_of_row_S.repeat_interleave(length_S),
-            position_P=number_P - first_S.repeat_interleave(length_S),
-            number_P=number_S.repeat_interleave(length_S),
+            row_P=np.repeat(row_S, length_S),
+            column_P=number_P - np.repeat(first_of_row_S, length_S),
+            position_P=number_P - np.repeat(first_S, length_S),
+            number_P=np.repeat(number_S, length_S),
             shape=(len(segments_B), int(tokens_B.max())),
         )
 
-    def filled(self, value_P: Tensor) -> Tensor:
+    def filled(self, value_P: Numbers) -> Tensor:
         """[B, L], 0 in padding."""
-        return value_P.new_zeros(self.shape).index_put((self.row_P, self.column_P), value_P)
+        cells_BL = np.zeros(self.shape, dtype=value_P.dtype)
+        cells_BL[self.row_P, self.column_P] = value_P
+        return torch.from_numpy(cells_BL)
 
 
 def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:

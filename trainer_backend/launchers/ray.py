@@ -19,9 +19,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+
+from service_kit.release import version
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call without a Ray starts none
@@ -80,7 +81,7 @@ class Host:
         host: str = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as holder:
             port = holder.getsockname()[1]
-        return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version(PACKAGE))
+        return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
     async def start(
         self,
@@ -492,7 +493,7 @@ def _no_start(role: Role, node: Node, error: RayTaskError) -> JobError:
 
 def refuse_other_release(nodes: Sequence[Node]) -> None:
     for node in nodes:
-        if node.release != (own := version(PACKAGE)):
+        if node.release != (own := version()):
             raise JobError(
                 f"the node {node.host} has {PACKAGE} {node.release}, and this machine has {own}",
                 hint="Install the same release on all machines of a run.",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,19 +53,23 @@ def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
     Returns:
         [1, tokens] packed, and the bounds of its segments.
     """
-    kept_BL = packed.segment_ids_BL > 0
-    column_BL = kept_BL.flatten().cumsum(0).view_as(kept_BL) - 1
-    positions_L = packed.position_ids_BL[kept_BL]
-    starts_S = torch.cat([(positions_L == 0).nonzero()[:, 0], torch.tensor([len(positions_L)])])
+    # In numpy: torch would wake threads up for each of these few thousand numbers.
+    kept_BL = packed.segment_ids_BL.numpy() > 0
+    column_BL = kept_BL.cumsum().reshape(kept_BL.shape) - 1
+    positions_L = packed.position_ids_BL.numpy()[kept_BL]
+    begins_L = positions_L == 0
+    starts_S = np.append(begins_L.nonzero()[0], len(positions_L))
     row = replace(
         packed,
-        token_ids_BL=packed.token_ids_BL[kept_BL][None],
-        position_ids_BL=positions_L[None],
-        segment_ids_BL=(positions_L == 0).cumsum(0)[None],
+        token_ids_BL=torch.from_numpy(packed.token_ids_BL.numpy()[kept_BL])[None],
+        position_ids_BL=torch.from_numpy(positions_L)[None],
+        segment_ids_BL=torch.from_numpy(begins_L.cumsum())[None],
         predict_row_N=torch.zeros_like(packed.predict_row_N),
-        predict_position_N=column_BL[packed.predict_row_N, packed.predict_position_N],
+        predict_position_N=torch.from_numpy(
+            column_BL[packed.predict_row_N.numpy(), packed.predict_position_N.numpy()]
+        ),
     )
-    return row, SegmentBounds(starts_S.to(torch.int32), int(starts_S.diff().max()))
+    return row, SegmentBounds(torch.from_numpy(starts_S.astype(np.int32)), int(np.diff(starts_S).max()))
 
 
 # A group ends before segments shorter than this share of its longest, which bounds the cost of padding.

@@ -31,7 +31,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,11 @@ from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys, key_from_environ
 from service_kit.logs import configure_logs_from
 from service_kit.problems import install_problem_handlers
+from service_kit.release import version
 from service_kit.server import Listener, Server
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
-from trainer_backend.launchers.launcher import PACKAGE
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
@@ -245,7 +244,7 @@ class Calls:
     def about(self) -> About:
         busy = self._last if self._last is not None and not self._last.is_done else None
         call = "" if busy is None else f"{busy.number}, {busy.name!r}"
-        return About(version=version(PACKAGE), run=run_of(self._session), call=call)
+        return About(version=version(), run=run_of(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
         """Refuse who is not the orchestrator; a later start of its run, which holds the lock, follows it."""

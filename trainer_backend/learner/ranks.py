@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import version as installed
 from typing import TypeVar, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from service_kit.release import version
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.learner.calls import ErrorBody
@@ -203,7 +204,7 @@ def join_ranks() -> Ranks:
 
 
 def _refuse_other_versions(ranks: Ranks) -> None:
-    own = {name: version(name) for name in ("turnwise", "torch", "transformers")}
+    own = {"turnwise": version()} | {name: installed(name) for name in ("torch", "transformers")}
     for index, other in enumerate(ranks.of_every_rank(own)):
         if other != own:
             name = next(name for name in own if other[name] != own[name])

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +19,7 @@ from typing import Any, Self
 import httpx
 
 from service_kit.children import last_line
+from service_kit.release import version
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
@@ -142,7 +142,7 @@ class LearnerConnection:
             about = About.model_validate_json(reply.content)
         except ValueError as error:
             raise LearnerFailed(f"{reply.url} answered, and not as a learner does") from error
-        if about.version != (own := version(PACKAGE)):
+        if about.version != (own := version()):
             raise JobError(
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
                 hint="Install the same release on all machines of a run.",
