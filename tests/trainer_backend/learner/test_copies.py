@@ -96,8 +96,9 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
     # What a lone token attends to is itself, whichever kernel does it: all else is there, to the last bits.
     engine, same, rounding = apart([[5 + i] for i in range(64)], 1)
     assert engine < 1e-4 and same == 0.0 and rounding > 5e-3
-    # Kernels of attention sum in orders of their own; that is noise, and less than all rounding together.
-    engine, same, rounding = apart([[5 + (i + 7 * j) % 200 for i in range(20)] for j in range(4)], 30)
+    # Kernels of attention sum in orders of their own; that is noise, and less than all rounding together. Of
+    # 4 prompts instead of 32 the ratio is itself noise: 0.41 to 0.75 by family and by processor.
+    engine, same, rounding = apart([[5 + (i + 7 * j) % 200 for i in range(20)] for j in range(32)], 30)
     assert engine < 0.7 * rounding and same == 0.0
 
 
