@@ -63,10 +63,26 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the text that the model continues."""
-        plain = [plain_message(message, where=f"messages.{i}") for i, message in enumerate(messages)]
+        (text,) = self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)
+        return text
+
+    def prompt_texts(
+        self,
+        conversations: Sequence[Sequence[JsonObject]],
+        tools: Sequence[JsonObject],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[str]:
+        """As `prompt_text`, of several conversations with the same tools, which are prepared once for all."""
+        if not conversations:
+            return []
+        plain = [
+            [plain_message(message, where=f"messages.{i}") for i, message in enumerate(messages)]
+            for messages in conversations
+        ]
         # Templates are foreign programs: any error means that they cannot render these messages.
         try:
-            text = self.tokenizer.apply_chat_template(
+            texts = self.tokenizer.apply_chat_template(
                 plain,
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
@@ -77,7 +93,7 @@ class ChatRenderer:
             raise BadChatRequest(
                 f"the chat template cannot render this: {error}", where="messages"
             ) from error
-        return str(text)
+        return [str(text) for text in texts]
 
     def refuse_other_settings(self, settings: JsonObject) -> None:
         """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
@@ -102,23 +118,68 @@ class ChatRenderer:
 
         None if the template changes the prompt once an answer follows, so that the text is unknown.
         """
-        without_system = [message for message in messages if message.get("role") != "system"]
+        (text,) = self.answer_texts([messages], [answer], tools)[1]
+        return text
+
+    def answer_texts(
+        self,
+        conversations: Sequence[Sequence[JsonObject]],
+        answers: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+    ) -> tuple[list[str], list[str | None]]:
+        """The prompts of conversations with the same tools; and, as `answer_text`, an answer to each."""
+        prompts = self.prompt_texts(conversations, tools)
+        texts = self._answered(prompts, conversations, answers, tools)
         # Mistral's templates show the system message only until the last user message is answered.
-        for question in (messages, without_system):
-            prompt = self.prompt_text(question, tools)
-            whole = self.prompt_text([*question, answer], tools, add_generation_prompt=False)
-            if whole.startswith(prompt):
-                end = self.tokenizer.eos_token
-                # A newline may follow the end token; the model never writes it.
-                length = whole.find(end, len(prompt)) if end else -1
-                return whole[len(prompt) : length + len(end) if length >= 0 else None]
-        return None
+        unknown = [
+            number
+            for number, text in enumerate(texts)
+            if text is None and any(message.get("role") == "system" for message in conversations[number])
+        ]
+        without_system = [
+            [message for message in conversations[number] if message.get("role") != "system"]
+            for number in unknown
+        ]
+        again = self._answered(
+            self.prompt_texts(without_system, tools),
+            without_system,
+            [answers[number] for number in unknown],
+            tools,
+        )
+        for number, text in zip(unknown, again, strict=True):
+            texts[number] = text
+        return prompts, texts
+
+    def _answered(
+        self,
+        prompts: Sequence[str],
+        conversations: Sequence[Sequence[JsonObject]],
+        answers: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+    ) -> list[str | None]:
+        whole = [[*messages, answer] for messages, answer in zip(conversations, answers, strict=True)]
+        texts = self.prompt_texts(whole, tools, add_generation_prompt=False)
+        return [self._after(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+
+    def _after(self, prompt: str, whole: str) -> str | None:
+        """What follows the prompt up to the end token; None where the text does not begin with the prompt."""
+        if not whole.startswith(prompt):
+            return None
+        end = self.tokenizer.eos_token
+        # A newline may follow the end token; the model never writes it.
+        length = whole.find(end, len(prompt)) if end else -1
+        return whole[len(prompt) : length + len(end) if length >= 0 else None]
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text; special tokens in the text are recognised, none are added."""
         # As a batch, because encoding a lone text of 3 MB would hold Python's global lock all the time.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        (ids,) = self.encode_all([text])
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, of several texts; the library shares them out among the cores."""
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def surely_more_than(self, most: int, text: str) -> int | None:
         """Return a lower bound of a text's tokens if it exceeds `most`, else None.

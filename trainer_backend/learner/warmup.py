@@ -56,10 +56,11 @@ def demonstrations(
     segments = []
     for number, trajectory in enumerate(kept):
         tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
-        for step, seen in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
-            if worth_imitating(step):
-                prompt, target = _rendered(step, seen, tools, renderer)
-                segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
+        seen = zip(trajectory.steps, prompts(trajectory.steps), strict=True)
+        imitated = [(step, messages) for step, messages in seen if worth_imitating(step)]
+        rendered = _rendered(imitated, tools, renderer)
+        for (step, _), prompt, target in zip(imitated, *rendered, strict=True):
+            segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
         raise JobTeachesNothing(
             f"warmup: none of {len(trajectories)} episodes has a valid decision and an outcome of "
@@ -140,19 +141,28 @@ def _step(
 
 
 def _rendered(
-    step: StepData, seen: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: ChatRenderer
-) -> tuple[list[int], list[int]]:
-    """Ids of the prompt, and of the answer that the template makes of the decision's words or tool calls."""
-    messages = [message.model_dump(exclude_none=True) for message in seen]
-    calls, words = _target(step)
-    answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
-    target = renderer.answer_text(messages, answer, tools)
-    if target is None:
+    imitated: Sequence[tuple[StepData, Sequence[Message]]],
+    tools: Sequence[dict[str, Any]],
+    renderer: ChatRenderer,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids of the prompts, and of the answers that the template makes of the decisions' words or tool calls.
+
+    An episode at a time, in a third of the time that its decisions would take one by one.
+    """
+    conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
+    texts, answers = renderer.answer_texts(conversations, [_answer(step) for step, _ in imitated], tools)
+    targets = [answer for answer in answers if answer is not None]
+    if len(targets) < len(answers):
         raise JobTeachesNothing(
             "warmup: the chat template does not continue its own generation prompt, so an answer cannot be "
             "cut out of a rendered conversation"
         )
-    return renderer.encode(renderer.prompt_text(messages, tools)), renderer.encode(target)
+    return renderer.encode_all(texts), renderer.encode_all(targets)
+
+
+def _answer(step: StepData) -> dict[str, Any]:
+    calls, words = _target(step)
+    return {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
 
 
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:
