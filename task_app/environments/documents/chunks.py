@@ -1,11 +1,30 @@
 """Pure: a document in chunks, which avoid cutting words, and the search over them."""
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import bm25s
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """An `import` of this module fails meanwhile, as if it were not installed."""
+    there = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if there is not None:
+            sys.modules[name] = there
+
+
+# bm25s computes something with JAX, where that is installed, when it is imported. JAX then takes three
+# quarters of a GPU's memory, which is the learner's, and a second task app ends for want of it.
+with _without("jax"):
+    import bm25s
 
 # More would make an index that takes many seconds, of chunks too small to say anything.
 MAX_CHUNKS = 20_000

@@ -1,5 +1,9 @@
 """Chunks, search, notes and answers of the documents environment."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +126,15 @@ def test_notes_have_bounds_that_say_so():
     for number in range(MAX_NOTES - 1):
         notes.write(f"note {number}", "", "")
     assert notes.write("one more", "", "").startswith(f"error: there are {MAX_NOTES} notes")
+
+
+def test_the_search_does_not_start_jax_which_would_take_the_memory_of_a_gpu(tmp_path: Path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("print('started')\n")
+    (tmp_path / "jax" / "lax.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import task_app.environments.documents.chunks;"
+        "print('imported'); import jax.lax"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["imported", "started"]  # by who wants it, it is found as before
