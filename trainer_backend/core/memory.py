@@ -34,6 +34,7 @@ class ModelShape:
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
     ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
+    is_known: whether the learner's own forward pass computes it, and not that of transformers.
     """
 
     parameters: int
@@ -49,6 +50,7 @@ class ModelShape:
     head_norms: bool = False
     vectors: int = 0
     ends: int = 0
+    is_known: bool = False
 
     @property
     def layer(self) -> int:
@@ -114,6 +116,7 @@ class MemoryUse(EngineUse):
     """What a run does with a model: it serves the model and trains it.
 
     masked: whether attention is masked over rows of several segments, or runs over one long row.
+    fused: whether layers compute by kernels that keep less for the backward pass (`learner.operators`).
     row_tokens: width of the widest row: a segment may be as long as the engine's longest sequence.
     micro_batch_tokens: tokens of one forward and backward, at least a row.
     logits_chunk: tokens whose logits exist at a time.
@@ -137,6 +140,7 @@ class MemoryUse(EngineUse):
     engines: int = 1
     processes: int = 1
     sharing: Sharing | None = None
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +330,7 @@ def _passing(shape: ModelShape, use: EngineUse) -> int:
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
-    layer = _layer_bytes_a_token(shape, low=use.low, masked=use.masked)
+    layer = _layer_bytes_a_token(shape, use)
     kept = FLOAT32 * shape.width if use.checkpointing else layer
     tokens = use.micro_batch_tokens
     # A layer more: the one whose gradients are being computed, or that is computed again.
@@ -336,16 +340,20 @@ def activations(shape: ModelShape, use: MemoryUse) -> int:
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 
-def _layer_bytes_a_token(shape: ModelShape, *, low: bool, masked: bool) -> int:
+def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
     """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP.
 
     Of the last layer that is for tokens that are read; all of them may be.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if low:
+    if use.fused and not shape.adapters:
+        # Two sums in float32. In bfloat16 their norms; queries and keys, each before and after they are
+        # rotated; values, and the outputs of attention; gate, up, and their product.
+        return 12 * shape.width + 6 * shape.mlp_width + 6 * queries + 6 * keys
+    if use.low:
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
         return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
-    if not masked:  # the learner's own forward pass, whose norms and rotations keep less
+    if not use.masked:  # the learner's own forward pass, whose norms and rotations keep less
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
         return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
     by_query, by_key = (24, 8) if shape.head_norms else (16, 0)

@@ -27,8 +27,9 @@ from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of, why_masked
 from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.decoder import FAMILIES
+from trainer_backend.learner.decoder import FAMILIES, is_known
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.operators import computes_by_kernels
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
@@ -116,7 +117,10 @@ def memory_plan(
     )
     plan = replace(_beside_what_is_free(needs, placement), ranks=_whose(ranks, config.ranks, is_gpu=is_gpu))
     notes = slower_ways(
-        placement, head_dim=shape.head_dim, model_type=model_config.get_text_config().model_type
+        placement,
+        head_dim=shape.head_dim,
+        model_type=model_config.get_text_config().model_type,
+        by_kernels=computes_by_kernels(placement),
     )
     return replace(plan, notes=notes)
 
@@ -128,8 +132,12 @@ def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
     return f"{here} of {ranks.count} ranks"
 
 
-def slower_ways(placement: Placement, *, head_dim: int, model_type: str) -> tuple[str, ...]:
-    """What the learner does in a slower way on this device and with this torch, a sentence each."""
+def slower_ways(placement: Placement, *, head_dim: int, model_type: str, by_kernels: bool) -> tuple[str, ...]:
+    """What the learner does in a slower way on this device and with this torch, a sentence each.
+
+    Args:
+        by_kernels: whether Triton's kernels run there (`operators.computes_by_kernels`).
+    """
     notes = []
     if model_type not in FAMILIES:
         notes.append(
@@ -141,6 +149,11 @@ def slower_ways(placement: Placement, *, head_dim: int, model_type: str) -> tupl
         notes.append(
             f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
             "training.row_tokens, so keep that near the longest sequence"
+        )
+    elif model_type in FAMILIES and placement.low is not None and not by_kernels:
+        notes.append(
+            "norms, rotations and gates of updates are computed by torch's operators, since Triton's kernels "
+            "do not run here (the log says why): an update takes up to twice the time"
         )
     if placement.low is not None and not multiplies_wide():
         notes.append(
@@ -175,9 +188,11 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
     """The limits of [training] and [inference] in the form that `core.memory` counts with."""
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
+    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask)
     return MemoryUse(
         **asdict(engine_use(inference, placement)),
-        masked=isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask),
+        masked=masked,
+        fused=shape.is_known and not masked and computes_by_kernels(placement),
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
@@ -248,6 +263,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        is_known=is_known(model),
     )
 
 

@@ -154,9 +154,14 @@ def operators_for(placement: Placement, config: Any) -> Operators:
         config: the model's.
     """
     is_known = getattr(config.get_text_config(), "hidden_act", None) == "silu"
-    if placement.low is not None and is_known and kernels_are_here(placement.device):
+    if placement.low is not None and is_known and computes_by_kernels(placement):
         return by_kernels(placement.low)
     return BY_TORCH
+
+
+def computes_by_kernels(placement: Placement) -> bool:
+    """Whether kernels run there, for products of a low precision."""
+    return placement.low is not None and kernels_are_here(placement.device)
 
 
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:

@@ -77,6 +77,14 @@ def test_bfloat16_on_a_gpu_by_hand():
     assert needs.device["overhead"] == OVERHEAD
 
 
+def test_layers_by_kernels_keep_less_unless_adapters_are_trained():
+    use = replace(CPU, low=True, masked=False, fused=True)
+    # 12 * 4 + 6 * 8 + 6 * 4 + 6 * 2 = 132 a token and layer
+    assert memory_needs(SHAPE, use, is_gpu=True).device["activations"] == 10 * 4 * 132 + 2000
+    adapted = replace(SHAPE, adapters=50)
+    assert memory_needs(adapted, use, is_gpu=True).device["activations"] == 10 * 4 * 200
+
+
 def test_each_engine_has_weights_and_a_cache_and_each_process_an_overhead():
     one = memory_needs(SHAPE, CPU, is_gpu=True)
     three = memory_needs(SHAPE, replace(CPU, engines=3, processes=4), is_gpu=True)

@@ -70,18 +70,23 @@ def test_heads_that_the_kernel_does_not_take_are_masked(head_dim: int):
     ],
 )
 def test_a_slower_way_is_told_with_its_reason_and_what_it_costs(placement, head_dim: int, told: str):
-    (note,) = slower_ways(placement, head_dim=head_dim, model_type="qwen3")
+    (note,) = slower_ways(placement, head_dim=head_dim, model_type="qwen3", by_kernels=True)
     assert re.search(told, note)
     assert "grow with the square of training.row_tokens" in note
 
 
 def test_nothing_is_told_where_nothing_is_slower():
-    assert slower_ways(place("cuda", NEW_CUDA), head_dim=128, model_type="llama") == ()
-    assert slower_ways(place("cpu", NOTHING), head_dim=100, model_type="mistral") == ()
+    assert slower_ways(place("cuda", NEW_CUDA), head_dim=128, model_type="llama", by_kernels=True) == ()
+    assert slower_ways(place("cpu", NOTHING), head_dim=100, model_type="mistral", by_kernels=False) == ()
+
+
+def test_layers_without_kernels_on_a_gpu_that_could_have_them_are_told():
+    (note,) = slower_ways(place("cuda", NEW_CUDA), head_dim=128, model_type="qwen2", by_kernels=False)
+    assert "by torch's operators" in note and "Triton" in note
 
 
 def test_a_model_that_the_own_forward_pass_does_not_know_is_told():
-    (note,) = slower_ways(place("cpu", NOTHING), head_dim=64, model_type="gemma3")
+    (note,) = slower_ways(place("cpu", NOTHING), head_dim=64, model_type="gemma3", by_kernels=False)
     assert "run through transformers" in note and "'gemma3'" in note and "qwen3" in note
 
 
