@@ -38,10 +38,13 @@ gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need beside torch 
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 		$(MANYLINUX) --dest build/gpu-wheels --requirement bench/gpu_packages.txt
 
+KERNEL_TESTS := tests/trainer_backend/models/test_kernels.py tests/trainer_backend/learner/test_decoder.py \
+	$(addprefix tests/trainer_backend/inference/,test_paged_attention.py test_sampler.py test_decoder.py)
+
 # Triton has 286 MB, and runs without a GPU only to test: it is no dependency.
-test-kernel: $(VENV)/.ready ## the kernels of the paged cache, interpreted; installs triton into build/
+test-kernel: $(VENV)/.ready ## Triton's kernels of engine and learner, interpreted; installs triton into build/
 	$(BIN)/python -m pip install --quiet --upgrade --target build/triton --no-deps triton
-	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/trainer_backend/inference/test_paged_attention.py
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest $(KERNEL_TESTS)
 
 # 98 MB of weights inside a package, Apache-2.0.
 test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through warm-up, play and update; minutes

@@ -101,7 +101,7 @@ def kernels_are_here(device: torch.device) -> bool:
         return False
     reason = _failure(device)
     if reason is not None:
-        log.warning("engine_runs_without_pages", device=str(device), reason=reason)
+        log.warning("runs_without_kernels", device=str(device), reason=reason)
     return reason is None
 
 

@@ -289,5 +289,5 @@ def test_where_a_gpu_cannot_run_them_the_log_says_why_and_it_says_it_once():
     paged_attention.kernels_are_here.cache_clear()
     with capture_logs() as lines:
         assert [PageLimits(None, None).wanted_on(torch.device("cuda")) for _ in range(2)] == [False, False]
-    assert [(line["event"], line["device"]) for line in lines] == [("engine_runs_without_pages", "cuda")]
+    assert [(line["event"], line["device"]) for line in lines] == [("runs_without_kernels", "cuda")]
     assert lines[0]["reason"]
