@@ -30,7 +30,9 @@ test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, wit
 
 # For a bare machine with a GPU and Python $(GPU_PYTHON): take build/gpu-wheels along, and there
 #   python3 -m pip install -q --no-index --no-deps --target /tmp/site build/gpu-wheels/*.whl
-#   export PYTHONPATH=/tmp/site:.; python3 -m bench.gpu --out OUT; python3 -m pytest tests/gpu
+#   export PYTHONPATH=/tmp/site:.; python3 -m bench.gpu --out OUT
+#   python3 -m pytest tests/gpu tests/trainer_backend/models/test_kernels.py tests/trainer_backend/inference/test_sampler.py
+# All in one process: two of the tests take all memory of the GPU.
 GPU_PYTHON ?= 3.12
 MANYLINUX := $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64)
 gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need beside torch on a bare machine
