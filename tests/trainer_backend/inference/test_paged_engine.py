@@ -210,7 +210,12 @@ async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
     engine = start_engine(max_model_len=512)
     runner = engine._worker.batch._runner
     runner._static = static = FullDevice(
-        runner._decoder, runner._memory, slots=engine.limits.slots, pages=pages_for(512), graphs=True
+        runner._decoder,
+        runner._memory,
+        slots=engine.limits.slots,
+        pages=pages_for(512),
+        graphs=True,
+        by_kernel=False,
     )
     request = ([1, 2, 3], Sampling(max_tokens=PATIENCE, seed=0))
     with capture_logs() as lines:
