@@ -87,7 +87,7 @@ def _kept_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps hidden states, head and [N] entropies; tensors as wide as the vocabulary are recomputed.
+    """Keeps hidden states, head and [N] columns; tensors as wide as the vocabulary are recomputed.
 
     With p = softmax(z / T) and H its entropy:
 

@@ -34,7 +34,7 @@ class ModelShape:
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
     ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
-    is_known: whether the learner's own forward pass computes it, and not that of transformers.
+    is_known: whether the learner has kernels for its layers (`learner.operators`).
     """
 
     parameters: int

@@ -32,7 +32,7 @@ LOG2_E = 1.4426950408889634
 # tl.dot takes no fewer rows.
 _LEAST_ROWS = 16
 # Of shared memory: keys and values of a tile, two of each at a time, and the queries of a block. Together
-# they leave room in the 99 KB of the GPUs that have least.
+# they leave room in the 99 KB of the GPUs that have least. A decode step has few queries, and room for three.
 _TILE_BYTES, _QUERY_BYTES, _STAGES = 64 * 1024, 16 * 1024, 2
 
 

@@ -2,7 +2,8 @@
 
 The first reads the logits, once: of each chunk of the vocabulary the maximum and where it is, and of each
 block the sum of exp(z - maximum of its chunk). The second draws a block by these sums, then a token of it.
-Sums are float32 within a block and float64 beyond, as in `sampler.inverse_cdf`.
+Sums are float32 within a block and float64 beyond, as in `sampler.inverse_cdf`: where a token's share ends
+within 1e-7 of the number that draws, the two may choose neighbours.
 
 Imported only where `triton` is.
 """
@@ -42,6 +43,12 @@ def _sum_blocks(
 
 
 @triton.jit
+def _within(place, end: tl.constexpr):
+    """Of numbers that are NaN, Triton's maximum has a place that need not be one of theirs."""
+    return tl.maximum(0, tl.minimum(place, end - 1))
+
+
+@triton.jit
 def _draw(
     logits_ptr, temperatures_ptr, greedy_ptr, uniforms_ptr, sums_ptr, highest_ptr, likeliest_ptr,
     tokens_ptr, logprobs_ptr, in_row,
@@ -54,7 +61,7 @@ def _draw(
     is_chunk = c < CHUNKS
     highest_of_chunks = tl.load(highest_ptr + row * CHUNKS + c, mask=is_chunk, other=float("-inf"))
     highest, chunk = tl.max(highest_of_chunks, 0, return_indices=True)
-    likeliest = tl.load(likeliest_ptr + row * CHUNKS + chunk)
+    likeliest = tl.load(likeliest_ptr + row * CHUNKS + _within(chunk, CHUNKS))
     b = tl.arange(0, ALL * BLOCKS)
     of_block = tl.load(
         highest_ptr + row * CHUNKS + b // BLOCKS, mask=b < CHUNKS * BLOCKS, other=float("-inf")
@@ -76,8 +83,7 @@ def _draw(
     # The block's float32 sum may be above this one, and the rest of the threshold too.
     rest = tl.minimum(tl.maximum(rest, 0.0), tl.sum(p, 0) * BELOW)
     token = block * BLOCK + tl.sum((cdf_of_block <= rest).to(tl.int32), 0)
-    token = tl.minimum(token, VOCABULARY - 1)
-    token = tl.where(tl.load(greedy_ptr + row) != 0, likeliest, token)
+    token = _within(tl.where(tl.load(greedy_ptr + row) != 0, likeliest, token), VOCABULARY)
     chosen = tl.load(logits_ptr + row * in_row + token).to(tl.float32) / temperature
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, chosen - highest - tl.log(total.to(tl.float32)))

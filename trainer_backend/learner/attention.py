@@ -159,7 +159,7 @@ def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBo
     """A `Kernel`: torch's FlashAttention over the segments, in bfloat16."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Under autocast norms and rotations leave float32 behind, and autocast does not know this kernel.
+    # Norms and rotations of torch leave float32 behind under autocast, which does not know this kernel.
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q_LHD, k_LHD, v_LHD))
     # Before torch 2.13 grouped heads are told by the shapes alone.
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _varlen_parameters() else {}

@@ -29,7 +29,7 @@ from trainer_backend.learner.attention import BlockMask, attention_for, head_dim
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.decoder import FAMILIES, is_known
 from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.operators import computes_by_kernels
+from trainer_backend.learner.operators import computes_by_kernels, gates_are_known
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
@@ -263,7 +263,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-        is_known=is_known(model),
+        is_known=is_known(model) and gates_are_known(model.config),
     )
 
 

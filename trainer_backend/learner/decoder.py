@@ -1,6 +1,6 @@
 """The forward pass over one row of packed segments, for decoders that are built as Llama is.
 
-It is that of `transformers` with the model's own modules, adapters and all, but for two things:
+It is that of `transformers` with the model's own modules and adapters, or their weights, but for two things:
 
     last layer    queries, and all that comes after attention, for the N tokens that are read and no others:
                   behind its keys and values no token reads another one
@@ -80,7 +80,7 @@ def read_states(
     for layer in most:
         stream = through(layer, _kept_or_again, stream, row, False)
     hidden_ND, added_ND = through(last, _kept_or_again, stream, row, True)
-    return operators.normed(base.norm, hidden_ND, added_ND)[1]
+    return operators.last_normed(base.norm, hidden_ND, added_ND)[1]
 
 
 def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from trainer_backend.core.logprobs import Reading, wide_product
 from trainer_backend.inference.paged_attention import kernels_are_here
@@ -23,6 +22,7 @@ class Operators:
     """The ways of a layer.
 
     normed: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
+    last_normed: the same for the model's last norm, which is float32 for whoever reads it.
     turned: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
     heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
     mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].
@@ -30,6 +30,7 @@ class Operators:
     """
 
     normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    last_normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
     heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Any, Tensor], Tensor]
@@ -47,9 +48,6 @@ def normed(norm: Any, states: Tensor) -> Tensor:
         # As the engine rounds: a difference in the last bit may become one in the last bit of bfloat16.
         out: Tensor = norm(states)
         return out
-    if states.is_cuda:  # torch has one kernel for it
-        fused: Tensor = rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)
-        return fused
     own: Tensor = _Normed.apply(states, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
     return own
 
@@ -141,6 +139,7 @@ def _heads(
 
 BY_TORCH = Operators(
     _normed_sum,
+    _normed_sum,
     _normed_and_rotated,
     partial(_heads, _normed_and_rotated),
     lambda mlp, normed_LD: mlp(normed_LD),
@@ -153,10 +152,14 @@ def operators_for(placement: Placement, config: Any) -> Operators:
     Args:
         config: the model's.
     """
-    is_known = getattr(config.get_text_config(), "hidden_act", None) == "silu"
-    if placement.low is not None and is_known and computes_by_kernels(placement):
+    if placement.low is not None and gates_are_known(config) and computes_by_kernels(placement):
         return by_kernels(placement.low)
     return BY_TORCH
+
+
+def gates_are_known(config: Any) -> bool:
+    """Whether the gates of a model's layers are those of the kernels."""
+    return getattr(config.get_text_config(), "hidden_act", None) == "silu"
 
 
 def computes_by_kernels(placement: Placement) -> bool:
@@ -171,8 +174,10 @@ def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
         out: type of products' factors.
     """
 
-    def summed_and_normed(norm: Any, states_LD: Tensor, added_LD: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = states_LD, added_LD, norm.weight, norm.variance_epsilon, out
+    def summed_and_normed(
+        dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        given = states_LD, added_LD, norm.weight, norm.variance_epsilon, dtype
         pair: tuple[Tensor, Tensor] = _KernelNorm.apply(*given)  # type: ignore[no-untyped-call]
         return (states_LD, pair[1]) if added_LD is None else pair
 
@@ -204,7 +209,14 @@ def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
         added: Tensor = module.down_proj(opened)
         return added
 
-    return Operators(summed_and_normed, turned, heads, mlp, Reading(_chosen, partial(_chosen_back, out=out)))
+    return Operators(
+        partial(summed_and_normed, out),
+        partial(summed_and_normed, torch.float32),
+        turned,
+        heads,
+        mlp,
+        Reading(_chosen, partial(_chosen_back, out=out)),
+    )
 
 
 def _chosen(logits_CV: Tensor, target_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +262,7 @@ class _KernelNorm(torch.autograd.Function):
 
 
 class _KernelTurn(torch.autograd.Function):
-    """Heads, normed where there is a weight, and rotated. Keeps what it is given."""
+    """Heads, normed where there is a weight, and rotated."""
 
     @staticmethod
     def forward(
@@ -264,8 +276,9 @@ class _KernelTurn(torch.autograd.Function):
     ) -> Tensor:
         from trainer_backend.models import kernels
 
-        ctx.save_for_backward(heads_LHD, weight_D, cos_LD, sin_LD)
-        ctx.eps = eps
+        # A rotation's gradient needs the angles alone; a norm's needs its input.
+        ctx.save_for_backward(None if weight_D is None else heads_LHD, weight_D, cos_LD, sin_LD)
+        ctx.eps, ctx.dtype = eps, heads_LHD.dtype
         weights = None if weight_D is None else (weight_D, weight_D)
         return kernels.turned(
             heads_LHD, weights, cos_LD, sin_LD, None, queries=heads_LHD.shape[1], eps=eps, out=out
@@ -276,9 +289,10 @@ class _KernelTurn(torch.autograd.Function):
         from trainer_backend.models import kernels
 
         heads_LHD, weight_D, cos_LD, sin_LD = ctx.saved_tensors
-        by_heads = torch.empty_like(heads_LHD, memory_format=torch.contiguous_format)
+        by_out_LHD = gradients[0].contiguous()
+        by_heads = torch.empty_like(by_out_LHD, dtype=ctx.dtype)
         by_weight = kernels.turned_back(
-            heads_LHD, weight_D, cos_LD, sin_LD, gradients[0].contiguous(),
+            by_out_LHD if heads_LHD is None else heads_LHD, weight_D, cos_LD, sin_LD, by_out_LHD,
             by_heads_TSD=by_heads, eps=ctx.eps, weighs=ctx.needs_input_grad[1],
         )  # fmt: skip
         return by_heads, by_weight, None, None, None, None
@@ -384,7 +398,7 @@ class _KernelHeads(torch.autograd.Function):
         by_v_LHD.copy_(gradients[2])
         by_all_LO = by_all_LHD.flatten(1)
         sizes = [count * all_LHD.shape[-1] for count in ctx.counts]
-        by_weights = _by_weights(by_all_LO, normed_LD, sizes, ctx.needs_input_grad[1])
+        by_weights = _by_weights(by_all_LO, normed_LD, sizes, any(ctx.needs_input_grad[1:4]))
         return by_all_LO @ weight_OD, *by_weights, *by_norms, None, None, None
 
 
@@ -408,5 +422,5 @@ class _KernelOpened(torch.autograd.Function):
         gate_LM, up_LM = both_LO.chunk(2, dim=1)
         by_both_LO = gated_back(gate_LM, up_LM, gradients[0].contiguous())
         sizes = [len(weight_OD) // 2] * 2
-        by_weights = _by_weights(by_both_LO, normed_LD, sizes, ctx.needs_input_grad[1])
+        by_weights = _by_weights(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[1:3]))
         return by_both_LO @ weight_OD, *by_weights

@@ -25,6 +25,8 @@ from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
 _RISE = 0.03
+# Decisions that are rendered together: what a long episode's texts would hold at once is bounded.
+_RENDERED = 64
 # The key of an action that holds what a teacher would have done (task_app.policies.labelled).
 LABEL = "label"
 
@@ -58,9 +60,10 @@ def demonstrations(
         tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
         seen = zip(trajectory.steps, prompts(trajectory.steps), strict=True)
         imitated = [(step, messages) for step, messages in seen if worth_imitating(step)]
-        rendered = _rendered(imitated, tools, renderer)
-        for (step, _), prompt, target in zip(imitated, *rendered, strict=True):
-            segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
+        for first in range(0, len(imitated), _RENDERED):
+            part = imitated[first : first + _RENDERED]
+            for (step, _), prompt, target in zip(part, *_rendered(part, tools, renderer), strict=True):
+                segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
         raise JobTeachesNothing(
             f"warmup: none of {len(trajectories)} episodes has a valid decision and an outcome of "
@@ -147,7 +150,7 @@ def _rendered(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Ids of the prompts, and of the answers that the template makes of the decisions' words or tool calls.
 
-    An episode at a time, in a third of the time that its decisions would take one by one.
+    Many at a time take a third of the time that they would take one by one.
     """
     conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
     texts, answers = renderer.answer_texts(conversations, [_answer(step) for step, _ in imitated], tools)

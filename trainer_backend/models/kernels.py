@@ -207,8 +207,8 @@ def _choose(
     for start in range(0, WIDTH, BLOCK):
         mask = start + d < WIDTH
         z = tl.load(logits_ptr + row * WIDTH + start + d, mask=mask, other=-1e38) / temperature
-        z = tl.maximum(z, -1e38)
-        higher = tl.maximum(best, z)
+        z = tl.maximum(z, -1e38, propagate_nan=tl.PropagateNan.ALL)
+        higher = tl.maximum(best, z, propagate_nan=tl.PropagateNan.ALL)
         shrink = tl.exp(best - higher)
         p = tl.where(mask, tl.exp(z - higher), 0.0)
         total = total * shrink + p
@@ -343,6 +343,7 @@ def turned_back(
     """Gradients of `turned`, with one weight and without positions: by the weight, and by the heads.
 
     Args:
+        heads_TSD: read where there is a weight.
         by_heads_TSD: where that is written; heads of a token are adjacent in it, as in `heads_TSD`.
     """
     tokens, heads, dim = heads_TSD.shape

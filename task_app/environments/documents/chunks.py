@@ -11,14 +11,13 @@ from typing import Any
 @contextmanager
 def _without(name: str) -> Iterator[None]:
     """An `import` of this module fails meanwhile, as if it were not installed."""
-    there = sys.modules.get(name)
+    there = {name: sys.modules[name]} if name in sys.modules else {}
     sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules[name]
-        if there is not None:
-            sys.modules[name] = there
+        sys.modules.update(there)
 
 
 # bm25s computes something with JAX, where that is installed, when it is imported. JAX then takes three

@@ -248,3 +248,6 @@ def test_the_kernels_never_draw_an_impossible_token_and_tell_what_is_not_finite(
     assert tokens[:2].tolist() == [4100, 8999]
     torch.testing.assert_close(logprobs[:2], torch.tensor([0.5, 0.5]).log())
     assert logprobs[2:].isnan().all()
+    # Nothing but NaN in rows that take the likeliest: the next step looks their tokens up.
+    tokens, logprobs = by_kernel(torch.full((4, 9001), float("nan")), ones, ones > 0, numbers)
+    assert ((tokens >= 0) & (tokens < 9001)).all() and logprobs.isnan().all()

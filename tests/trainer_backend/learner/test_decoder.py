@@ -71,15 +71,33 @@ def test_log_probs_and_gradients_are_those_of_transformers(
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
+def test_of_products_that_are_one_by_kernels_those_that_are_trained_get_their_gradients():
+    scorer = replace(scorer_of("llama", ByLength(), torch.float32), operators=by_kernels(torch.float32))
+    whole = dict(scorer.model.named_parameters())
+    _ = found(scorer, TALK)
+    expected = {name: weight.grad for name, weight in whole.items()}
+    frozen = [name for name in whole if "q_proj" in name or "gate_proj" in name or "layernorm" in name]
+    for name, weight in whole.items():
+        weight.grad = None
+        weight.requires_grad_(name not in frozen)
+    scorer.logprobs(pack_segments(TALK, row_tokens=20)).sum().backward()
+    for name, weight in whole.items():
+        assert (weight.grad is None) == (name in frozen), name
+        if weight.grad is not None:
+            torch.testing.assert_close(weight.grad, expected[name])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
+@pytest.mark.parametrize("parts", [ANSWERS, TALK], ids=["answers", "talk"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_gradients_by_kernels_are_those_by_torch(family: str, checkpointed: bool):
+def test_log_probs_and_gradients_by_kernels_are_those_by_torch(family: str, checkpointed: bool, parts: list):
     theirs = scorer_of(family, ByLength(), torch.float32)
     own = replace(scorer_of(family, ByLength(), torch.float32), operators=by_kernels(torch.float32))
     if checkpointed:
         own.model.gradient_checkpointing_enable({"use_reentrant": False})
         own.model.train()
-    for mine, expected in zip(found(own, TALK), found(theirs, TALK), strict=True):
+    for mine, expected in zip(found(own, parts), found(theirs, parts), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -158,3 +158,14 @@ def test_logits_far_from_0_give_finite_logprobs():
     expected = torch.tensor([-2e4, float(logits[1].log_softmax(-1)[2])])
     torch.testing.assert_close(logprobs.cpu(), expected)
     assert entropies.isfinite().all()
+
+
+def test_a_logit_that_is_no_number_shows_in_its_row_alone():
+    from trainer_backend.models.kernels import chosen
+
+    logits = drawn(3, 5000)
+    logits[1, 4321] = float("nan")
+    logprobs, entropies, _ = chosen(
+        logits, torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
+    )
+    assert logprobs.isnan().tolist() == entropies.isnan().tolist() == [False, True, False]
