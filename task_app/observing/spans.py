@@ -117,14 +117,23 @@ class Spans:
         }
         return _opened(self.tracer, "invoke_agent", facts, is_root=True)
 
-    def decision(self, policy: AgentPolicy, turn: int | None) -> AbstractContextManager[Notes]:
-        """The span of a policy's answer; `turn` is None where only the answer decides it."""
+    def decision(
+        self, policy: AgentPolicy, turn: int | None, *, conversation: str | None = None
+    ) -> AbstractContextManager[Notes]:
+        """The span of a policy's answer.
+
+        Args:
+            turn: None where only the answer decides it.
+            conversation: what it belongs to where no episode's span says that.
+        """
         if self.tracer is None:
             return _NOTHING
         name, model = policy_name(policy), getattr(getattr(policy, "config", None), "model", None)
         if not model:
-            return _opened(self.tracer, f"decide {name}", {"turnwise.turn": turn}, context=self.parent)
+            facts = {"turnwise.turn": turn, "gen_ai.conversation.id": conversation}
+            return _opened(self.tracer, f"decide {name}", facts, context=self.parent)
         facts = {
+            "gen_ai.conversation.id": conversation,
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": name,
             "gen_ai.request.model": model,

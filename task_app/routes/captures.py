@@ -102,7 +102,9 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
                 f"limits.{name} has no effect on a capture, whose agent decides itself when it ends",
                 where=f"limits.{name}",
             )
-    spec = CaptureSpec("capture", make_policy, limits=body.limits, seed=body.seed, models=body.models)
+    spec = CaptureSpec(
+        "capture", make_policy, limits=body.limits, seed=body.seed, models=body.models, spans=services.spans
+    )
     capture = services.captures.open(spec)
     url = f"{str(request.base_url).rstrip('/')}/captures/{capture.capture_id}"
     return CaptureOpened(

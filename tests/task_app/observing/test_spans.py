@@ -120,6 +120,26 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
 
 
 @needs_sdk
+async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_together():
+    memory, tracer = memory_and_tracer()
+    async with (
+        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        served_app(boards(), spans=Spans(tracer)) as (client, _),
+    ):
+        policy = {"policy_name": "openai", "config": {"inference_url": server.url, "model": "tiny"}}
+        capture = (await client.post("/captures", json={"policy": policy})).json()
+        path = f"/captures/{capture['capture_id']}/v1/chat/completions"
+        for _ in range(2):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "Go."}]}
+            assert (await client.post(path, json=body)).status_code == 200
+    calls = memory.get_finished_spans()
+    assert [span.name for span in calls] == ["chat tiny"] * 2
+    assert [span.attributes["turnwise.turn"] for span in calls] == [1, 2]
+    assert {span.attributes["gen_ai.conversation.id"] for span in calls} == {capture["capture_id"]}
+    assert len({span.context.trace_id for span in calls}) == 2
+
+
+@needs_sdk
 async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
     memory, tracer = memory_and_tracer()
     agents = board_of(tmp_path, 'ask("Go.")')
