@@ -299,9 +299,7 @@ class Capture:
         tools = [tool.model_dump(mode="json") for tool in call.tools]
         rest_s = self._spec.limits.timeout_s - (self._clock() - self._start_s)
         try:
-            spans = self._spec.spans
-            alone = self.capture_id if spans.parent is None else None  # opened by hand, without an episode
-            with spans.decision(branch.policy, None, conversation=alone) as notes:
+            with self._spec.spans.decision(branch.policy, None, conversation=self.capture_id) as notes:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
                 # Of calls at the same time the first answer is the next decision.
                 notes.answer(reply, turn=len(self.steps) + 1)

@@ -124,20 +124,21 @@ class Spans:
 
         Args:
             turn: None where only the answer decides it.
-            conversation: what it belongs to where no episode's span says that.
+            conversation: what it belongs to; told where no episode's span above it says that.
         """
         if self.tracer is None:
             return _NOTHING
         name, model = policy_name(policy), getattr(getattr(policy, "config", None), "model", None)
-        if not model:
-            facts = {"turnwise.turn": turn, "gen_ai.conversation.id": conversation}
-            return _opened(self.tracer, f"decide {name}", facts, context=self.parent)
         facts = {
-            "gen_ai.conversation.id": conversation,
+            "turnwise.turn": turn,
+            "gen_ai.conversation.id": conversation if self.parent is None else None,
+        }
+        if not model:
+            return _opened(self.tracer, f"decide {name}", facts, context=self.parent)
+        facts |= {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": name,
             "gen_ai.request.model": model,
-            "turnwise.turn": turn,
         }
         return _opened(self.tracer, f"chat {model}", facts, is_client=True, context=self.parent)
 

@@ -34,7 +34,7 @@ class ModelShape:
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
     ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
-    is_known: whether the learner has kernels for its layers (`learner.operators`).
+    has_kernels: whether the learner has kernels for its layers (`learner.operators`).
     """
 
     parameters: int
@@ -50,7 +50,7 @@ class ModelShape:
     head_norms: bool = False
     vectors: int = 0
     ends: int = 0
-    is_known: bool = False
+    has_kernels: bool = False
 
     @property
     def layer(self) -> int:

@@ -192,7 +192,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
     return MemoryUse(
         **asdict(engine_use(inference, placement)),
         masked=masked,
-        fused=shape.is_known and not masked and computes_by_kernels(placement),
+        fused=shape.has_kernels and not masked and computes_by_kernels(placement),
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
@@ -263,7 +263,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-        is_known=is_known(model) and gates_are_known(model.config),
+        has_kernels=is_known(model) and gates_are_known(model.config),
     )
 
 

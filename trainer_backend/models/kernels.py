@@ -1,8 +1,7 @@
 """Triton kernels of what lies between a decoder's products: norms, rotation, gate, and log-probs of logits.
 
 Engine and learner compute with the same ones on CUDA, so that they round alike: the places of rounding are
-those of `models.precision`. A layer by torch's operators reads and writes its states twenty times beside its
-products; so does it six times.
+those of `models.precision`. Each of torch's operators would read and write the states once more.
 
     normed      h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
     turned      norm of each head, if any, and rotation of its halves by position    heads [T, S, D]
@@ -76,21 +75,32 @@ def _norm_back(
 
 
 @triton.jit
+def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
+    """Of a program: its heads, the places in half a head and their mask, both in a token and their mask."""
+    h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, HALF)
+    in_half = d < DIM // 2
+    return h, d, in_half, h[:, None] * DIM + d[None, :], (h < HEADS)[:, None] & in_half[None, :]
+
+
+@triton.jit
+def _inverse(first, second, DIM: tl.constexpr, eps):
+    """One over the root mean square of heads, of which these are the halves."""
+    return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+
+
+@triton.jit
 def _turn(
     heads_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, in_row, eps,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORMED: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, HALF)
-    in_half = d < DIM // 2
-    mask = (h < HEADS)[:, None] & in_half[None, :]
-    places = h[:, None] * DIM + d[None, :]
+    h, d, in_half, places, mask = _halves(HEADS, DIM, HALF, ROWS)
     first = tl.load(heads_ptr + token * in_row + places, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + token * in_row + places + DIM // 2, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
-        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+        inverse = _inverse(first, second, DIM, eps)
         first = (first * inverse).to(heads_ptr.dtype.element_ty).to(tl.float32)
         second = (second * inverse).to(heads_ptr.dtype.element_ty).to(tl.float32)
         is_query = (h < QUERIES)[:, None]
@@ -119,11 +129,7 @@ def _turn_back(
     NORMED: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, HALF)
-    in_half = d < DIM // 2
-    mask = (h < HEADS)[:, None] & in_half[None, :]
-    places = h[:, None] * DIM + d[None, :]
+    _h, d, in_half, places, mask = _halves(HEADS, DIM, HALF, ROWS)
     weight_first = tl.zeros([HALF], tl.float32)
     weight_second = tl.zeros([HALF], tl.float32)
     if NORMED:
@@ -144,7 +150,7 @@ def _turn_back(
             at = heads_ptr + token * in_row + places
             first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             second = tl.load(at + DIM // 2, mask=mask, other=0.0).to(tl.float32)
-            inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+            inverse = _inverse(first, second, DIM, eps)
             first *= inverse
             second *= inverse
             if WEIGHS:
