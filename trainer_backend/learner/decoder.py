@@ -10,7 +10,7 @@ Most tokens of an agent's prompts predict no sampled one. With 2 layers the firs
 pass, with 28 of them 2 to 3 %.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed
+from trainer_backend.core.logprobs import Reading
 from trainer_backend.learner.by_length import Attend
-from trainer_backend.learner.operators import Operators, projected
 from trainer_backend.learner.sharding import through
 
 # The residual stream, [L, D], and what is still to be added to it: the next norm reads both anyway.
@@ -32,6 +32,26 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 def is_known(model: PreTrainedModel) -> bool:
     """Whether `read_states` computes this model."""
     return model.config.get_text_config().model_type in FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """What a layer computes between its products; see `learner.operators`.
+
+    normed: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
+    last_normed: the same for the model's last norm, which is float32 for whoever reads it.
+    turned: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
+    heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
+    mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].
+    reading: of log-probs off logits.
+    """
+
+    normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    last_normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
+    heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    mlp: Callable[[Any, Tensor], Tensor]
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +136,22 @@ def _attended(attention: Any, normed_LD: Tensor, row: _Row, *, is_last: bool) ->
     q_LHD, k_LHD, v_LHD = row.operators.heads(attention, normed_LD, *turns_LD)
     attended_LHD = row.attend(q_LHD, k_LHD, v_LHD, attention.scaling)
     return attended_LHD.index_select(0, row.read_N) if is_last else attended_LHD
+
+
+def projected(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any]:
+    """[L, H, D] queries, keys or values, and their norm, None where the model has none of single heads."""
+    flat: Tensor = getattr(attention, f"{what}_proj")(normed_LD)
+    heads: Tensor = flat.view(len(flat), -1, int(attention.head_dim))
+    return heads, getattr(attention, f"{what}_norm", None)
+
+
+def heads_apart(
+    turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor],
+    attention: Any,
+    normed_LD: Tensor,
+    cos_LD: Tensor,
+    sin_LD: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By a product each."""
+    q_LHD, k_LHD = (turned(*projected(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
+    return q_LHD, k_LHD, projected(attention, "v", normed_LD)[0]

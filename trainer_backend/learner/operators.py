@@ -4,37 +4,15 @@ Both have the places of rounding of `models.precision`. The kernels (`models.ker
 bfloat16: they take and give products in it, read the states once, and keep less for the backward pass.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer_backend.core.logprobs import Reading
 from trainer_backend.inference.paged_attention import kernels_are_here
+from trainer_backend.learner.decoder import Operators, heads_apart
 from trainer_backend.learner.device import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Operators:
-    """The ways of a layer.
-
-    normed: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
-    last_normed: the same for the model's last norm, which is float32 for whoever reads it.
-    turned: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
-    heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
-    mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].
-    reading: of log-probs off logits.
-    """
-
-    normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    last_normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
-    heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    mlp: Callable[[Any, Tensor], Tensor]
-    reading: Reading | None = None
 
 
 def normed(norm: Any, states: Tensor) -> Tensor:
@@ -118,24 +96,6 @@ def _normed_sum(norm: Any, states_LD: Tensor, added_LD: Tensor | None) -> tuple[
 
 def _normed_and_rotated(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
     return rotated(heads_LHD if norm is None else normed(norm, heads_LHD), cos_LD, sin_LD)
-
-
-def projected(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any]:
-    """[L, H, D] queries, keys or values, and their norm, None where the model has none of single heads."""
-    flat: Tensor = getattr(attention, f"{what}_proj")(normed_LD)
-    heads: Tensor = flat.view(len(flat), -1, int(attention.head_dim))
-    return heads, getattr(attention, f"{what}_norm", None)
-
-
-Turned = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
-
-
-def heads_apart(
-    turned: Turned, attention: Any, normed_LD: Tensor, cos_LD: Tensor, sin_LD: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By a product each."""
-    q_LHD, k_LHD = (turned(*projected(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
-    return q_LHD, k_LHD, projected(attention, "v", normed_LD)[0]
 
 
 BY_TORCH = Operators(
