@@ -164,16 +164,16 @@ class Rotation:
 class Stream(Protocol):
     """The residual stream of one pass, and what is computed of it between products."""
 
-    def normed(self, norm: Norm) -> Tensor:
+    def norm(self, norm: Norm) -> Tensor:
         """Return the norm of the stream, [T, width]."""
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         """Add a product to the stream."""
 
-    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+    def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
         """Return heads, normed and rotated; the last `keys` of them are keys, the others queries."""
 
-    def gated(self, gate_up_TM: Tensor) -> Tensor:
+    def swiglu(self, gate_up_TM: Tensor) -> Tensor:
         """Return silu(gate) * up, of both side by side."""
 
 
@@ -188,16 +188,16 @@ class TorchStream:
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
         self._residual_TW, self._rotation = residual_TW, turns.at(positions_T)
 
-    def normed(self, norm: Norm) -> Tensor:
+    def norm(self, norm: Norm) -> Tensor:
         return norm(self._residual_TW)
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         product.add_to(self._residual_TW, input_TI)
 
-    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+    def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
         return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
 
-    def gated(self, gate_up_TM: Tensor) -> Tensor:
+    def swiglu(self, gate_up_TM: Tensor) -> Tensor:
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True).mul_(up_TM)
 
@@ -216,21 +216,21 @@ class KernelStream:
         self._dtype = dtype
         self._added_TW: Tensor | None = None
 
-    def normed(self, norm: Norm) -> Tensor:
-        from trainer_backend.models.kernels import normed
+    def norm(self, norm: Norm) -> Tensor:
+        from trainer_backend.models.kernels import rms_norm
 
         added_TW, self._added_TW = self._added_TW, None
         stream_TW = self._residual_TW
-        return normed(stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype)
+        return rms_norm(stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype)
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         assert self._added_TW is None, "a norm lies between any two products that are added"
         self._added_TW = product(input_TI)
 
-    def turned(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        from trainer_backend.models.kernels import turned
+    def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        from trainer_backend.models.kernels import rotary
 
-        return turned(
+        return rotary(
             heads_TSD,
             None if norms is None else (norms.queries.weight, norms.keys.weight),
             self._turns.cos_T1D,
@@ -241,10 +241,10 @@ class KernelStream:
             out=self._dtype,
         )
 
-    def gated(self, gate_up_TM: Tensor) -> Tensor:
-        from trainer_backend.models.kernels import gated
+    def swiglu(self, gate_up_TM: Tensor) -> Tensor:
+        from trainer_backend.models.kernels import swiglu
 
-        return gated(*gate_up_TM.chunk(2, dim=-1))
+        return swiglu(*gate_up_TM.chunk(2, dim=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,19 +263,19 @@ class Layer:
     def run(self, number: int, stream: Stream, attention: TokenAttention) -> None:
         """Add the layer to the residual stream."""
         heads = self.heads
-        all_TSD = heads.of(self.query_key_value(stream.normed(self.attention_norm)))
-        turned_TSD = stream.turned(all_TSD[:, : -heads.keys], self.head_norms, heads.keys)
-        attention.write(number, turned_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
-        stream.add(self.out, attention.attend(number, turned_TSD[:, : heads.queries]).flatten(1))
-        stream.add(self.down, stream.gated(self.gate_up(stream.normed(self.mlp_norm))))
+        all_TSD = heads.of(self.query_key_value(stream.norm(self.attention_norm)))
+        rotated_TSD = stream.rotary(all_TSD[:, : -heads.keys], self.head_norms, heads.keys)
+        attention.write(number, rotated_TSD[:, heads.queries :], all_TSD[:, -heads.keys :])
+        stream.add(self.out, attention.attend(number, rotated_TSD[:, : heads.queries]).flatten(1))
+        stream.add(self.down, stream.swiglu(self.gate_up(stream.norm(self.mlp_norm))))
 
     def write_only(self, number: int, stream: Stream, attention: TokenAttention) -> None:
         """Store keys and values alone: of the last layer, a prefill needs no more."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
-        all_TSD = heads.of(key_value(stream.normed(self.attention_norm)))
-        turned_TKD = stream.turned(all_TSD[:, : heads.keys], self.head_norms, heads.keys)
-        attention.write(number, turned_TKD, all_TSD[:, heads.keys :])
+        all_TSD = heads.of(key_value(stream.norm(self.attention_norm)))
+        rotated_TKD = stream.rotary(all_TSD[:, : heads.keys], self.head_norms, heads.keys)
+        attention.write(number, rotated_TKD, all_TSD[:, heads.keys :])
 
 
 class Decoder:
@@ -316,7 +316,7 @@ class Decoder:
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""
-        stream = self._begun(ids_T, positions_T)
+        stream = self._new_stream(ids_T, positions_T)
         last = len(self._layers) - 1
         for number in range(last):
             self._layers[number].run(number, stream, attention)
@@ -324,15 +324,15 @@ class Decoder:
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
         """Store keys and values of T tokens, [T] int64; return [T, V] logits of what follows each."""
-        stream = self._begun(ids_T, positions_T)
+        stream = self._new_stream(ids_T, positions_T)
         for number, layer in enumerate(self._layers):
             layer.run(number, stream, attention)
-        low, normed_TW = self._low, stream.normed(self._norm)
+        low, normed_TW = self._low, stream.norm(self._norm)
         with nullcontext() if low is None else torch.autocast(normed_TW.device.type, dtype=low):
             logits_TV: Tensor = self._head(normed_TW)
         return logits_TV
 
-    def _begun(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
+    def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
         """The residual stream of embedded tokens, in memory of its own."""
         return self._stream(F.embedding(ids_T, self._embedding).float(), self._turns, positions_T)
 
@@ -370,12 +370,12 @@ def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tu
 def _layer(module: Any) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     size: int = attention.head_dim
-    normed = hasattr(attention, "q_norm")
+    has_norms = hasattr(attention, "q_norm")
     return Layer(
         Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size),
         _norm(module.input_layernorm),
         fused([attention.q_proj, attention.k_proj, attention.v_proj]),
-        HeadNorms(_norm(attention.q_norm), _norm(attention.k_norm)) if normed else None,
+        HeadNorms(_norm(attention.q_norm), _norm(attention.k_norm)) if has_norms else None,
         fused([attention.o_proj]),
         _norm(module.post_attention_layernorm),
         fused([mlp.gate_proj, mlp.up_proj]),

@@ -38,17 +38,17 @@ def is_known(model: PreTrainedModel) -> bool:
 class Operators:
     """What a layer computes between its products; see `learner.operators`.
 
-    normed: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
-    last_normed: the same for the model's last norm, which is float32 for whoever reads it.
-    turned: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
+    norm: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
+    last_norm: the same for the model's last norm, which is float32 for whoever reads it.
+    rotary: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
     heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
     mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].
     reading: of log-probs off logits.
     """
 
-    normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    last_normed: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
+    norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    last_norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    rotary: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
     heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Any, Tensor], Tensor]
     reading: Reading | None = None
@@ -100,7 +100,7 @@ def read_states(
     for layer in most:
         stream = through(layer, _kept_or_again, stream, row, False)
     hidden_ND, added_ND = through(last, _kept_or_again, stream, row, True)
-    return operators.last_normed(base.norm, hidden_ND, added_ND)[1]
+    return operators.last_norm(base.norm, hidden_ND, added_ND)[1]
 
 
 def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
@@ -115,30 +115,30 @@ def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stre
 
 def _output(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
     """[L, D] to [L, D], or of the last layer to [N, D]."""
-    hidden_LD, normed_LD = row.operators.normed(layer.input_layernorm, *stream)
+    hidden_LD, normed_LD = row.operators.norm(layer.input_layernorm, *stream)
     attended = _attended(layer.self_attn, normed_LD, row, is_last=is_last)
     if is_last:
         hidden_LD = hidden_LD.index_select(0, row.read_N)
     added_LD = layer.self_attn.o_proj(attended.flatten(1))
-    hidden_LD, normed_LD = row.operators.normed(layer.post_attention_layernorm, hidden_LD, added_LD)
+    hidden_LD, normed_LD = row.operators.norm(layer.post_attention_layernorm, hidden_LD, added_LD)
     return hidden_LD, row.operators.mlp(layer.mlp, normed_LD)
 
 
 def _attended(attention: Any, normed_LD: Tensor, row: _Row, *, is_last: bool) -> Tensor:
     """[L, H, D], or of the last layer [N, H, D]."""
-    turns_LD, turned = (row.cos_LD, row.sin_LD), row.operators.turned
+    angles_LD, rotary = (row.cos_LD, row.sin_LD), row.operators.rotary
     if is_last and row.attend_read is not None:
-        k_LHD = turned(*projected(attention, "k", normed_LD), *turns_LD)
-        v_LHD, _ = projected(attention, "v", normed_LD)
-        cos_ND, sin_ND = (turn_LD.index_select(0, row.read_N) for turn_LD in turns_LD)
-        q_NHD = turned(*projected(attention, "q", normed_LD.index_select(0, row.read_N)), cos_ND, sin_ND)
+        k_LHD = rotary(*projection(attention, "k", normed_LD), *angles_LD)
+        v_LHD, _ = projection(attention, "v", normed_LD)
+        cos_ND, sin_ND = (angle_LD.index_select(0, row.read_N) for angle_LD in angles_LD)
+        q_NHD = rotary(*projection(attention, "q", normed_LD.index_select(0, row.read_N)), cos_ND, sin_ND)
         return row.attend_read(q_NHD, k_LHD, v_LHD, attention.scaling)
-    q_LHD, k_LHD, v_LHD = row.operators.heads(attention, normed_LD, *turns_LD)
+    q_LHD, k_LHD, v_LHD = row.operators.heads(attention, normed_LD, *angles_LD)
     attended_LHD = row.attend(q_LHD, k_LHD, v_LHD, attention.scaling)
     return attended_LHD.index_select(0, row.read_N) if is_last else attended_LHD
 
 
-def projected(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any]:
+def projection(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any]:
     """[L, H, D] queries, keys or values, and their norm, None where the model has none of single heads."""
     flat: Tensor = getattr(attention, f"{what}_proj")(normed_LD)
     heads: Tensor = flat.view(len(flat), -1, int(attention.head_dim))
@@ -146,12 +146,12 @@ def projected(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any
 
 
 def heads_apart(
-    turned: Callable[[Tensor, Any, Tensor, Tensor], Tensor],
+    rotary: Callable[[Tensor, Any, Tensor, Tensor], Tensor],
     attention: Any,
     normed_LD: Tensor,
     cos_LD: Tensor,
     sin_LD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By a product each."""
-    q_LHD, k_LHD = (turned(*projected(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
-    return q_LHD, k_LHD, projected(attention, "v", normed_LD)[0]
+    q_LHD, k_LHD = (rotary(*projection(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
+    return q_LHD, k_LHD, projection(attention, "v", normed_LD)[0]

@@ -21,16 +21,16 @@ from trainer_backend.models import kernels
 def operators(out: torch.dtype) -> Operators:
     """As `operators.by_kernels`."""
 
-    def summed_and_normed(
+    def sum_and_norm(
         dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         given = states_LD, added_LD, norm.weight, norm.variance_epsilon, dtype
         pair: tuple[Tensor, Tensor] = _KernelNorm.apply(*given)  # type: ignore[no-untyped-call]
         return (states_LD, pair[1]) if added_LD is None else pair
 
-    def turned(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    def rotary(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        heads: Tensor = _KernelTurn.apply(heads_LHD, weight, eps, cos_LD, sin_LD, out)  # type: ignore[no-untyped-call]
+        heads: Tensor = _KernelRotary.apply(heads_LHD, weight, eps, cos_LD, sin_LD, out)  # type: ignore[no-untyped-call]
         return heads
 
     def heads(
@@ -38,7 +38,7 @@ def operators(out: torch.dtype) -> Operators:
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = _plain_weights([attention.q_proj, attention.k_proj, attention.v_proj])
         if weights is None:
-            return heads_apart(turned, attention, normed_LD, cos_LD, sin_LD)
+            return heads_apart(rotary, attention, normed_LD, cos_LD, sin_LD)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
         of_norms = [None if norm is None else norm.weight for norm in norms]
@@ -50,19 +50,19 @@ def operators(out: torch.dtype) -> Operators:
         weights = _plain_weights([module.gate_proj, module.up_proj])
         if weights is None:
             given = module.gate_proj(normed_LD), module.up_proj(normed_LD)
-            opened: Tensor = _KernelGate.apply(*given)  # type: ignore[no-untyped-call]
+            opened: Tensor = _KernelSwiglu.apply(*given)  # type: ignore[no-untyped-call]
         else:
-            opened = _KernelOpened.apply(normed_LD, *weights)  # type: ignore[no-untyped-call]
+            opened = _KernelGateUp.apply(normed_LD, *weights)  # type: ignore[no-untyped-call]
         added: Tensor = module.down_proj(opened)
         return added
 
     return Operators(
-        partial(summed_and_normed, out),
-        partial(summed_and_normed, torch.float32),
-        turned,
+        partial(sum_and_norm, out),
+        partial(sum_and_norm, torch.float32),
+        rotary,
         heads,
         mlp,
-        Reading(kernels.chosen, partial(kernels.chosen_back, out=out)),
+        Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out)),
     )
 
 
@@ -74,7 +74,7 @@ class _KernelNorm(torch.autograd.Function):
         ctx: Any, states_LD: Tensor, added_LD: Tensor | None, weight_D: Tensor, eps: float, out: torch.dtype
     ) -> tuple[Tensor | None, Tensor]:
         sums_LD = states_LD if added_LD is None else torch.empty_like(states_LD)
-        normed_LD = kernels.normed(states_LD, added_LD, weight_D, eps, sums_TW=sums_LD, out=out)
+        normed_LD = kernels.rms_norm(states_LD, added_LD, weight_D, eps, sums_TW=sums_LD, out=out)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums_LD, weight_D)
         ctx.eps, ctx.added = eps, None if added_LD is None else added_LD.dtype
@@ -84,7 +84,7 @@ class _KernelNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (by_sums_LD, by_normed_LD), (sums_LD, weight_D) = gradients, ctx.saved_tensors
         assert by_normed_LD is not None, "a norm's result is used wherever its sum is"
-        by_states, by_added, by_weight = kernels.normed_back(
+        by_states, by_added, by_weight = kernels.rms_norm_backward(
             sums_LD, weight_D, by_normed_LD.contiguous(),
             None if by_sums_LD is None else by_sums_LD.contiguous(),
             ctx.eps, added=ctx.added, weighs=ctx.needs_input_grad[2],
@@ -92,7 +92,7 @@ class _KernelNorm(torch.autograd.Function):
         return by_states, by_added, by_weight, None, None
 
 
-class _KernelTurn(torch.autograd.Function):
+class _KernelRotary(torch.autograd.Function):
     """Heads, normed where there is a weight, and rotated."""
 
     @staticmethod
@@ -109,7 +109,7 @@ class _KernelTurn(torch.autograd.Function):
         ctx.save_for_backward(None if weight_D is None else heads_LHD, weight_D, cos_LD, sin_LD)
         ctx.eps, ctx.dtype = eps, heads_LHD.dtype
         weights = None if weight_D is None else (weight_D, weight_D)
-        return kernels.turned(
+        return kernels.rotary(
             heads_LHD, weights, cos_LD, sin_LD, None, queries=heads_LHD.shape[1], eps=eps, out=out
         )
 
@@ -118,25 +118,27 @@ class _KernelTurn(torch.autograd.Function):
         heads_LHD, weight_D, cos_LD, sin_LD = ctx.saved_tensors
         by_out_LHD = gradients[0].contiguous()
         by_heads = torch.empty_like(by_out_LHD, dtype=ctx.dtype)
-        by_weight = kernels.turned_back(
+        by_weight = kernels.rotary_backward(
             by_out_LHD if heads_LHD is None else heads_LHD, weight_D, cos_LD, sin_LD, by_out_LHD,
             by_heads_TSD=by_heads, eps=ctx.eps, weighs=ctx.needs_input_grad[1],
         )  # fmt: skip
         return by_heads, by_weight, None, None, None, None
 
 
-class _KernelGate(torch.autograd.Function):
+class _KernelSwiglu(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod
     def forward(ctx: Any, gate_LM: Tensor, up_LM: Tensor) -> Tensor:
         ctx.save_for_backward(gate_LM, up_LM)
-        return kernels.gated(gate_LM, up_LM)
+        return kernels.swiglu(gate_LM, up_LM)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate_LM, up_LM = ctx.saved_tensors
-        by_gate_LM, by_up_LM = kernels.gated_back(gate_LM, up_LM, gradients[0].contiguous()).chunk(2, dim=1)
+        by_gate_LM, by_up_LM = kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous()).chunk(
+            2, dim=1
+        )
         return by_gate_LM, by_up_LM
 
 
@@ -186,7 +188,7 @@ class _KernelHeads(torch.autograd.Function):
         all_LHD = (normed_LD @ weight_OD.T).view(len(normed_LD), -1, size)
         q_LHD, k_LHD, v_LHD = torch.split(all_LHD, ctx.counts, dim=1)
         q_LHD, k_LHD = (
-            kernels.turned(
+            kernels.rotary(
                 heads_LHD, None if norm_D is None else (norm_D, norm_D), cos_LD, sin_LD, None,
                 queries=heads_LHD.shape[1], eps=eps, out=normed_LD.dtype,
             )
@@ -202,7 +204,7 @@ class _KernelHeads(torch.autograd.Function):
         by_all_LHD = torch.empty_like(all_LHD)
         *by_parts, by_v_LHD = torch.split(by_all_LHD, ctx.counts, dim=1)
         by_norms = [
-            kernels.turned_back(
+            kernels.rotary_backward(
                 heads_LHD, norm_D, cos_LD, sin_LD, gradient.contiguous(),
                 by_heads_TSD=by_heads_LHD, eps=ctx.eps, weighs=is_trained,
             )
@@ -218,7 +220,7 @@ class _KernelHeads(torch.autograd.Function):
         return by_all_LO @ weight_OD, *by_weights, *by_norms, None, None, None
 
 
-class _KernelOpened(torch.autograd.Function):
+class _KernelGateUp(torch.autograd.Function):
     """silu(gate) * up, of both by one product."""
 
     @staticmethod
@@ -226,13 +228,13 @@ class _KernelOpened(torch.autograd.Function):
         weight_OD = _side_by_side([gate_MD, up_MD], normed_LD.dtype)
         both_LO = normed_LD @ weight_OD.T
         ctx.save_for_backward(normed_LD, weight_OD, both_LO)
-        return kernels.gated(*both_LO.chunk(2, dim=1))
+        return kernels.swiglu(*both_LO.chunk(2, dim=1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         normed_LD, weight_OD, both_LO = ctx.saved_tensors
         gate_LM, up_LM = both_LO.chunk(2, dim=1)
-        by_both_LO = kernels.gated_back(gate_LM, up_LM, gradients[0].contiguous())
+        by_both_LO = kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous())
         sizes = [len(weight_OD) // 2] * 2
         by_weights = _by_weights(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[1:3]))
         return by_both_LO @ weight_OD, *by_weights

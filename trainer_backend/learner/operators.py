@@ -15,7 +15,7 @@ from trainer_backend.learner.decoder import Operators, heads_apart
 from trainer_backend.learner.device import Placement
 
 
-def normed(norm: Any, states: Tensor) -> Tensor:
+def rms_norm(norm: Any, states: Tensor) -> Tensor:
     """The root-mean-square norm of the last dimension by a module of these families.
 
         x / sqrt(mean(x^2) + eps) * weight
@@ -26,11 +26,11 @@ def normed(norm: Any, states: Tensor) -> Tensor:
         # As the engine rounds: a difference in the last bit may become one in the last bit of bfloat16.
         out: Tensor = norm(states)
         return out
-    own: Tensor = _Normed.apply(states, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
+    own: Tensor = _RmsNorm.apply(states, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
     return own
 
 
-class _Normed(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     """Keeps its input and a number a row. With x^ the input over its root mean square, r that number, g = dy:
 
     dx = r * (g * weight - x^ * mean(g * weight * x^))        dweight = sum(g * x^)
@@ -57,52 +57,52 @@ class _Normed(torch.autograd.Function):
         return d_states, d_weight_D, None
 
 
-def rotated(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+def rotary(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
     """[L, H, D] turned by position, in the type of the angles: x * cos + (-x2, x1) * sin, for halves x1, x2.
 
     Source: Su et al., RoFormer, arXiv:2104.09864; the halves as in transformers.
     """
-    turned: Tensor = _Rotated.apply(heads_LHD, cos_LD[:, None], sin_LD[:, None])  # type: ignore[no-untyped-call]
-    return turned
+    out_LHD: Tensor = _Rotary.apply(heads_LHD, cos_LD[:, None], sin_LD[:, None])  # type: ignore[no-untyped-call]
+    return out_LHD
 
 
-class _Rotated(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """A rotation's gradient is turned back, which needs the angles and no input."""
 
     @staticmethod
     def forward(ctx: Any, heads_LHD: Tensor, cos_L1D: Tensor, sin_L1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_L1D, sin_L1D)
         ctx.dtype = heads_LHD.dtype
-        return _turn(heads_LHD.to(cos_L1D.dtype), cos_L1D, sin_L1D, 1.0)
+        return _rotate(heads_LHD.to(cos_L1D.dtype), cos_L1D, sin_L1D, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos_L1D, sin_L1D = ctx.saved_tensors
-        return _turn(gradients[0], cos_L1D, sin_L1D, -1.0).to(ctx.dtype), None, None
+        return _rotate(gradients[0], cos_L1D, sin_L1D, -1.0).to(ctx.dtype), None, None
 
 
-def _turn(heads_LHD: Tensor, cos_L1D: Tensor, sin_L1D: Tensor, sign: float) -> Tensor:
+def _rotate(heads_LHD: Tensor, cos_L1D: Tensor, sin_L1D: Tensor, sign: float) -> Tensor:
     half = heads_LHD.shape[-1] // 2
-    turned = heads_LHD * cos_L1D
-    turned[..., :half].addcmul_(heads_LHD[..., half:], sin_L1D[..., :half], value=-sign)
-    turned[..., half:].addcmul_(heads_LHD[..., :half], sin_L1D[..., half:], value=sign)
-    return turned
+    out_LHD = heads_LHD * cos_L1D
+    out_LHD[..., :half].addcmul_(heads_LHD[..., half:], sin_L1D[..., :half], value=-sign)
+    out_LHD[..., half:].addcmul_(heads_LHD[..., :half], sin_L1D[..., half:], value=sign)
+    return out_LHD
 
 
-def _normed_sum(norm: Any, states_LD: Tensor, added_LD: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sum_and_norm(norm: Any, states_LD: Tensor, added_LD: Tensor | None) -> tuple[Tensor, Tensor]:
     sums_LD = states_LD if added_LD is None else states_LD + added_LD
-    return sums_LD, normed(norm, sums_LD)
+    return sums_LD, rms_norm(norm, sums_LD)
 
 
-def _normed_and_rotated(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    return rotated(heads_LHD if norm is None else normed(norm, heads_LHD), cos_LD, sin_LD)
+def _norm_and_rotary(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    return rotary(heads_LHD if norm is None else rms_norm(norm, heads_LHD), cos_LD, sin_LD)
 
 
 BY_TORCH = Operators(
-    _normed_sum,
-    _normed_sum,
-    _normed_and_rotated,
-    partial(heads_apart, _normed_and_rotated),
+    _sum_and_norm,
+    _sum_and_norm,
+    _norm_and_rotary,
+    partial(heads_apart, _norm_and_rotary),
     lambda mlp, normed_LD: mlp(normed_LD),
 )
 

@@ -3,10 +3,10 @@
 Engine and learner compute with the same ones on CUDA, so that they round alike: the places of rounding are
 those of `models.precision`. Each of torch's operators would read and write the states once more.
 
-    normed      h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
-    turned      norm of each head, if any, and rotation of its halves by position    heads [T, S, D]
-    gated       silu(gate) * up                                                      rows [T, M]
-    chosen      log softmax(z / temperature)[target], and the entropy                rows [N, V]
+    rms_norm         h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
+    rotary           norm of each head, if any, and rotation of its halves by position    heads [T, S, D]
+    swiglu           silu(gate) * up                                                      rows [T, M]
+    token_logprobs   log softmax(z / temperature)[target], and the entropy                rows [N, V]
 
 Imported only where `triton` is. The functions take and give tensors of one device, whose last axis has
 stride 1. Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; Su et al.,
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads that a program turns at a time, numbers of a gate, and logits.
+# Heads that a program rotates at a time, numbers of a gate, and logits.
 _HEADS, _GATE, _LOGITS = 8, 1024, 4096
 # Programs whose sums of a weight's gradient are added up afterwards: some for each part of a large GPU.
 _PROGRAMS = 512
@@ -90,7 +90,7 @@ def _inverse(first, second, DIM: tl.constexpr, eps):
 
 
 @triton.jit
-def _turn(
+def _rotary(
     heads_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, in_row, eps,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORMED: tl.constexpr, PLACED: tl.constexpr,
@@ -123,7 +123,7 @@ def _turn(
 
 
 @triton.jit
-def _turn_back(
+def _rotary_back(
     heads_ptr, weight_ptr, cos_ptr, sin_ptr, by_out_ptr, by_heads_ptr, by_weight_ptr, tokens, in_row, by_row,
     out_row, eps, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORMED: tl.constexpr, WEIGHS: tl.constexpr,
@@ -171,7 +171,7 @@ def _turn_back(
 
 
 @triton.jit
-def _gate(gate_ptr, up_ptr, out_ptr, gate_row, up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(gate_ptr, up_ptr, out_ptr, gate_row, up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < WIDTH
@@ -182,7 +182,7 @@ def _gate(gate_ptr, up_ptr, out_ptr, gate_row, up_row, WIDTH: tl.constexpr, BLOC
 
 
 @triton.jit
-def _gate_back(
+def _swiglu_back(
     gate_ptr, up_ptr, by_out_ptr, by_gate_ptr, by_up_ptr, gate_row, up_row, out_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +199,7 @@ def _gate_back(
 
 
 @triton.jit
-def _choose(
+def _logprob(
     logits_ptr, targets_ptr, temperatures_ptr, logprobs_ptr, entropies_ptr, totals_ptr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +231,7 @@ def _choose(
 
 
 @triton.jit
-def _choose_back(
+def _logprob_back(
     logits_ptr, targets_ptr, temperatures_ptr, entropies_ptr, totals_ptr, by_logprobs_ptr, by_entropies_ptr,
     out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -247,7 +247,7 @@ def _choose_back(
     tl.store(out_ptr + row * WIDTH + d, (by / temperature).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def normed(
+def rms_norm(
     states_TW: Tensor,
     added_TW: Tensor | None,
     weight_W: Tensor,
@@ -275,7 +275,7 @@ def normed(
     return out_TW
 
 
-def normed_back(
+def rms_norm_backward(
     sums_TW: Tensor,
     weight_W: Tensor,
     by_out_TW: Tensor,
@@ -285,7 +285,7 @@ def normed_back(
     added: torch.dtype | None,
     weighs: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `normed` by states, by what is added, of type `added`, and by the weight, where wanted.
+    """Gradients of `rms_norm` by states, by what is added, of type `added`, and by the weight, where wanted.
 
     Args:
         by_sums_TW: gradient by the sums, from where else they go; None for nowhere.
@@ -304,7 +304,7 @@ def normed_back(
     return by_states_TW, by_added_TW, None if parts_PW is None else parts_PW.sum(0)
 
 
-def turned(
+def rotary(
     heads_TSD: Tensor,
     weights: tuple[Tensor, Tensor] | None,
     cos_LD: Tensor,
@@ -327,7 +327,7 @@ def turned(
     out_TSD = torch.empty((tokens, heads, dim), dtype=out, device=heads_TSD.device)
     q_weight, k_weight = weights or (cos_LD, cos_LD)
     if tokens:
-        _turn[(tokens, triton.cdiv(heads, _HEADS))](
+        _rotary[(tokens, triton.cdiv(heads, _HEADS))](
             heads_TSD, q_weight, k_weight, cos_LD, sin_LD, positions_T, out_TSD, heads_TSD.stride(0), eps,
             QUERIES=queries, HEADS=heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEADS,
             NORMED=weights is not None, PLACED=positions_T is not None, num_warps=4,
@@ -335,7 +335,7 @@ def turned(
     return out_TSD
 
 
-def turned_back(
+def rotary_backward(
     heads_TSD: Tensor,
     weight_D: Tensor | None,
     cos_TD: Tensor,
@@ -346,7 +346,7 @@ def turned_back(
     eps: float,
     weighs: bool,
 ) -> Tensor | None:
-    """Gradients of `turned`, with one weight and without positions: by the weight, and by the heads.
+    """Gradients of `rotary`, with one weight and without positions: by the weight, and by the heads.
 
     Args:
         heads_TSD: read where there is a weight.
@@ -357,7 +357,7 @@ def turned_back(
     programs = min(tokens, max(1, 4 * _PROGRAMS // groups))
     parts_PD = cos_TD.new_empty((groups * programs, dim)) if weighs and weight_D is not None else None
     if tokens:
-        _turn_back[(programs, groups)](
+        _rotary_back[(programs, groups)](
             heads_TSD, weight_D, cos_TD, sin_TD, by_out_TSD, by_heads_TSD, parts_PD, tokens,
             heads_TSD.stride(0), by_out_TSD.stride(0), by_heads_TSD.stride(0), eps,
             HEADS=heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEADS,
@@ -366,43 +366,45 @@ def turned_back(
     return None if parts_PD is None else parts_PD.sum(0)
 
 
-def gated(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
+def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     """[T, M] silu(gate) * up, in their type. Rows may have any stride."""
     rows, width = gate_TM.shape
     out_TM = torch.empty((rows, width), dtype=gate_TM.dtype, device=gate_TM.device)
     if rows:
-        _gate[(rows, triton.cdiv(width, _GATE))](
+        _swiglu[(rows, triton.cdiv(width, _GATE))](
             gate_TM, up_TM, out_TM, gate_TM.stride(0), up_TM.stride(0), WIDTH=width, BLOCK=_GATE, num_warps=4
         )
     return out_TM
 
 
-def gated_back(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
-    """[T, 2 M] gradients of `gated` by gate, and beside it by up."""
+def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
+    """[T, 2 M] gradients of `swiglu` by gate, and beside it by up."""
     rows, width = gate_TM.shape
     by_both_TM = by_out_TM.new_empty((rows, 2 * width))
     by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
     if rows:
-        _gate_back[(rows, triton.cdiv(width, _GATE))](
+        _swiglu_back[(rows, triton.cdiv(width, _GATE))](
             gate_TM, up_TM, by_out_TM, by_gate_TM, by_up_TM, gate_TM.stride(0), up_TM.stride(0), 2 * width,
             WIDTH=width, BLOCK=_GATE, num_warps=4,
         )  # fmt: skip
     return by_both_TM
 
 
-def chosen(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(
+    logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """[N] log-prob of each target, entropy, and log of the sum of exp(z / temperature), of float32 logits."""
     rows, width = logits_NV.shape
     logprobs_N, entropies_N, totals_N = (logits_NV.new_empty(rows) for _ in range(3))
     if rows:
-        _choose[(rows,)](
+        _logprob[(rows,)](
             logits_NV, targets_N, temperatures_N, logprobs_N, entropies_N, totals_N,
             WIDTH=width, BLOCK=min(_LOGITS, triton.next_power_of_2(width)), num_warps=8,
         )  # fmt: skip
     return logprobs_N, entropies_N, totals_N
 
 
-def chosen_back(
+def token_logprobs_backward(
     logits_NV: Tensor,
     targets_N: Tensor,
     temperatures_N: Tensor,
@@ -413,12 +415,12 @@ def chosen_back(
     *,
     out: torch.dtype,
 ) -> Tensor:
-    """[N, V] gradient of `chosen` by the logits, in type `out`."""
+    """[N, V] gradient of `token_logprobs` by the logits, in type `out`."""
     rows, width = logits_NV.shape
     out_NV = torch.empty((rows, width), dtype=out, device=logits_NV.device)
     block = min(_LOGITS, triton.next_power_of_2(width))
     if rows:
-        _choose_back[(rows, triton.cdiv(width, block))](
+        _logprob_back[(rows, triton.cdiv(width, block))](
             logits_NV, targets_N, temperatures_N, entropies_N, totals_N, by_logprobs_N, by_entropies_N,
             out_NV, WIDTH=width, BLOCK=block, num_warps=8,
         )  # fmt: skip

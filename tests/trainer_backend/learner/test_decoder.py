@@ -23,7 +23,7 @@ from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttenti
 from trainer_backend.learner.by_length import SegmentBounds, reads_of
 from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.operators import by_kernels, normed, rotated
+from trainer_backend.learner.operators import by_kernels, rms_norm, rotary
 from trainer_backend.learner.scoring import Scorer
 
 SIZE = {
@@ -104,9 +104,9 @@ def test_log_probs_and_gradients_by_kernels_are_those_by_torch(family: str, chec
 def test_a_frozen_norm_gets_no_gradient_and_its_input_the_same_one():
     torch.manual_seed(0)
     norm, states_LD = LlamaRMSNorm(8), torch.randn(5, 8, requires_grad=True)
-    trained, _ = torch.autograd.grad(normed(norm, states_LD).square().sum(), (states_LD, norm.weight))
+    trained, _ = torch.autograd.grad(rms_norm(norm, states_LD).square().sum(), (states_LD, norm.weight))
     norm.weight.requires_grad_(False)
-    (frozen,) = torch.autograd.grad(normed(norm, states_LD).square().sum(), states_LD)
+    (frozen,) = torch.autograd.grad(rms_norm(norm, states_LD).square().sum(), states_LD)
     torch.testing.assert_close(frozen, trained, rtol=0, atol=0)
 
 
@@ -153,13 +153,13 @@ def test_rotations_are_those_of_transformers_and_their_gradient_is_exact():
     theirs, _ = apply_rotary_pos_emb(
         heads_LHD[None], heads_LHD[None], cos_LD[None], sin_LD[None], unsqueeze_dim=2
     )
-    torch.testing.assert_close(rotated(heads_LHD, cos_LD, sin_LD), theirs[0])
-    assert torch.autograd.gradcheck(lambda heads: rotated(heads, cos_LD, sin_LD), heads_LHD)
+    torch.testing.assert_close(rotary(heads_LHD, cos_LD, sin_LD), theirs[0])
+    assert torch.autograd.gradcheck(lambda heads: rotary(heads, cos_LD, sin_LD), heads_LHD)
 
 
 def test_a_rotation_keeps_its_angles_and_none_of_the_heads():
     kept = []
     heads_LHD, angles_LD = torch.randn(5, 3, 8, requires_grad=True), torch.randn(5, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
-        rotated(heads_LHD, angles_LD.cos(), angles_LD.sin())
+        rotary(heads_LHD, angles_LD.cos(), angles_LD.sin())
     assert kept == [torch.Size([5, 1, 8])] * 2
