@@ -32,7 +32,8 @@ def _sum_blocks(
     is_token = ids < VOCABULARY
     z = tl.load(logits_ptr + row * in_row + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     z /= tl.load(temperatures_ptr + row)
-    highest, place = tl.max(z, 0, return_indices=True)
+    # A maximum of NaN has a place that need not be one of theirs; the sums still tell of them.
+    highest, place = tl.max(tl.where(z == z, z, float("-inf")), 0, return_indices=True)
     # A chunk of impossible tokens has no distances: its sums are 0, not NaN. Those of NaN and +inf are NaN.
     z = tl.where(z == float("-inf"), -1e38, z) - tl.maximum(highest, -1e37)
     sums = tl.sum(tl.reshape(tl.where(is_token, tl.exp(z), 0.0), (BLOCKS, BLOCK)), 1)
@@ -40,12 +41,6 @@ def _sum_blocks(
     tl.store(sums_ptr + place_of_chunk * BLOCKS + tl.arange(0, BLOCKS), sums)
     tl.store(highest_ptr + place_of_chunk, highest)
     tl.store(likeliest_ptr + place_of_chunk, chunk * (BLOCKS * BLOCK) + place)
-
-
-@triton.jit
-def _within(place, end: tl.constexpr):
-    """Of numbers that are NaN, Triton's maximum has a place that need not be one of theirs."""
-    return tl.maximum(0, tl.minimum(place, end - 1))
 
 
 @triton.jit
@@ -61,7 +56,7 @@ def _draw(
     is_chunk = c < CHUNKS
     highest_of_chunks = tl.load(highest_ptr + row * CHUNKS + c, mask=is_chunk, other=float("-inf"))
     highest, chunk = tl.max(highest_of_chunks, 0, return_indices=True)
-    likeliest = tl.load(likeliest_ptr + row * CHUNKS + _within(chunk, CHUNKS))
+    likeliest = tl.load(likeliest_ptr + row * CHUNKS + chunk)
     b = tl.arange(0, ALL * BLOCKS)
     of_block = tl.load(
         highest_ptr + row * CHUNKS + b // BLOCKS, mask=b < CHUNKS * BLOCKS, other=float("-inf")
@@ -83,7 +78,7 @@ def _draw(
     # The block's float32 sum may be above this one, and the rest of the threshold too.
     rest = tl.minimum(tl.maximum(rest, 0.0), tl.sum(p, 0) * BELOW)
     token = block * BLOCK + tl.sum((cdf_of_block <= rest).to(tl.int32), 0)
-    token = _within(tl.where(tl.load(greedy_ptr + row) != 0, likeliest, token), VOCABULARY)
+    token = tl.where(tl.load(greedy_ptr + row) != 0, likeliest, tl.minimum(token, VOCABULARY - 1))
     chosen = tl.load(logits_ptr + row * in_row + token).to(tl.float32) / temperature
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, chosen - highest - tl.log(total.to(tl.float32)))
