@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -77,7 +78,7 @@ def list_jobs(
         print(json.dumps(reply))
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "name", "state", "iteration", "begun", ""):
+    for title in ("id", "name", "state", "iteration", "begun", "folder", ""):
         table.add_column(title)
     for job in reply["jobs"]:
         cells = (
@@ -86,6 +87,8 @@ def list_jobs(
             job["state"],
             _iteration(job),
             (job["started"] or "")[:19],
+            # Runs of `--seeds` share a name: seed_0, seed_1, …
+            PurePath(job["run_dir"] or "").name,
             _detail(job),
         )
         table.add_row(*(Text(word) for word in cells))

@@ -49,8 +49,8 @@ def test_a_job_is_sent_followed_listed_shown_and_deleted(jobs, job):
     assert "iteration 2" in told
     line = next(line for line in jobs("list").splitlines() if job_id[:12] in line)
     assert line.split()[1:4] == ["quick", "succeeded", "2/20"]
-    begun = json.loads(jobs("show", job_id, "--json"))["started"]
-    assert line.split()[4] == begun[:19]
+    known = json.loads(jobs("show", job_id, "--json"))
+    assert line.split()[4:6] == [known["started"][:19], Path(known["run_dir"]).name]
     shown = jobs("show", job_id[:8])
     assert job_id in shown and '{"team": "a"}' in shown
     assert json.loads(jobs("show", job_id, "--json"))["id"] == job_id
