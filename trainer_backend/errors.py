@@ -41,7 +41,7 @@
         ├── WeightsRefused         new weights do not fit; the old ones still serve
         ├── EngineBusy             the queue is full; try again later
         ├── EngineTimeout          a bounded wait ran out
-        ├── EngineOutOfMemory      a prompt or decode step did not fit; the engine continues without it
+        ├── EngineOutOfMemory      a prompt, a decode step or new weights did not fit; the engine goes on
         ├── EngineStopped          stopped, or its thread ended with an error
         ├── RemoteUnavailable      a foreign server does not answer, or asks to try later
         └── RemoteRefused          it refuses, or its answer cannot be weighed

@@ -7,7 +7,8 @@ caller. This file is the callers' side; `worker` is the thread, and `inbox` conn
 A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). On CUDA the
 cache is in pages (`paged_runner`), a step is a CUDA graph, and its tokens are read while the next one runs; a
 request that does not fit waits. Elsewhere a row reserves its whole length, and out of memory ends the
-requests that did not fit.
+requests that did not fit. Where it comes while new weights are copied, the kept prefixes are dropped and they
+are copied once more; if that fails too, all requests are refused until a later load succeeds.
 
 Left out: a compiled decode (compiling takes longer than many a run's first iteration), speculative decoding.
 """
@@ -143,11 +144,16 @@ class LocalEngine:
             raise
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
+        """As `InferenceEngine` has it.
+
+        Raises:
+            EngineOutOfMemory: memory ran out while they were copied; the engine refuses all requests until a
+                later load succeeds.
+        """
         tensors = await asyncio.to_thread(read_weights, source)
 
         def swap() -> None:
-            copy_weights(self._model, tensors)
-            self._worker.new_version(version)
+            self._worker.swap(version, lambda: copy_weights(self._model, tensors))
 
         await self._wait_for(self._inbox.swap(swap))
 

@@ -152,12 +152,12 @@ class InferenceEngine(FrozenEngine, Protocol):
         """Replace the weights. Running requests finish first and new ones wait; none is lost.
 
         Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
-            and
-        their `versions` say from which token on. Their earlier keys and values stay those of the old weights,
-        as in other servers, and no other request reuses them.
+        and their `versions` say from which token on. Their earlier keys and values stay those of the old
+        weights, as in other servers, and no other request reuses them.
 
         Raises:
             WeightsRefused: the tensors do not fit; the old weights keep serving.
+            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
         """
 
     async def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""Loading of new weights into the engine's model: all trained tensors, or none."""
+"""Loading of new weights into the engine's model: all trained tensors, after checking them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +41,13 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Names that share memory (a tied head and its embedding) need only one of them. A model with adapters needs
     only these, since the weights below are never trained.
+
+    Each tensor is written over the old one, since a GPU has no room for both models. So an error that comes
+    while they are copied (out of memory) leaves some old and some new: nobody may compute with the model
+    until a later call returns.
+
+    Raises:
+        WeightsRefused: they do not fit; nothing was copied.
     """
     targets = model.state_dict()
     memory = {targets[name].data_ptr() for name in tensors if name in targets}
@@ -53,7 +60,13 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name in tensors
         if name in targets and tensors[name].shape != targets[name].shape
     ]
-    for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes)):
+    kinds = [
+        f"{name} {tensors[name].dtype} for {targets[name].dtype}"
+        for name in tensors
+        if name in targets and tensors[name].is_floating_point() != targets[name].is_floating_point()
+    ]
+    faults = {"missing": missing, "unknown": unknown, "of another shape": shapes, "of another type": kinds}
+    for what, names in faults.items():
         if names:
             more = f" and {len(names) - NAMES_IN_A_MESSAGE} more" if len(names) > NAMES_IN_A_MESSAGE else ""
             raise WeightsRefused(f"tensors {what}: {', '.join(names[:NAMES_IN_A_MESSAGE])}{more}")

@@ -42,7 +42,11 @@ class EngineCounters:
 
 
 class EngineWorker:
-    """The work of the engine thread. Other threads only read the counters."""
+    """The work of the engine thread. Other threads only read the counters.
+
+    Attributes:
+        mixed: the version of which only some weights are loaded, so that no request is served; None: all are.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
+        self.mixed: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
         self._stop_ids = stop_ids
@@ -89,6 +94,9 @@ class EngineWorker:
         deliver(self._end_aborts())
         if self.paused:
             return
+        if self.mixed is not None:
+            self._refuse_all(self.mixed)
+            return
         newcomers = self.inbox.admit(
             free_slots=self.batch.free_slots,
             prefill_tokens=self._prefill_tokens,
@@ -99,6 +107,20 @@ class EngineWorker:
             self._join(wave)
         if self.batch.rows:
             deliver(self._step())
+
+    def swap(self, version: int, copy: Callable[[], None]) -> None:
+        """Have `copy` write the weights of a version.
+
+        Where memory runs out meanwhile, some weights are new and some old: no token is sampled with them. Any
+        other error ends the engine, unless it is one of ours, before the first weight was written.
+        """
+        try:
+            self._with_room(copy, f"loading version {version}")
+        except EngineOutOfMemory:
+            self.mixed = version
+            raise
+        self.mixed = None
+        self.new_version(version)
 
     def new_version(self, version: int) -> None:
         """Record new weights: tokens sampled from now on have this version."""
@@ -217,6 +239,21 @@ class EngineWorker:
             # Outside the handler, the error and the tensors of its frames are freed.
             self.batch.prefixes.drop_copies()
         raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
+
+    def _refuse_all(self, mixed: int) -> None:
+        """End the requests that run, and those that wait; behind a swap, new ones wait on."""
+        requests = list(self.batch.rows)
+        for request in reversed(requests):
+            self.batch.prefixes.unshare(request.prefix)
+            self.batch.drop(len(self.batch.rows) - 1)
+        requests += self.inbox.admit(
+            free_slots=self.batch.free_slots, prefill_tokens=self._prefill_tokens, to_prefill=lambda _: 0
+        )
+        error = EngineOutOfMemory(
+            f"memory ran out while version {mixed} was loaded, and some weights are of an earlier one: the "
+            "engine samples nothing until it has loaded a whole version"
+        )
+        self._give_up(requests, error)
 
     def _give_up(self, requests: list[Request], error: EngineOutOfMemory) -> None:
         self.inbox.forget(requests)

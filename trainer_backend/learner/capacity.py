@@ -121,6 +121,8 @@ def memory_plan(
         head_dim=shape.head_dim,
         model_type=model_config.get_text_config().model_type,
         by_kernels=computes_by_kernels(placement),
+        wide_products=multiplies_wide(),
+        wide_sums=adds_wide(),
     )
     return replace(plan, notes=notes)
 
@@ -132,13 +134,28 @@ def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
     return f"{here} of {ranks.count} ranks"
 
 
-def slower_ways(placement: Placement, *, head_dim: int, model_type: str, by_kernels: bool) -> tuple[str, ...]:
+def slower_ways(
+    placement: Placement,
+    *,
+    head_dim: int,
+    model_type: str,
+    by_kernels: bool,
+    wide_products: bool,
+    wide_sums: bool,
+) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each.
 
     Args:
         by_kernels: whether Triton's kernels run there (`operators.computes_by_kernels`).
+        wide_products: whether this torch has them (`logprobs.multiplies_wide`).
+        wide_sums: likewise (`logprobs.adds_wide`).
     """
     notes = []
+    if placement.passed_over is not None:
+        notes.append(
+            f"the job runs on {placement.device.type}, though a GPU's driver is there: model.device is "
+            f"'auto', and {placement.passed_over}"
+        )
     if model_type not in FAMILIES:
         notes.append(
             f"updates of this model run through transformers: the learner's own forward pass knows "
@@ -155,12 +172,12 @@ def slower_ways(placement: Placement, *, head_dim: int, model_type: str, by_kern
             "norms, rotations and gates of updates are computed by torch's operators, since Triton's kernels "
             "do not run here (the log says why): an update takes up to twice the time"
         )
-    if placement.low is not None and not multiplies_wide():
+    if placement.low is not None and not wide_products:
         notes.append(
             f"logits of updates are products of float32: torch {torch.__version__} cannot sum products of "
             "bfloat16 in float32, 2.8 can, several times faster"
         )
-    elif placement.low is not None and not adds_wide():
+    elif placement.low is not None and not wide_sums:
         notes.append(
             f"the gradient of the head needs a second buffer, 4 bytes for each of its weights: torch "
             f"{torch.__version__} cannot add such products in place, 2.10 can"

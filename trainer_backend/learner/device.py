@@ -1,6 +1,7 @@
 """Where the learner computes and in which precision: `model.device`, looked at before anything starts."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 _AMPERE = (8, 0)
 _LOGITS_BYTES = 256 * 2**20
 _GPU_SHARE_OF_LOGITS = 32
+# How torch begins where there is nothing to use. Whatever else it says is a fault of a driver that is there.
+_NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +24,43 @@ class Found:
 
     cuda: compute capability of the current CUDA GPU; None where there is none.
     mps: whether there is an Apple GPU.
+    why_no_cuda: what torch says when it cannot use CUDA; None: it can, or was built without.
     """
 
     cuda: tuple[int, int] | None
     mps: bool
+    why_no_cuda: str | None = None
 
     @classmethod
     def by_torch(cls) -> "Found":
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        return cls(cuda=capability, mps=torch.backends.mps.is_available())
+        mps = torch.backends.mps.is_available()
+        if torch.cuda.is_available():
+            return cls(torch.cuda.get_device_capability(), mps)
+        is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+        return cls(None, mps, cuda_refusal() if is_built else None)
+
+    @property
+    def has_unusable_driver(self) -> bool:
+        """Whether a driver is there that torch cannot use, such as one that is too old."""
+        return self.why_no_cuda is not None and not self.why_no_cuda.startswith(_NO_GPU)
 
     def __str__(self) -> str:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         gpus = [name for name, there in (("cuda", self.cuda is not None), ("mps", self.mps)) if there]
-        return f"torch {torch.__version__} ({built}) sees {', '.join(gpus) or 'no GPU'}"
+        reason = f": {self.why_no_cuda}" if self.why_no_cuda else ""
+        return f"torch {torch.__version__} ({built}) sees {', '.join(gpus) or 'no GPU'}{reason}"
+
+
+def cuda_refusal(start: Callable[[], None] = torch.cuda.init) -> str | None:
+    """What torch says when CUDA does not start; None where it does.
+
+    `torch.cuda.is_available` answers False alike without a driver and with one that is too old.
+    """
+    try:
+        start()
+    except (AssertionError, RuntimeError) as error:
+        return str(error).partition("\n")[0].rstrip(". ")  # a stack of C++ may follow
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +72,12 @@ class Placement:
     device: where the model lives.
     low: what the factors of products are rounded to, and what the matrices of the engine's copy and frozen
         ones are held in (`models.precision`); None is float32 throughout.
+    passed_over: what torch sees, where `auto` found a GPU's driver and could not use it.
     """
 
     device: torch.device
     low: torch.dtype | None = None
+    passed_over: str | None = None
 
     @property
     def held(self) -> torch.dtype:
@@ -95,12 +123,14 @@ def place(name: str, found: Found | None = None) -> Placement:
     """
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
+    passed_over = None
     if name == "auto":
         name = next(device for device, is_there in there.items() if is_there)
+        passed_over = str(found) if found.has_unusable_driver else None
     if not there[name]:
         raise JobError(
             f"model.device is {name!r}, but {found}",
             hint='model.device = "auto" takes what is there; "cpu" is always there.',
         )
     low = torch.bfloat16 if name == "cuda" and found.cuda is not None and found.cuda >= _AMPERE else None
-    return Placement(torch.device(name), low)
+    return Placement(torch.device(name), low, passed_over)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import learner_of, segment
 from trainer_backend.core.critic import targets_of
-from trainer_backend.errors import InferenceError, WeightsRefused
+from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset, load_model_folder, save_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
@@ -155,6 +155,8 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving
         await engine.load_weights(1, {**good, "extra": torch.zeros(1)})
     with pytest.raises(WeightsRefused, match=rf"another shape: {norm} \(3,\) for \(96,\)"):
         await engine.load_weights(1, {**good, norm: torch.zeros(3)})
+    with pytest.raises(WeightsRefused, match=rf"another type: {norm} torch.int64 for torch.float32"):
+        await engine.load_weights(1, {**good, norm: good[norm].long()})
     with pytest.raises(WeightsRefused, match="no weights in this folder"):
         await engine.load_weights(1, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
@@ -165,6 +167,100 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving
     assert result.logprobs == pytest.approx(
         logprobs_under(model, PROMPT, result.token_ids).tolist(), abs=1e-5
     )
+
+
+class Uncopied(Tensor):
+    """A tensor that raises the next of `errors` where it is copied from, until there is none."""
+
+    errors: Iterator[RuntimeError]
+
+    @classmethod
+    def of(cls, tensor: Tensor, *errors: RuntimeError) -> "Uncopied":
+        uncopied = tensor.as_subclass(cls)
+        uncopied.errors = iter(errors)
+        return uncopied
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is Tensor.copy_ and (error := next(args[1].errors, None)) is not None:
+            raise error
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+FULL = torch.OutOfMemoryError("out of memory")
+NORM = "model.norm.weight"
+
+
+def new_weights(model: PreTrainedModel, *errors: RuntimeError) -> dict[str, Tensor]:
+    """Those of a model; the copy of the last norm, after all layers, meets the errors."""
+    weights = model.state_dict()
+    return {**weights, NORM: Uncopied.of(weights[NORM], *errors)}
+
+
+async def test_a_swap_that_runs_out_of_memory_midway_gives_no_token_until_a_whole_one(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine()
+    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
+    await asyncio.sleep(0)
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
+    await engine.pause()
+    with pytest.raises(EngineOutOfMemory, match="ran out of memory while loading version 5"):
+        await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
+    await engine.resume()
+    mixed = "version 5 was loaded, and some weights are of an earlier one: the engine samples nothing until"
+    with pytest.raises(EngineOutOfMemory, match=mixed):
+        await running
+    with pytest.raises(WeightsRefused, match="missing"):
+        await engine.load_weights(6, {})
+    with pytest.raises(EngineOutOfMemory, match=mixed):
+        await engine.generate(PROMPT, Sampling(max_tokens=4), request_id="c")
+    assert engine.version == 0
+    new = other_model(tokenizer, 7)
+    await engine.load_weights(7, new.state_dict())
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="d")
+    assert result.versions == ((0, 7),)
+    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+
+
+async def test_a_request_that_is_paused_goes_on_where_a_whole_swap_follows_one_that_failed(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine()
+    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
+    await asyncio.sleep(0)
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
+    await engine.pause()
+    with pytest.raises(EngineOutOfMemory):
+        await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
+    await engine.load_weights(6, other_model(tokenizer, 6).state_dict())
+    await engine.resume()
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="c")
+    await engine.abort("a")
+    assert [version for _, version in (await running).versions] == [0, 6]
+
+
+async def test_a_swap_that_runs_out_of_memory_once_is_repeated_without_the_kept_prefixes(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine, new = start_engine(), other_model(tokenizer, 5)
+    await engine.load_weights(5, new_weights(new, FULL))
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
+    assert result.versions == ((0, 5),)
+    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+
+
+async def test_a_swap_that_meets_another_error_midway_ends_the_engine(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine()
+    with pytest.raises(EngineStopped, match="an illegal memory access"):
+        await engine.load_weights(
+            5, new_weights(other_model(tokenizer, 5), RuntimeError("an illegal memory access"))
+        )
+    assert "illegal memory access" in await asyncio.to_thread(engine.breakdown.result, 30)
+    with pytest.raises(EngineStopped):
+        await engine.generate(PROMPT, Sampling(max_tokens=4), request_id="a")
 
 
 async def test_weights_that_are_not_finite_give_an_error_and_not_a_token(
