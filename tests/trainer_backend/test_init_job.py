@@ -1,7 +1,13 @@
-"""`turnwise init`: the file loads as it stands, tells every default truly, and overwrites nothing."""
+"""`turnwise init`: the file loads as it stands, tells every default truly, and overwrites nothing.
+
+A fresh small model finds in it what it needs to learn, in every environment that the command knows.
+"""
 
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +16,49 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared_schemas.state_keys import OF_ENVIRONMENT
+from tests.conftest import TASK_APP_KEY, task_app
+from tests.task_app.environments.foreign.processes import served
+from tests.task_app.environments.foreign.test_bad_servers import openenv, paid, says
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.trial import try_job, unborn_gateway
+from trainer_backend.credit.rewards import Rewards
+from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
 from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.rundir.new_job import load_new_job
+from trainer_backend.terminal.environment_jobs import JOBS
 from trainer_backend.terminal.templates import COMMON, Choices, job_text, toml_value, write_job
 
-CHOICES = [Choices(), Choices(preset="tiny-0.8m", env="maze"), Choices(model="Qwen/Qwen3-0.6B")]
+ROOT = Path(__file__).parents[2]
+# The config of each environment with which a fresh small model is known to learn.
+CONFIGS = {
+    "babyai": "babyai",
+    "crafter": "crafter_cpu",
+    "dialogue": "gsm8k_interaction",
+    "documents": "documents_statelm",
+    "orders": "orders",
+    "sokoban": "sokoban",
+    "gymnasium:FrozenLake-v1": "frozen_lake",
+}
+# Environments of every kind that the command knows, and one that only a task app knows.
+FRESH = [
+    *CONFIGS,
+    "gymnasium:CartPole-v1",
+    "mcp:http://127.0.0.1:9/mcp",
+    "openenv:http://127.0.0.1:9",
+    "maze",
+]
+TRAINED = [*FRESH, "verifiers:gsm8k_v1"]
+CHOICES = [
+    *(Choices(env) for env in FRESH),
+    *(Choices(env, model="Qwen/Qwen3-0.6B") for env in TRAINED),
+    Choices("maze", preset="tiny-0.8m"),
+]
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -26,7 +68,8 @@ def test_it_loads_as_it_stands_without_a_warning(tmp_path: Path, choices: Choice
     assert again == written
     assert again.warnings == ()
     assert again.config.rollout.env_name == choices.env
-    assert again.config.training.step_rewards.emits_decision_rewards
+    training = again.config.training
+    assert (training.step_rewards_enabled, training.step_rewards_mode != "off") == (True, True)
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -55,9 +98,12 @@ def test_every_table_is_there_and_every_key_has_a_comment(choices: Choices):
     assert max(map(len, lines)) <= 110
 
 
-def test_a_fresh_preset_on_crafter_begins_with_a_teacher_and_a_trained_model_does_not(tmp_path: Path):
-    fresh = write_job(tmp_path / "a.toml", Choices()).config
-    assert (fresh.model.preset, fresh.warmup is not None) == ("tiny-0.3m", True)
+def test_a_fresh_preset_begins_with_a_warm_up_and_a_trained_model_does_not(tmp_path: Path):
+    for number, env in enumerate(FRESH):
+        fresh = write_job(tmp_path / f"{number}.toml", Choices(env)).config
+        assert fresh.model.preset == "tiny-0.3m"
+        assert fresh.warmup is not None
+        assert env in OF_ENVIRONMENT or fresh.warmup.policy_name == "random"
     (tmp_path / "m").mkdir()
     trained = write_job(tmp_path / "b.toml", Choices(model=str(tmp_path / "m"))).config
     assert (trained.model.path, trained.warmup) == (tmp_path / "m", None)
@@ -65,14 +111,108 @@ def test_a_fresh_preset_on_crafter_begins_with_a_teacher_and_a_trained_model_doe
     assert write_job(tmp_path / "c.toml", Choices(model="a/b")).config.model.name == "a/b"
 
 
-@pytest.mark.parametrize("choices", [Choices(env="documents"), Choices(model="a/b", env="dialogue")])
-def test_a_conversation_is_played_as_one_and_paid_by_what_it_pays(tmp_path: Path, choices: Choices):
-    loaded = write_job(tmp_path / "job.toml", choices)
-    assert loaded == load_job(tmp_path / "job.toml")
-    job = loaded.config
-    assert job.multi_turn.enable
-    assert (job.training.step_rewards_enabled, job.training.step_rewards_mode) == (True, "env_sparse")
-    assert (job.warmup is not None) == (choices.env == "documents"), "a fresh model imitates the teacher"
+def test_every_environment_that_the_command_knows_is_in_these_tests():
+    kinds = {env.partition(":")[0] + ":" for env in TRAINED if ":" in env}
+    assert set(JOBS) == {*OF_ENVIRONMENT, *kinds, *(env for env in CONFIGS if ":" in env)}
+    assert set(OF_ENVIRONMENT) == {env for env in CONFIGS if ":" not in env}
+
+
+@pytest.mark.parametrize(("env", "config"), CONFIGS.items())
+def test_a_fresh_model_has_the_settings_of_the_config_that_is_known_to_learn(
+    tmp_path: Path, env: str, config: str
+):
+    written = write_job(tmp_path / "job.toml", Choices(env)).config
+    known = load_job(ROOT / f"configs/{config}.toml").config
+    # The name is another one, the device is left to `auto`, and a dialogue's files lie beside the job.
+    own = {"job": known.job, "model": known.model, "data": known.data, "multi_turn": known.multi_turn}
+    assert written.model_copy(update=own) == known
+    assert written.model.preset == known.model.preset
+    if written.data is None or known.data is None:
+        assert (written.data, written.multi_turn) == (known.data, known.multi_turn)
+    else:
+        path, place = written.data.path, {"interaction_config_path": tmp_path / "interactions.yaml"}
+        assert path.read_bytes() == (ROOT / "configs/data/short_sums.jsonl").read_bytes()
+        assert written.data == known.data.model_copy(update={"path": path})
+        assert written.multi_turn == known.multi_turn.model_copy(update=place)
+
+
+@contextmanager
+def there(env: str) -> Iterator[str]:
+    """The name of the environment; a server that it names is there."""
+    if env.startswith("mcp:"):
+        pytest.importorskip("mcp", reason="the package `mcp` is not installed")
+        with served(sys.executable, "mcp_server.py") as url:
+            yield f"mcp:{url}/mcp"
+    else:
+        with openenv(says(paid(1.0))) if env.startswith("openenv:") else nullcontext(env) as name:
+            yield name
+
+
+@pytest.mark.parametrize("env", [env for env in FRESH if env != "maze"])
+async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_is_paid(
+    tmp_path: Path, env: str
+):
+    lines: list[str] = []
+    with there(env) as name:
+        write_job(tmp_path / "job.toml", Choices(name))
+        loaded = load_new_job([tmp_path / "job.toml"])
+        job, data = loaded.config, data_of(loaded.config)
+        planner = Planner.of(job, "init", unborn_gateway(job), data)
+        url = task_app(job.multi_turn.interaction_config_path)
+        async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
+            await try_job(planner, apps, from_scratch=True, preset=True)
+            # Who imitates needs no rewards, so a warm-up does not ask for their record.
+            switches = {"step_rewards": job.training.step_rewards}
+            requests = [request.model_copy(update=switches) for request in planner.warmup(most=16)]
+            played = await Collector(apps, timeout_s=120).collect(requests)
+            await Collector(apps, timeout_s=120).ack("init", played.all)
+    assert (loaded.warnings, lines, list(played.failed)) == ((), [], [])
+    rewards = Rewards(job.training, job.multi_turn.max_decisions(job.rollout.max_turns))
+    earned = [sum(rewards.earned_by(rollout, {}).rewards_T) for rollout in played.rollouts]
+    assert len(earned) == 16
+    assert max(earned) > 0.0
+    # Calls by chance need not help; a teacher's episodes do, more often than not.
+    assert job.warmup is not None
+    assert job.warmup.policy_name == "random" or sum(reward > 0.0 for reward in earned) > 8
+
+
+@pytest.mark.parametrize("env", [*CONFIGS, "gymnasium:CartPole-v1", "openenv:http://127.0.0.1:9"])
+async def test_a_task_app_takes_the_job_of_a_trained_model_without_a_warning(tmp_path: Path, env: str):
+    lines: list[str] = []
+    with there(env) as name:
+        write_job(tmp_path / "job.toml", Choices(name, model="a/b"))
+        loaded = load_new_job([tmp_path / "job.toml"])
+        job = loaded.config
+        planner = Planner.of(job, "init", unborn_gateway(job), data_of(job))
+        url = task_app(job.multi_turn.interaction_config_path)
+        async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
+            await try_job(planner, apps, from_scratch=True)
+    assert (loaded.warnings, lines, job.warmup) == ((), [], None)
+
+
+def test_a_package_of_ones_own_is_imitated_by_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    metadata = tmp_path / "site/mazes-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mazes\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[turnwise.policies]\nmaze_teacher = mazes:TEACHER\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    warmup = write_job(tmp_path / "maze.toml", Choices("maze")).config.warmup
+    assert warmup is not None
+    assert warmup.policy_name == "maze_teacher"
+    other = write_job(tmp_path / "other.toml", Choices("lake")).config.warmup
+    assert other is not None
+    assert other.policy_name == "random"
+
+
+def test_an_example_that_is_there_is_kept_and_something_else_of_its_name_is_refused(tmp_path: Path):
+    write_job(tmp_path / "a.toml", Choices("dialogue"))
+    write_job(tmp_path / "b.toml", Choices("dialogue"))
+    names = ["a.toml", "b.toml", "interactions.yaml", "short_sums.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    (tmp_path / "interactions.yaml").write_text("mine")
+    with pytest.raises(JobError, match=r"interactions\.yaml is there already, .*; nothing was written"):
+        write_job(tmp_path / "c.toml", Choices("dialogue"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
@@ -90,6 +230,10 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
         (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'; known: "),
         (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
         (Choices(env="a b"), "turnwise init: job.name is 'a b'"),
+        (
+            Choices(env="verifiers:gsm8k_v1"),
+            "is answered in words, and no policy shows a fresh small model how",
+        ),
     ],
 )
 def test_what_makes_no_job_is_refused_and_nothing_is_written(tmp_path: Path, choices: Choices, told: str):

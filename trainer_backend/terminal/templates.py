@@ -23,11 +23,10 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
 from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
 from trainer_backend.job.environments import environment_names
-from trainer_backend.job.load import LoadedJob, parse_job
+from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.files import write_errors
-
-Values = dict[str, dict[str, Any]]
+from trainer_backend.terminal.environment_jobs import Values, environment_job, merged
 
 # Keys to show, by table; other tables show every key.
 COMMON: Mapping[str, tuple[str, ...]] = {
@@ -48,31 +47,6 @@ COMMON: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-_DECISION_REWARDS = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-# Conversations have no achievements; their environment or interaction gives the reward.
-_CONVERSATION: Values = {
-    "multi_turn": {"enable": True},
-    "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
-}
-_CONVERSATIONS = frozenset({"dialogue", "documents"})
-
-# Documents that fit a small model, and a teacher that reads them.
-_SHORT_DOCUMENTS: Values = {
-    "inference": {"max_model_len": 320},
-    "multi_turn": {"max_model_length": 320},
-    "rollout": {
-        "env_config": {
-            "generate": {"kind": "keeper", "chars": 720, "distractors": 0},
-            "text": "compact", "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
-        },
-        "max_turns": 8,
-        "max_tokens": 28,
-    },
-    "warmup": {
-        "policy_name": "documents_teacher", "epochs": 4, "batch_decisions": 32, "learning_rate": 3e-3,
-    },
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -86,39 +60,23 @@ class Choices:
         """Return the keys that the file sets, by table."""
         if self.preset and self.model:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
-        # gymnasium:ID and mcp:URL hold characters that no run's name has; a name without a prefix needs none.
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", self.env) if ":" in self.env else self.env
-        values: Values = {
-            "job": {"name": name},
-            "rollout": {"env_name": self.env},
-            "training": dict(_DECISION_REWARDS),
-        }
-        of_model = _for_a_model(self.model) if self.model else self._for_a_preset()
-        for tables in (_CONVERSATION if self.env in _CONVERSATIONS else {}, of_model):
-            for table, keys in tables.items():
-                values.setdefault(table, {}).update(keys)
-        return values
-
-    def _for_a_preset(self) -> Values:
-        """Return the keys for a fresh small model.
-
-        It knows nothing, so a teacher helps where there is one.
-        """
+        job = environment_job(self.env)
+        if self.model:
+            return merged(_named(self.env), job.common, job.trained, job.of_files, _for_a_model(self.model))
+        if job.fresh is None:
+            raise JobError(
+                f"turnwise init: {self.env!r} is answered in words, and no policy shows a fresh small model "
+                "how; begin with a trained one, such as --model Qwen/Qwen3-0.6B"
+            )
         model = {"model": {"preset": self.preset or "tiny-0.3m"}}
-        if self.env == "documents":
-            return model | _SHORT_DOCUMENTS
-        if self.env != "crafter":
-            return model
-        return model | {
-            "inference": {"max_model_len": 256},
-            "rollout": {"env_config": {"text": "compact", "max_actions": 4}, "max_tokens": 8},
-            "warmup": {
-                "policy_config": {"memory": False, "max_actions": 4},
-                "epochs": 1,
-                "batch_decisions": 32,
-                "learning_rate": 3e-3,
-            },
-        }
+        return merged(_named(self.env), job.common, job.fresh, job.of_files, model)
+
+
+def _named(env: str) -> Values:
+    """Return the keys that name the environment, and the job after it."""
+    # gymnasium:ID and mcp:URL hold characters that no run's name has; a name without a prefix needs none.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", env) if ":" in env else env
+    return {"job": {"name": name}, "rollout": {"env_name": env}}
 
 
 def _for_a_model(model: str) -> Values:
@@ -271,10 +229,18 @@ def _key(table: str, field: FieldInfo, key: str, values_here: Mapping[str, Any])
     comment = "; ".join(filter(None, (meaning(field), quoted(names))))
     yield from textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     if key in values_here:
-        yield f"{key} = {toml_value(values_here[key])}"
+        yield from _lines_of(key, values_here[key])
         return
     default = field.get_default(call_default_factory=True)
     yield f"#{key} =" if default in (None, PydanticUndefined) else f"#{key} = {toml_value(default)}"
+
+
+def _lines_of(key: str, value: Any) -> list[str]:
+    """Format key and value on one line, or a long table on a line for each of its keys."""
+    line = f"{key} = {toml_value(value)}"
+    if len(line) <= _WIDTH or not isinstance(value, Mapping):
+        return [line]
+    return [f"{key}.{_name(inner)} = {toml_value(item)}" for inner, item in value.items()]
 
 
 def toml_value(value: Any) -> str:
@@ -298,19 +264,41 @@ def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
 
     Its model is never loaded.
     """
-    values = {**Choices(env, model="of/a-server").values(), "model": {"preset": next(iter(PRESETS))}}
+    job = environment_job(env)
+    values = merged(_named(env), job.common, job.trained, _for_a_model("of/a-server"))
+    values["model"] = {"preset": next(iter(PRESETS))}
     return parse_job(values, where=f"turnwise eval {env}", overrides=overrides)
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:
-    """Write the chosen job and return it as loaded."""
+    """Write the chosen job, with the example files that it names, and return it as loaded."""
     text = job_text(choices.values())
-    loaded = parse_job(tomli.loads(text), where="turnwise init")
+    parse_job(tomli.loads(text), where="turnwise init")
+    examples = _examples(path.parent, choices.env)
     with write_errors(path):
         try:
-            file = path.open("x", encoding="utf-8")
+            job_file = path.open("x", encoding="utf-8")
         except FileExistsError as error:
             raise JobError(f"turnwise init: {path} is there already; nothing was written") from error
-        with file:
-            file.write(text)
-    return loaded
+        with job_file:
+            job_file.write(text)
+        for file, example in examples.items():
+            _write(file, example)
+    return load_job(path)
+
+
+def _examples(folder: Path, env: str) -> dict[Path, str]:
+    """Return the files that a job of the environment names and that are not there yet.
+
+    Raises:
+        JobError: one of them has other content, which must not be overwritten.
+    """
+    examples = {folder / name: make() for name, make in environment_job(env).files.items()}
+    there = [file for file in examples if file.exists()]
+    for file in there:
+        if file.read_bytes() != examples[file].encode():
+            raise JobError(
+                f"turnwise init: {file} is there already, and is not the example that a job of {env} names; "
+                "nothing was written"
+            )
+    return {file: example for file, example in examples.items() if file not in there}

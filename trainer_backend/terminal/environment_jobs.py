@@ -1,0 +1,310 @@
+"""What a job of each environment sets: the rewards that train, and what a fresh small model needs to learn.
+
+`turnwise init` writes these values. An installed package has no configs/, so they stand here too, and
+tests/trainer_backend/test_init_job.py compares the two.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from service_kit.plugin_file import entry_points_of
+from trainer_backend.data.arithmetic import sums
+
+Values = dict[str, dict[str, Any]]
+
+
+def merged(*parts: Values) -> Values:
+    """Return all tables of the parts; a key of a later part replaces the same key of an earlier one."""
+    whole: Values = {}
+    for part in parts:
+        for table, keys in part.items():
+            whole.setdefault(table, {}).update(keys)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentJob:
+    """The values of an environment's jobs.
+
+    Attributes:
+        common: with every model: the source of r_t, and whether the environment is a conversation.
+        fresh: with a fresh small model, which knows nothing: a warm-up, short texts, and settings of RL with
+            which such a model learns. None: it cannot begin in this environment.
+        trained: with a trained model, which reads and answers at length.
+        files: examples that are written beside the job, by name.
+        of_files: with every model, what names these files.
+    """
+
+    common: Values
+    fresh: Values | None
+    trained: Values = field(default_factory=dict)
+    files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    of_files: Values = field(default_factory=dict)
+
+
+def environment_job(env: str) -> EnvironmentJob:
+    """Return the values of an environment, of its kind if the name has a prefix, or of a plug-in."""
+    prefix, colon, _ = env.partition(":")
+    return JOBS.get(env) or JOBS.get(prefix + colon) or _of_a_plugin(env)
+
+
+# Achievements pay, each to the decision that earned it.
+_BY_ACHIEVEMENT: Values = {
+    "training": {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"},
+}
+# What the environment, or a conversation's interaction, pays for each decision.
+_BY_ENVIRONMENT: Values = {
+    "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
+}
+_CONVERSATION = merged(_BY_ENVIRONMENT, {"multi_turn": {"enable": True}})
+
+# A warm-up on calls by chance teaches the form of a call. While rewards are rare, an entropy bonus would
+# unlearn it.
+_BY_CHANCE: Values = {
+    "warmup": {
+        "policy_name": "random", "episodes": 300, "epochs": 6, "batch_decisions": 32, "learning_rate": 3e-3,
+    },
+    "training": {"learning_rate": 2e-4, "entropy_coef": 0.0},
+}  # fmt: skip
+# The settings of configs/frozen_lake.toml that do not depend on its map.
+_FOREIGN = merged(
+    _BY_CHANCE,
+    {
+        "rollout": {"episodes_per_batch": 128},
+        "training": {"iterations": 30, "group_size": 128, "batch_decisions": 256},
+        "algorithm": {"advantage": "grpo", "gamma": 0.95},
+    },
+)
+# A server's answers to all calls so far are a conversation; the last one alone fits a small model.
+_SERVER = EnvironmentJob(
+    common=_BY_ENVIRONMENT,
+    fresh=merged(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
+    trained={"multi_turn": {"enable": True}},
+)
+
+_CRAFTER = EnvironmentJob(
+    common=_BY_ACHIEVEMENT,
+    fresh={
+        "inference": {"max_model_len": 256},
+        "rollout": {"env_config": {"text": "compact", "max_actions": 4}, "max_tokens": 8},
+        "warmup": {
+            "policy_name": "crafter_teacher",
+            "policy_config": {"memory": False, "max_actions": 4},
+            "epochs": 1,
+            "batch_decisions": 32,
+            "learning_rate": 3e-3,
+        },
+        "training": {
+            "iterations": 40, "group_size": 4, "learning_rate_rise": 0.05, "learning_rate_final": 0.2,
+            "update_passes": 1, "batch_decisions": 256, "checkpoint_every": 10,
+        },
+        "algorithm": {"gamma": 0.9},
+        "evaluation": {"every_n_iters": 20},
+    },
+)  # fmt: skip
+
+_SOKOBAN = EnvironmentJob(
+    common=_BY_ACHIEVEMENT,
+    fresh={
+        "inference": {"max_model_len": 192},
+        "rollout": {
+            "env_config": {"text": "compact", "size": 5, "boxes": 2},
+            "max_turns": 20,
+            "episodes_per_batch": 256,
+            "max_tokens": 6,
+        },
+        "warmup": {
+            "policy_name": "sokoban_teacher",
+            "policy_config": {"epsilon": 0.2},
+            "episodes": 2500,
+            "epochs": 2,
+            "batch_decisions": 64,
+            "learning_rate": 3e-3,
+        },
+        "training": {
+            "iterations": 40, "group_size": 4, "learning_rate": 1e-3, "learning_rate_rise": 0.05,
+            "learning_rate_final": 0.2, "batch_decisions": 256, "checkpoint_every": 10,
+        },
+        "algorithm": {"gamma": 0.95},
+        "evaluation": {"every_n_iters": 20, "instances": 300},
+    },
+)  # fmt: skip
+
+_BABYAI = EnvironmentJob(
+    common=_BY_ACHIEVEMENT,
+    fresh={
+        "inference": {"max_model_len": 128},
+        "rollout": {
+            "env_config": {"level": "GoToLocal", "text": "compact", "length": 20},
+            "max_turns": 20,
+            "episodes_per_batch": 256,
+            "max_tokens": 6,
+        },
+        "warmup": {
+            "policy_name": "babyai_teacher",
+            "policy_config": {"epsilon": 0.2},
+            "episodes": 400,
+            "epochs": 3,
+            "batch_decisions": 64,
+            "learning_rate": 3e-3,
+        },
+        "training": {
+            "iterations": 5, "learning_rate": 1e-3, "learning_rate_rise": 0.05, "learning_rate_final": 0.2,
+            "batch_decisions": 256,
+        },
+        "algorithm": {"gamma": 0.95},
+        "evaluation": {"every_n_iters": 5, "instances": 300},
+    },
+)  # fmt: skip
+
+# Achievements do not show what a wrong change costs; the environment's rewards do.
+_ORDERS = EnvironmentJob(
+    common=_BY_ENVIRONMENT,
+    fresh={
+        "inference": {"max_model_len": 224},
+        "rollout": {
+            "env_config": {"requests": 2, "rules": False, "marks": True},
+            "max_turns": 10,
+            "episodes_per_batch": 128,
+            "max_tokens": 24,
+        },
+        "warmup": {
+            "policy_name": "orders_teacher",
+            "policy_config": {"epsilon": 0.1},
+            "episodes": 1000,
+            "epochs": 4,
+            "batch_decisions": 64,
+            "learning_rate": 3e-3,
+        },
+        "training": {"learning_rate": 1e-3, "learning_rate_final": 0.2, "batch_decisions": 256},
+        "algorithm": {"gamma": 0.95},
+        "evaluation": {"every_n_iters": 20, "instances": 200},
+    },
+)
+
+_DOCUMENTS = EnvironmentJob(
+    common=_CONVERSATION,
+    fresh={
+        "inference": {"max_model_len": 224, "max_running": 64},
+        "multi_turn": {
+            "statelm_enabled": True, "context_tools": ["deleteContext"], "max_model_length": 224,
+        },
+        "rollout": {
+            "env_config": {
+                "generate": {"kind": "keeper", "chars": 1440, "distractors": 0},
+                "text": "compact", "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
+            },
+            "max_turns": 14,
+            "episodes_per_batch": 128,
+            "max_tokens": 28,
+        },
+        "warmup": {
+            "policy_name": "documents_teacher",
+            "policy_config": {"forgets": 0.4},
+            "episodes": 450,
+            "epochs": 6,
+            "batch_decisions": 32,
+        },
+        "training": {"learning_rate": 3e-4, "learning_rate_final": 0.2, "batch_decisions": 128},
+        "algorithm": {"gamma": 1.0},
+        "evaluation": {"instances": 64},
+    },
+)  # fmt: skip
+
+
+def _short_sums() -> str:
+    """The rows of configs/data/short_sums.jsonl."""
+    return "".join(json.dumps(row) + "\n" for row in sums(480, steps=1, seed=1, largest=9))
+
+
+# A dialogue has neither questions nor scores of its own.
+_DIALOGUE = EnvironmentJob(
+    common=_CONVERSATION,
+    fresh={
+        "inference": {"max_model_len": 320},
+        "multi_turn": {"max_model_length": 320},
+        "rollout": {"episodes_per_batch": 128, "max_tokens": 40},
+        "warmup": {
+            "policy_name": "sums_teacher",
+            "policy_config": {"right": 0.5},
+            "episodes": 800,
+            "epochs": 4,
+            "batch_decisions": 32,
+            "learning_rate": 3e-3,
+        },
+        "training": {
+            "iterations": 30, "learning_rate": 4e-4, "update_passes": 1, "batch_decisions": 128,
+            "entropy_coef": 0.0,
+        },
+        "algorithm": {"gamma": 1.0},
+        "evaluation": {"every_n_iters": 15, "instances": 120},
+    },
+    files={
+        "short_sums.jsonl": _short_sums,
+        "interactions.yaml": lambda: (
+            "# Answers as the user, and scores each answer by its last number (docs/plugins.md).\n"
+            'interaction:\n  - class_name: "task_app.interactions.gsm8k.Gsm8kInteraction"\n    config: {}\n'
+        ),
+    },
+    of_files={
+        "data": {"path": "short_sums.jsonl", "held_out_share": 0.25, "interaction": "gsm8k"},
+        "multi_turn": {"interaction_config_path": "interactions.yaml", "max_user_turns": 2},
+        "rollout": {"max_turns": 3},
+    },
+)  # fmt: skip
+
+_GYMNASIUM = EnvironmentJob(
+    common=_BY_ENVIRONMENT,
+    fresh=merged(_FOREIGN, {"rollout": {"env_config": {"instructions": ""}}}),
+)
+# Its usual map of 4 by 4 was not learned, least of all with slips.
+_FROZEN_LAKE = EnvironmentJob(
+    common=_BY_ENVIRONMENT,
+    fresh=merged(
+        _FOREIGN,
+        {
+            "inference": {"max_model_len": 128},
+            "rollout": {
+                "env_config": {
+                    "kwargs": {"is_slippery": False, "desc": ["SFF", "FHF", "FFG"]},
+                    "action_names": ["left", "down", "right", "up"],
+                    "instructions": "",
+                },
+                "max_turns": 20,
+            },
+            "training": {"row_tokens": 128},
+            "evaluation": {"every_n_iters": 30, "instances": 20},
+        },
+    ),
+)
+
+# By name; a key that ends in a colon is the prefix of all environments of a kind.
+JOBS: Mapping[str, EnvironmentJob] = {
+    "babyai": _BABYAI,
+    "crafter": _CRAFTER,
+    "dialogue": _DIALOGUE,
+    "documents": _DOCUMENTS,
+    "orders": _ORDERS,
+    "sokoban": _SOKOBAN,
+    "gymnasium:": _GYMNASIUM,
+    "gymnasium:FrozenLake-v1": _FROZEN_LAKE,
+    "mcp:": _SERVER,
+    "openenv:": _SERVER,
+    # Answers in words: no policy shows a fresh model how they are written.
+    "verifiers:": EnvironmentJob(common=_CONVERSATION, fresh=None),
+}
+
+
+def _of_a_plugin(env: str) -> EnvironmentJob:
+    """Return values for an environment that only a task app knows.
+
+    A package of `turnwise new env` brings a teacher, which is found by its name. Whether the environment has
+    achievements is not known here; `turnwise check` warns where nothing would be paid.
+    """
+    teacher = f"{env}_teacher"
+    if teacher not in entry_points_of("turnwise.policies").names:
+        return EnvironmentJob(_BY_ACHIEVEMENT, fresh=_BY_CHANCE)
+    warmup = {"policy_name": teacher, "batch_decisions": 32, "learning_rate": 3e-3}
+    return EnvironmentJob(_BY_ACHIEVEMENT, fresh={"warmup": warmup})
