@@ -32,6 +32,7 @@ class ReplayTurn(Body):
     terminate: bool = Field(default=False, description="the policy ended the episode; nothing was executed")
     executed_actions: tuple[str, ...] = ()
     env_rewards: tuple[float, ...] | None = None
+    result: str | None = Field(default=None, description="step_info.tool_result; null: not compared")
 
     @classmethod
     def of(cls, step: StepData) -> "ReplayTurn":

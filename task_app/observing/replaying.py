@@ -15,15 +15,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from service_kit.errors import RequestDeadline
+from shared_schemas.json_text import encodable
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import EnvSpec, Rollout
 from task_app.episode.actions import tool_request
 from task_app.episode.release import close
-from task_app.errors import Conflict, InvalidRequest, TaskAppError, UnknownId, boundary
+from task_app.errors import Conflict, EpisodeOver, InvalidRequest, TaskAppError, UnknownId, boundary
 from task_app.plugins import PlugBoards
 from task_app.protocols import (
     AnsweredEnvironment,
     ConversationalEnvironment,
+    DecisionOutcome,
     Environment,
     RestorableEnvironment,
 )
@@ -160,21 +162,32 @@ class Replay:
             return replace(moment, turn=moment.turn + 1, over=True)
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
         refused = recorded.invalid_reason if not requests else None
-        with boundary("environment.step"):
-            if recorded.text is not None and isinstance(self.environment, AnsweredEnvironment):
-                outcome = self.environment.answer(recorded.text)
-            else:
-                outcome = self.environment.step(requests, invalid_reason=refused)
-        if (outcome.executed_actions, outcome.env_rewards) != (
-            recorded.executed_actions,
-            recorded.env_rewards,
-        ):
-            raise ReplayDeparts(
-                f"the replay departed from the recorded episode at decision {moment.turn + 1}",
-                hint="is the environment reproducible, and of the same version? equal seeds and calls must "
-                "give equal episodes",
-            )
+        try:
+            with boundary("environment.step"):
+                if recorded.text is not None and isinstance(self.environment, AnsweredEnvironment):
+                    outcome = self.environment.answer(recorded.text)
+                else:
+                    outcome = self.environment.step(requests, invalid_reason=refused)
+        except EpisodeOver as exc:
+            raise _departure(moment.turn + 1) from exc
+        if not _agrees(outcome, recorded):
+            raise _departure(moment.turn + 1)
         return moment.after(requests, outcome)
+
+
+def _agrees(outcome: DecisionOutcome, recorded: ReplayTurn) -> bool:
+    """Whether a decision came out as recorded."""
+    actions_and_rewards = (recorded.executed_actions, recorded.env_rewards)
+    is_same_result = recorded.result is None or encodable(outcome.result) == recorded.result
+    return is_same_result and (outcome.executed_actions, outcome.env_rewards) == actions_and_rewards
+
+
+def _departure(turn: int) -> ReplayDeparts:
+    return ReplayDeparts(
+        f"the replay departed from the recorded episode at decision {turn}",
+        hint="is the environment reproducible, and of the same version? equal seeds and calls must give "
+        "equal episodes",
+    )
 
 
 def replay_of(record: Record, boards: PlugBoards) -> Replay:

@@ -238,6 +238,20 @@ async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_dr
         assert (answer.status_code, answer.json()["where"]) == (422, where)
 
 
+async def test_a_recorded_result_is_compared_and_a_replay_that_ends_before_its_record_departs():
+    async with running_app(pictured()) as client:
+        _, body = await played(client)
+        body |= {"frames": [2]}
+        same, other = ([turn | {"result": text} for turn in body["turns"]] for text in ("did 1", "did 2"))
+        drawn = await client.post("/replay", json=body | {"turns": same})
+        departs = await client.post("/replay", json=body | {"turns": [same[0], other[1]]})
+        ends = await client.post("/replay", json=body | {"config": {"length": 1}})
+    assert drawn.status_code == 200
+    for answer in (departs, ends):
+        assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
+        assert "at decision 2" in answer.json()["detail"]
+
+
 async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record():
     async with running_app(default_plug_boards()) as client:
         trajectory, body = await played(client, **CRAFTER)

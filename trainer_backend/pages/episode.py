@@ -12,7 +12,7 @@ from trainer_backend.errors import RunDirectoryError, SegmentError
 from trainer_backend.pages.episode_view import DecisionLine, DecisionView, decision_lines, decision_view
 from trainer_backend.pages.figures import number, rollout_address, short_id, signed, spaced
 from trainer_backend.pages.page import Dashboard, UnknownTurn
-from trainer_backend.pages.stored import StoredRollout, can_be_drawn
+from trainer_backend.pages.stored import StoredRollout, why_undrawn
 from trainer_backend.pages.token_view import SegmentView, segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
@@ -88,7 +88,7 @@ class Episode:
                 )
                 for one in self.siblings
             ],
-            "drawable": can_be_drawn(self.stored.rollout),
+            "undrawn": why_undrawn(self.stored.rollout),
         }  # fmt: skip
 
     def _about(self) -> list[tuple[str, str]]:

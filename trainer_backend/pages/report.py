@@ -26,7 +26,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
 from trainer_backend.pages.run_view import RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
-from trainer_backend.pages.stored import Frame, FrameSource, played_frames
+from trainer_backend.pages.stored import Frame, FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
@@ -56,7 +56,7 @@ class Filmstrip:
         headline: its world, its outcome and its end.
         lines: its decisions, each with the text of its prompt.
         shots: its pictures.
-        missing: the reason if a task app could not draw it.
+        missing: the reason if it has no pictures.
     """
 
     headline: str
@@ -81,8 +81,8 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
         f"decision{'s' * (count > 1)} ({episode.env_steps} env steps); ended by "
         f"{spaced(episode.stop_reason)}."
     )
-    if row_id or not episode.achievements_counts:
-        return Filmstrip(headline, lines)
+    if reason := why_undrawn(rollout):
+        return Filmstrip(headline, lines, missing=f"No pictures: {reason}")
     unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
     try:
         pictures = frames(story.job, episode, {0, count, *unlocks})

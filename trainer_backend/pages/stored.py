@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.trajectory import StepData, Trajectory
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.collect.wire import NoPictures, Refused, TaskAppLost
+from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts, TaskAppLost
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ServicesTable
@@ -52,34 +52,89 @@ def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -
                 for client in apps[:-1]:
                     with suppress(TaskAppLost):  # another task app can draw it too
                         return await replay(client, episode, turns, config=config)
-                return await replay(apps[-1], episode, turns, config=config)
+                try:
+                    return await replay(apps[-1], episode, turns, config=config)
+                except TaskAppLost as error:
+                    raise _with_log(error, Path(folder)) from error
 
     return asyncio.run(frames())
+
+
+_TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def _with_log(error: TaskAppLost, folder: Path) -> TaskAppLost:
+    """Name what was raised in a task app of our own, whose log goes with its folder."""
+    text = "".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.log")))
+    *before, last = text.split(_TRACEBACK)
+    raised = next((line for line in last.splitlines() if not line.startswith(" ")), "") if before else ""
+    return TaskAppLost(f"the environment failed: {raised}") if raised else error
 
 
 async def replay(
     client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
 ) -> list[Frame]:
-    """Let a task app play the episode again, and return the frame after each of the turns."""
+    """Let a task app play the episode again, and return the frame after each of the turns.
+
+    Raises:
+        ReplayDeparts: it became another episode than the record.
+        NoPictures: its environment draws none.
+        TaskAppError: anything else that went wrong.
+    """
     record = ReplayRequest(
         env_name=episode.env_name, config=dict(config), seed=episode.seed,
-        turns=tuple(ReplayTurn.of(step) for step in episode.steps[: max(turns)]), frames=tuple(turns),
+        turns=tuple(_recorded(step, episode) for step in episode.steps[: max(turns)]), frames=tuple(turns),
     )  # fmt: skip
-    frames = await client.replay(record)
+    try:
+        frames = await client.replay(record)
+    except ReplayDeparts:
+        raise
+    except NoPictures as error:
+        raise NoPictures(_draws_none(episode.env_name)) from error
     return [Frame(frame.turn, base64.b64decode(frame.png)) for frame in frames]
 
 
+def _recorded(step: StepData, episode: Trajectory) -> ReplayTurn:
+    """Return the decision to play again, and what to compare.
+
+    Without counters every action may have one name and every reward be 0, so results are compared too.
+    """
+    turn = ReplayTurn.of(step)
+    if episode.achievements_counts:
+        return turn
+    return turn.model_copy(update={"result": step.step_info.tool_result})
+
+
 _EPISODES = 12  # in the cache; an episode has some fifty frames of three kilobytes
+_ENVIRONMENTS = 100  # in the cache: those of runs, that draw nothing
 
 
-def can_be_drawn(rollout: Rollout) -> bool:
-    """Tell whether a task app may draw it: it began at a seed, and its environment has achievements."""
-    episode = rollout.trajectory
-    return bool(
-        episode
-        and episode.achievements_counts
-        and episode.parent_rollout_id is None
-        and row_of(rollout.group_id) is None
+# Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
+WORDS = ("dialogue", "documents", "orders")
+PREFIXES_OF_WORDS = ("agent:", "mcp:", "openenv:", "verifiers:")
+
+
+def why_undrawn(rollout: Rollout) -> str:
+    """Say in a sentence why no task app is asked to draw an episode; empty where one is asked."""
+    episode, row = rollout.trajectory, row_of(rollout.group_id)
+    if episode is None:
+        return "the rollout has no episode"
+    if row is not None:
+        return f"the episode began at row {row!r} of the data set; only those of seeds can be played again"
+    if episode.parent_rollout_id is not None:
+        return (
+            f"the episode began at a snapshot of rollout {episode.parent_rollout_id}, which is not kept; "
+            "only episodes that began at their seed can be played again"
+        )
+    if episode.env_name in WORDS or episode.env_name.startswith(PREFIXES_OF_WORDS):
+        return _draws_none(episode.env_name)
+    return ""
+
+
+def _draws_none(env_name: str) -> str:
+    return (
+        f"{env_name!r} draws none; pictures come from environments with frame(width, height), and from those "
+        'of gymnasium with the render mode "rgb_array" unless env_config has text = "ansi"'
     )
 
 
@@ -96,11 +151,13 @@ class Frames:
     ) -> None:
         self._source, self._may_run = source, may_run
         self._cache: Cache[Mapping[int, bytes] | str] = Cache(_EPISODES)
+        self._undrawn: Cache[str] = Cache(_ENVIRONMENTS)
         self._lock = asyncio.Lock()
 
     def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
         """Return what the cache has: frames, the reason why there are none, or None."""
-        return self._cache.peek((str(run_dir), rollout.rollout_id))
+        frames = self._cache.peek((str(run_dir), rollout.rollout_id))
+        return self._undrawn.peek(_environment(run_dir, rollout)) if frames is None else frames
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
         """Return a PNG by turn; turn 0 is the start.
@@ -122,16 +179,27 @@ class Frames:
         episode = rollout.trajectory
         if episode is None:
             return {}
+        reason = why_undrawn(rollout) or self._undrawn.peek(_environment(run_dir, rollout))
+        if reason:
+            return reason
         turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
         job = _with_own_task_app(named, self._may_run)
         try:
             return {frame.turn: frame.png for frame in self._source(job, episode, turns)}
-        except NoPictures as error:
+        except ReplayDeparts as error:
             return str(error)
+        except NoPictures as error:
+            sentence = str(error)
+            return self._undrawn.get(_environment(run_dir, rollout), lambda: sentence)
         except Refused as error:
             left_out = sorted({*named.services.task_plugins} - {*job.services.task_plugins})
             return _why_refused(error, episode.env_name, left_out)
+
+
+def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str]:
+    """The key of an environment: a run has one config for all its episodes."""
+    return str(run_dir), rollout.trajectory.env_name if rollout.trajectory is not None else ""
 
 
 def _with_own_task_app(job: JobConfig, may_run: Callable[[Path], bool]) -> JobConfig:
@@ -153,7 +221,8 @@ def _why_refused(error: Refused, env_name: str, left_out: Sequence[Path]) -> str
             f"{env_name!r} comes from {', '.join(map(str, left_out))}, and a page runs code from the folders "
             f"of --allow-root alone: turnwise trainer --allow-root {left_out[0].parent}"
         )
-    return f"the task app of this page cannot play {env_name!r}: {error.finding.detail}"
+    hint = f"; {error.finding.hint}" if error.finding.hint else ""
+    return f"the task app of this page cannot play {env_name!r}: {error.finding.detail}{hint}"
 
 
 Value = TypeVar("Value")

@@ -128,7 +128,8 @@ def test_the_report_of_dialogues_speaks_of_their_outcome_alone(run):
     assert "training last turn score 0.5 0.5 at iteration 1" in text
     assert "iteration last turn score decisions invalid episodes" in text
     assert "1 last turn score in 1 decision (" in text
-    for absent in ("nique achievement", "Crafter score", "No pictures", "Success rate"):
+    assert "No pictures: &#39;dialogue&#39; draws none; pictures come from" in text
+    for absent in ("nique achievement", "Crafter score", "Success rate"):
         assert absent not in text
     assert charts(html)["achieved_by_turn"]["curves"][0]["y"] == [0.25, 0.5]
 

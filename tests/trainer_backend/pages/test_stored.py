@@ -1,19 +1,32 @@
 """What is kept of rollouts and pictures."""
 
 import asyncio
+import re
 from threading import Event
 
 import httpx
 import pytest
 
 from shared_schemas.problem import Problem
+from task_app.captures.agents import PREFIX as AGENT
+from task_app.environments.foreign.kinds import FOREIGN
+from task_app.observing.replaying import Pictured
+from task_app.plugins import default_plug_boards
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout, small_run
 from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
-from trainer_backend.collect.wire import NoPictures, Refused
+from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
-from trainer_backend.pages.stored import Cache, Frame, Frames, StoredRollouts, can_be_drawn
+from trainer_backend.pages.stored import (
+    PREFIXES_OF_WORDS,
+    WORDS,
+    Cache,
+    Frame,
+    Frames,
+    StoredRollouts,
+    why_undrawn,
+)
 
 
 def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():
@@ -59,13 +72,45 @@ def test_a_rollout_that_cannot_be_read_is_said_with_its_file(tmp_path, what):
         StoredRollouts().read(path, "r/none")
 
 
-def test_only_a_world_of_a_seed_with_pictures_can_be_drawn():
+def changed(item, **changes):
+    return item.model_copy(update={"trajectory": item.trajectory.model_copy(update=changes)})
+
+
+def test_an_episode_of_a_seed_is_drawn_with_counters_of_achievements_and_without():
     whole = rollout(1, [WOOD])
-    assert can_be_drawn(whole)
-    assert not can_be_drawn(whole.model_copy(update={"trajectory": None}))
-    for change in ({"achievements_counts": {}}, {"parent_rollout_id": "r/0"}):
-        episode = whole.trajectory.model_copy(update=change)
-        assert not can_be_drawn(whole.model_copy(update={"trajectory": episode}))
+    assert why_undrawn(whole) == ""
+    assert why_undrawn(changed(whole, achievements_counts={}, env_name="gymnasium:CartPole-v1")) == ""
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        (rollout(1, [WOOD]).model_copy(update={"trajectory": None}), "the rollout has no episode"),
+        (
+            changed(rollout(1, [WOOD]), parent_rollout_id="r/0"),
+            "began at a snapshot of rollout r/0, which is",
+        ),
+        (
+            rollout(1, [WOOD], group="train/1/0/maze 7"),
+            "began at row 'maze 7' of the data set; only those of",
+        ),
+        (changed(rollout(1, [WOOD]), env_name="dialogue"), "'dialogue' draws none; pictures come from"),
+        (changed(rollout(1, [WOOD]), env_name="mcp:http://h:1/mcp"), "'mcp:http://h:1/mcp' draws none"),
+    ],
+)
+async def test_what_is_not_played_again_is_said_in_a_sentence(tmp_path, item, sentence):
+    assert sentence in why_undrawn(item)
+    if item.trajectory is not None:
+        with pytest.raises(NoPictures, match=re.escape(sentence)):
+            await Frames(lambda *_: pytest.fail("nobody plays it")).of(tmp_path, item)
+
+
+def test_the_environments_of_words_are_those_of_the_task_app_that_draw_nothing():
+    boards = default_plug_boards()
+    configs = {"dialogue": {"prompt": "?"}}
+    made = {name: boards.environment(name, configs.get(name, {})) for name in boards.environments}
+    assert {*WORDS} == {name for name, one in made.items() if not isinstance(one, Pictured)}
+    assert {*PREFIXES_OF_WORDS} == {AGENT, *(f"{kind}:" for kind in FOREIGN)} - {"gymnasium:"}
 
 
 async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_holds_no_thread(tmp_path):
@@ -123,7 +168,9 @@ async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_t
 
     def source(seen, *_):
         given.append(seen.services.task_plugins)
-        problem = Problem(title="no", status=422, code="unknown_environment", detail="unknown environment")
+        problem = Problem(
+            title="no", status=422, code="unknown", detail="unknown environment", hint="install it"
+        )
         raise Refused(problem.model_dump_json(), problem)
 
     frames = Frames(source, may_run=lambda file: file == mine)
@@ -134,7 +181,7 @@ async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_t
         f"'crafter' comes from {theirs}, and a page runs code from the folders of --allow-root alone: "
         f"turnwise trainer --allow-root {theirs.parent}"
     )
-    with pytest.raises(NoPictures, match="cannot play 'crafter': unknown env"):
+    with pytest.raises(NoPictures, match="cannot play 'crafter': unknown environment; install it"):
         await Frames(source, may_run=lambda file: True).of(run.path, rollout(1, [WOOD]))
 
 
@@ -160,10 +207,40 @@ async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reaso
 
     def source(*_):
         played.append(1)
-        raise NoPictures("the replay departed")
+        raise ReplayDeparts("the replay departed")
 
     frames, shown = Frames(source), rollout(1, [WOOD])
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
             await frames.of(run.path, shown)
     assert (len(played), frames.cached(run.path, shown)) == (1, "the replay departed")
+
+
+async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_of_a_run(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    played = []
+
+    def source(*_):
+        played.append(1)
+        raise NoPictures("it draws none")
+
+    frames, shown, other = Frames(source), rollout(1, [WOOD]), rollout(2, [WOOD])
+    assert frames.cached(run.path, other) is None
+    for one in (shown, other):
+        with pytest.raises(NoPictures, match="it draws none"):
+            await frames.of(run.path, one)
+    assert (len(played), frames.cached(run.path, rollout(3, [WOOD]))) == (1, "it draws none")
+
+
+async def test_an_episode_that_departs_says_nothing_about_others_of_its_run(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+
+    def source(_job, episode, turns):
+        if episode.seed == 1:
+            raise ReplayDeparts("the replay departed")
+        return [Frame(turn, b"png") for turn in turns]
+
+    frames = Frames(source)
+    with pytest.raises(NoPictures, match="departed"):
+        await frames.of(run.path, rollout(1, [WOOD]))
+    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}
