@@ -1,6 +1,6 @@
 """A player's memory of the map: every cell ever seen, so that walks reach beyond the view."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from task_app.environments.crafter.walks import (
     step,
     walk_to,
 )
-from task_app.policies.crafter_teacher import Rule, decide, purpose
+from task_app.policies.crafter_teacher import decide, purpose
 
 # A creature walks on once it is out of sight; its cell is then assumed to be free.
 _GROUND_UNDER = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
@@ -34,11 +34,11 @@ _TURN_BACK_COST = 4
 NEAR_STEPS = 6
 
 
-def decide_with_memory(facts: Facts, *, rules: Sequence[Rule], max_actions: int) -> list[str]:
+def decide_with_memory(facts: Facts, *, max_actions: int) -> list[str]:
     """Apply the memoryless teacher's rules to near things, then to all known things, then explore."""
     near = {kind: walk for kind, walk in facts.walks.items() if _steps(walk) <= NEAR_STEPS}
-    return purpose(replace(facts, walks=near), rules=rules, max_actions=max_actions) or decide(
-        facts, rules=rules, max_actions=max_actions
+    return purpose(replace(facts, walks=near), max_actions=max_actions) or decide(
+        facts, max_actions=max_actions
     )
 
 

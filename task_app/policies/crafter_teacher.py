@@ -5,7 +5,7 @@ rules are tried in order; each returns the actions of one decision, or None. Wal
 (`tree L2 U1` -> left, left, up), then the action follows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from task_app.environments.crafter.landmarks import PLACES, Facts
 from task_app.environments.crafter.rules import RULES
@@ -23,14 +23,14 @@ _DANGERS = frozenset({"zombie", "skeleton", "arrow"})
 _LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
 
 
-def decide(facts: Facts, *, rules: Sequence[Rule], max_actions: int) -> Actions:
+def decide(facts: Facts, *, max_actions: int) -> Actions:
     """The teacher's actions for one decision: 1 to `max_actions` names."""
-    return purpose(facts, rules=rules, max_actions=max_actions) or explore(facts)[:max_actions]
+    return purpose(facts, max_actions=max_actions) or explore(facts)[:max_actions]
 
 
-def purpose(facts: Facts, *, rules: Sequence[Rule], max_actions: int) -> Actions | None:
+def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
     """The actions of the first rule that applies; None if only exploring is left."""
-    for rule in rules:
+    for rule in RULE_ORDER:
         actions = rule(facts, max_actions)
         if actions:
             return actions[:max_actions]
@@ -227,18 +227,6 @@ def _wood_goal(facts: Facts) -> int:
     return tools + _TABLE_WOOD * needs_table
 
 
-def wood_for_one_table(facts: Facts, limit: int) -> Actions | None:
-    """Wood for the next pair of tools, and for a table where none is near: less to gather before stone."""
-    pairs = (
-        sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
-        for material in ("wood", "stone")
-    )
-    pair = next(filter(None, pairs), 0)
-    iron = sum(not _count(facts, tool) for tool in ("iron_pickaxe", "iron_sword"))
-    goal = pair + _TABLE_WOOD * ("table" not in facts.near) if pair else iron
-    return _gather(facts, "tree", goal - _count(facts, "wood"))
-
-
 def stone(facts: Facts, limit: int) -> Actions | None:
     if not _count(facts, "wood_pickaxe"):
         return None
@@ -268,9 +256,7 @@ def explore(facts: Facts) -> Actions:
     return ["noop"] if facts.target == "lava" else ["do", f"move_{facts.facing}"]
 
 
-# In the order in which they are tried.
-RULES_FOR_TWO_TABLES: tuple[Rule, ...] = (
+RULE_ORDER: tuple[Rule, ...] = (
     sleep_on, fight_back, drink_or_eat_when_low, craft, put_down_a_stone, plant, set_up_table, set_up_furnace,
     first_cow, first_drink, sleep_early, look_for_sapling, wood, ore, stone, hunt,
 )  # fmt: skip
-RULES_FOR_ONE_TABLE = tuple(wood_for_one_table if rule is wood else rule for rule in RULES_FOR_TWO_TABLES)

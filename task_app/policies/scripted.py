@@ -13,7 +13,7 @@ from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
-from task_app.policies.crafter_teacher import RULES_FOR_ONE_TABLE, RULES_FOR_TWO_TABLES, decide
+from task_app.policies.crafter_teacher import decide
 from task_app.policies.random_calls import ByChance, call_answer, random_call
 from task_app.protocols import PolicyAnswer
 
@@ -33,10 +33,6 @@ class TeacherConfig(Body):
     """Settings of the Crafter teacher."""
 
     memory: bool = Field(default=False, description="remember seen cells; otherwise play from the view alone")
-    second_table: bool = Field(
-        default=True,
-        description="carry wood for a table where the iron lies: pays in whole games, costs in short ones",
-    )
     max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in a decision")
     epsilon: float = Field(
         default=0.0,
@@ -79,7 +75,6 @@ class CrafterTeacher(ByChance):
         self.config = config or TeacherConfig()
         super().__init__(self.config.seed)
         self._memory = MapMemory() if self.config.memory else None
-        self._rules = RULES_FOR_TWO_TABLES if self.config.second_table else RULES_FOR_ONE_TABLE
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -99,8 +94,8 @@ class CrafterTeacher(ByChance):
         """The actions of the rules as plain names: at most `max_actions` (default: the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._memory is None:
-            return decide(read_facts(data), rules=self._rules, max_actions=limit)
-        return decide_with_memory(self._memory.facts(data), rules=self._rules, max_actions=limit)
+            return decide(read_facts(data), max_actions=limit)
+        return decide_with_memory(self._memory.facts(data), max_actions=limit)
 
     def snapshot(self) -> dict[str, Any]:
         memory = self._memory.snapshot() if self._memory else None

@@ -20,12 +20,7 @@ from task_app.environments.crafter.text import (
     full_text,
 )
 from task_app.environments.crafter.walks import Leg, Walk
-from task_app.policies.crafter_teacher import (
-    RULES_FOR_TWO_TABLES,
-    decide,
-    wood,
-    wood_for_one_table,
-)
+from task_app.policies.crafter_teacher import decide, wood
 from task_app.protocols import ToolRequest
 from tests.task_app.environments.crafter.vocabulary import compact_vocabulary
 
@@ -159,7 +154,6 @@ def test_a_crowded_view_keeps_to_sixty_words():
 
 
 _TABLE = RULES.place["table"].uses["wood"]
-_WOODEN = ("wood_pickaxe", "wood_sword")
 _NAME_OF_LETTER = {letter: name for name, letter in LEG_LETTERS.items()}
 _LEG = re.compile(r"(x?)([LRUD])(\d)")
 
@@ -209,9 +203,8 @@ def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_deter
         for _ in range(40):
             words = observation.text.split()
             assert 25 <= len(words) <= 60 and vocabulary.issuperset(words)
-            actions = decide(read_facts(observation.data), rules=RULES_FOR_TWO_TABLES, max_actions=4)
-            told = decide(read_compact(observation.text), rules=RULES_FOR_TWO_TABLES, max_actions=4)
-            differing += told != actions
+            actions = decide(read_facts(observation.data), max_actions=4)
+            differing += decide(read_compact(observation.text), max_actions=4) != actions
             total += 1
             if source.random() < 0.3:
                 actions = source.choices(ACTIONS, k=4)
@@ -224,22 +217,20 @@ def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_deter
 
 
 @pytest.mark.parametrize(
-    ("rule", "tools", "near", "goal"),
+    ("tools", "near", "goal"),
     [
-        (wood, (), (), 2 + _TABLE),
-        (wood, _WOODEN, (), 4 + _TABLE),
-        (wood, _WOODEN, ("table",), 4 + _TABLE),  # the second table, where the iron lies
-        (wood, (*_WOODEN, "stone_pickaxe", "stone_sword"), ("table",), 2),
-        (wood_for_one_table, _WOODEN, (), 2 + _TABLE),
-        (wood_for_one_table, _WOODEN, ("table",), 2),
+        ((), (), 2 + _TABLE),
+        (("wood_pickaxe", "wood_sword"), (), 4 + _TABLE),
+        (("wood_pickaxe", "wood_sword"), ("table",), 4 + _TABLE),  # the second table, where the iron lies
+        (("wood_pickaxe", "wood_sword", "stone_pickaxe", "stone_sword"), ("table",), 2),
     ],
 )
-def test_the_teacher_gathers_wood_for_the_tools_that_come_next(rule, tools, near, goal):
+def test_the_teacher_gathers_wood_for_the_tools_that_come_next(tools, near, goal):
     def facts(count: int) -> Facts:
         return Facts(
             inventory={"wood": count, **dict.fromkeys(tools, 1)}, achievements=frozenset(), facing="up",
             target="tree", neighbours={}, near=frozenset(near), walks={}, lava=(), sleeping=False, dark=False,
         )  # fmt: skip
 
-    assert rule(facts(goal - 1), 4) == ["do"]
-    assert rule(facts(goal), 4) is None
+    assert wood(facts(goal - 1), 4) == ["do"]
+    assert wood(facts(goal), 4) is None
