@@ -61,12 +61,15 @@ def _with(
             raise SettingsError(f"{place}: {board} has the key {name!r}; a name is needed")
         if not isinstance(plug, kind):
             raise SettingsError(f"{place}: {board}[{name!r}] is {type(plug).__name__}; {advice}")
-        if (PREFIX + name if board == "AGENTS" else name) in known:
-            raise SettingsError(f"{place}: {noun} {name!r} is there already; choose another name")
+        whole = PREFIX + name if board == "AGENTS" else name
+        if whole in known:
+            home = boards.homes.get((field, whole), "built in")
+            raise SettingsError(f"{place}: {noun} {name!r} is there already ({home}); choose another name")
     own = dict(entries)
     if board == "REWARD_FUNCTIONS":
         own = {name: RewardPlugin(plug.mode, source) for name, plug in entries.items()}
     elif board == "AGENTS":
         own = {PREFIX + name: agent_plugin(name, agent) for name, agent in entries.items()}
-    changes: dict[str, Any] = {field: {**known, **own}}
+    homes = {**boards.homes, **{(field, name): f"of {place}" for name in own}}
+    changes: dict[str, Any] = {field: {**known, **own}, "homes": homes}
     return replace(boards, **changes)

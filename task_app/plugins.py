@@ -200,13 +200,18 @@ POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 @dataclass(frozen=True, slots=True)
 class PlugBoards:
-    """The plug-ins of a service; tests bring their own."""
+    """The plug-ins of a service; tests bring their own.
+
+    Attributes:
+        homes: the file or the package of each that is not built in, by board and name, for errors.
+    """
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
     reward_functions: Mapping[str, RewardPlugin] = field(default_factory=dict)
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
     reach: Reach = LOCAL
+    homes: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def environment_name(self, name: str, *, where: str = "") -> str:
         """The name on the board, also for an alias; a foreign environment's is its own."""

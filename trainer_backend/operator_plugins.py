@@ -6,12 +6,14 @@ package offers what it marks by entry points. docs/plugins.md has an example.
 """
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from inspect import iscoroutinefunction
+from itertools import zip_longest
 from pathlib import Path
 from threading import RLock
 from typing import Any, get_args
@@ -44,11 +46,16 @@ Rows = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """A function's name on a board, and its plug."""
+    """A function's name on a board, and its plug.
+
+    Attributes:
+        home: the file or the package that has it, for errors.
+    """
 
     board: str
     name: str
     plug: EstimatorPlug | LossPlug
+    home: str = ""
 
 
 def estimator(
@@ -259,6 +266,27 @@ def digests_of(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     return [_digest(file, option) for file in files]
 
 
+def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, value: Any) -> None:
+    """Refuse files that are no longer those that the run began with.
+
+    Args:
+        known: their digests at its beginning; empty: it has yet to begin.
+        option: the key of the job that names the files.
+        value: of this key, with which a person accepts the files as they are.
+
+    Raises:
+        JobError: a file has changed, or cannot be read.
+    """
+    if not known or [*known] == (digests := digests_of(files, option=option)):
+        return
+    changed = (file for file, old, new in zip_longest(files, known, digests) if old != new)
+    raise JobError(
+        f"{next(changed) or option} has changed since the run began. Restore it, begin a new run (post the "
+        f"job anew), or continue this one with turnwise train --resume RUN --set '{option}="
+        f"{json.dumps(value)}'"
+    )
+
+
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     """Put the estimators and losses of the files on the boards, instead of those of other files.
 
@@ -291,7 +319,7 @@ def load_packages() -> None:
 
 
 @cache
-def _load_packages_once() -> None:
+def _load_packages_once() -> Sequence[_Plug]:
     plugs: list[_Plug] = []
     for group, (board, mark) in _GROUPS.items():
         try:
@@ -299,7 +327,7 @@ def _load_packages_once() -> None:
         except SettingsError as error:
             raise JobError(str(error)) from error
         for point in points:
-            own = list(_plugs_in({point.name: point.plug}))
+            own = list(_plugs_in({point.name: point.plug}, point.place))
             if not own:
                 raise JobError(f"{point.place} is {type(point.plug).__name__}; decorate it with {mark}")
             if (own[0].name, own[0].board) != (point.name, board):
@@ -309,6 +337,7 @@ def _load_packages_once() -> None:
             _refuse_names(own, plugs, point.place)
             plugs += own
     _add(plugs)  # all or none, so that a second attempt finds the same fault
+    return plugs
 
 
 def _load(file: Path, option: str) -> str:
@@ -318,14 +347,14 @@ def _load(file: Path, option: str) -> str:
         return digest
     _unload(file)
     try:
-        plugs = list(_plugs_in(vars(module_of(file, option=option))))
+        plugs = list(_plugs_in(vars(module_of(file, option=option)), str(file)))
     except SettingsError as error:
         raise JobError(str(error)) from error
     if not plugs:
         raise JobError(
             f"{option} names {str(file)!r}, which marks nothing with @estimator(NAME) or @loss(NAME)"
         )
-    _refuse_names(plugs, (), f"{option}, {file}")
+    _refuse_names(plugs, _load_packages_once(), f"{option}, {file}")
     _add(plugs)
     _BY_FILE[file] = _FilePlugs(digest, plugs)
     return digest
@@ -349,26 +378,29 @@ def _unload(file: Path) -> None:
         remove_plug(item.board, item.name)
 
 
-def _plugs_in(names: Mapping[str, Any]) -> Iterator[_Plug]:
+def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
         mark = getattr(value, _MARK, None)
         if isinstance(mark, _Plug) and id(mark) not in seen:  # an alias is no second one
             seen.add(id(mark))
-            yield mark
+            yield replace(mark, home=home)
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
     """
     Args:
-        others: those that will be on the boards too.
+        others: of packages, which are on the boards or will be.
     """
-    taken = {("algorithm.advantage", name) for name in ESTIMATORS}
-    taken |= {("algorithm.loss", name) for name in LOSSES}
-    taken |= {(item.board, item.name) for item in others}
+    homes = {("algorithm.advantage", name): "built in" for name in ESTIMATORS}
+    homes |= {("algorithm.loss", name): "built in" for name in LOSSES}
+    of_files = (item for known in _BY_FILE.values() for item in known.plugs)
+    homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}
     for item in plugs:
         if not _NAME.fullmatch(item.name):
             raise JobError(f"{where}: {item.name[:80]!r} is no name: a-z, 0-9 and _, at most 60")
-        if (item.board, item.name) in taken:
-            raise JobError(f"{where}: {item.board} = {item.name!r} is there already; choose another name")
-        taken.add((item.board, item.name))
+        if home := homes.get((item.board, item.name)):
+            raise JobError(
+                f"{where}: {item.board} = {item.name!r} is there already ({home}); choose another name"
+            )
+        homes[item.board, item.name] = f"of {item.home}"

@@ -1,16 +1,25 @@
 """`turnwise truth` for real: HTTP, engine, snapshots, draws, file; against an exact calculation."""
 
 import asyncio
+import html
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from aiohttp import web
 from typer.testing import CliRunner
 
-from tests.conftest import ListReporter, tiny_job, train_job
+from service_kit.server import Listener, ServerThread
+from task_app.app import create_app
+from task_app.operator_plugins import with_plugins
+from task_app.plugins import default_plug_boards
+from task_app.settings import Settings
+from tests.conftest import TASK_APP_KEY, ListReporter, at_the_task_app, tiny_job, train_job
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, served
 from trainer_backend.__main__ import app
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
@@ -36,15 +45,20 @@ from task_app.protocols import DecisionOutcome, Observation
 class Config(Body):
     worth: int = 3
     word: str = "turn"
+    frail: bool = False
 
 
 class Coins:
-    '''Three words, each with a vowel or without, and after each the throw of a coin.'''
+    '''Three words, each with a vowel or without, and after each the throw of a coin.
+
+    A frail world that was restored breaks at its last word, but for half of the draws that it may get then.
+    '''
 
     name, outcome_definition, quick_step = "coins", "position: where it ended", True
 
     def __init__(self, config):
         self._worth, self._word, self._turn = config.worth, config.word, None
+        self._frail, self._breaks = config.frail, False
 
     def reset(self, seed):
         self._turn = self._position = self._thrown = 0
@@ -60,11 +74,13 @@ class Coins:
             self._turn, self._position, self._seed, self._thrown = json.loads(state)
         except (TypeError, ValueError) as error:
             raise ValueError("no coins") from error
+        self._breaks = self._frail
         return self._show(0.0)
 
     def reseed(self, seed):
         self._refuse_before_reset()
         self._seed, self._thrown = seed, 0
+        self._breaks = self._frail and seed % 2 == 0
 
     def answer(self, text):
         return self._decide(int(any(letter in "aeiou" for letter in text)))
@@ -85,6 +101,8 @@ class Coins:
         self._refuse_before_reset()
         if self._turn == 3:
             raise EpisodeOver()
+        if self._breaks and self._turn == 2:
+            raise RuntimeError("the coin is lost")
         coin = blake2b(f"{self._seed} {self._thrown}".encode()).digest()[0] & 1
         reward = (3 * self._position + self._turn) % 4 + action / 2 + coin * (self._worth - 5 * action) / 2
         self._thrown += 1
@@ -102,7 +120,17 @@ class Coins:
         return Observation(text, {"turn": self._turn, "position": self._position}, {}, reward)
 
 
-ENVIRONMENTS = {"coins": EnvironmentPlugin(Config, Coins)}
+class Forgetful:
+    def __init__(self, config):
+        self._coins = Coins(config)
+
+    def __getattr__(self, name):
+        if name in ("snapshot", "restore", "reseed"):
+            raise AttributeError(name)
+        return getattr(self._coins, name)
+
+
+ENVIRONMENTS = {"coins": EnvironmentPlugin(Config, Coins), "forgetful": EnvironmentPlugin(Config, Forgetful)}
 """
 
 
@@ -122,10 +150,24 @@ def measure(run, **changes):
 
 
 @pytest.fixture(scope="module")
-def run(model_folders, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("coins")
-    plugins = folder / "coins.py"
-    plugins.write_text(COINS, encoding="utf-8")
+def plugins(tmp_path_factory):
+    file = tmp_path_factory.mktemp("coins") / "coins.py"
+    file.write_text(COINS, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(plugins):
+    """A task app on a thread, since a process of its own costs each measurement seconds."""
+    boards = with_plugins(default_plug_boards(), [plugins])
+    tasks = create_app(Settings(api_keys=(TASK_APP_KEY,)), boards=boards)
+    with ServerThread(tasks, Listener("127.0.0.1", 0)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def run(model_folders, tmp_path_factory, plugins, url):
+    """A run, and its job at that task app; its folder names the plug-in, so a command starts a process."""
     job = tiny_job(
         model={"path": str(model_folders["qwen3"]), "device": "cpu"}, warmup=None,
         rollout__env_name="coins", rollout__env_config={}, rollout__max_turns=DECISIONS,
@@ -134,8 +176,10 @@ def run(model_folders, tmp_path_factory):
         inference__max_running=96, training__step_rewards_mode="env_sparse", training__iterations=1,
         algorithm__gamma=GAMMA, evaluation__instances=1,
     )  # fmt: skip
-    directory, _, _ = train_job(job, folder / "run")
-    return directory, directory.job()
+    there = at_the_task_app(job.model_copy(update={"services": tiny_job().services}), url)
+    directory, _, _ = train_job(there, tmp_path_factory.mktemp("runs") / "run")
+    directory.replace_job(job)
+    return directory, there
 
 
 def chance_of_a_vowel(directory, rollouts):
@@ -246,9 +290,13 @@ def test_continuations_end_where_gamma_leaves_a_twentieth_unless_the_end_pays(ru
 
 def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbers(run, tmp_path):
     whole = measure(run, out=tmp_path / "whole.jsonl", decisions=6, continuations=4)
-    first = measure(run, out=tmp_path / "parts.jsonl", decisions=6, continuations=4, budget=20)
-    assert first.is_over_budget and 0 < len(first.file.truths) < 6
     path = tmp_path / "parts.jsonl"
+    shown = command(run, "--decisions", 6, "--continuations", 4, "--budget", 20, "--out", path)
+    begun = TruthFile.read(path, run[0]).truths
+    assert 0 < len(begun) < 6 and begun.items() <= whole.file.truths.items()
+    assert f"the budget is spent after {len(begun)} of 6 decisions" in shown
+    assert f"{len(begun)} decisions of iteration 1, by 4 pairs" in shown and f"written: {path}" in shown
+    assert "could not be played" not in shown
     path.write_text(path.read_text() + '{"rollout_id": "cut sh', encoding="utf-8")
     parts = measure(run, out=path, decisions=6, continuations=4)
     assert parts.file.truths == whole.file.truths
@@ -263,6 +311,68 @@ def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbe
     assert measure(run, out=begun, decisions=6, continuations=4).file.truths == whole.file.truths
 
 
+def command(run, *options):
+    """What `turnwise truth` prints, on one line."""
+    shown = CliRunner().invoke(app, ["truth", str(run[0].path), *map(str, options)])
+    assert shown.exit_code == 0, shown.output
+    return " ".join(shown.output.split())
+
+
+def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_are_told(run, tmp_path):
+    directory, path = run[0], tmp_path / "frail.jsonl"
+    shown = command(
+        run, "--set", "rollout.env_config.frail=true", "--decisions", 24, "--continuations", 8,
+        "--horizon", 1, "--out", path,
+    )  # fmt: skip
+    truths = TruthFile.read(path, directory).truths
+    pairs, lost = (int(re.search(told, shown)[1]) for told in (
+        r"(\d+) pairs were lost, and count nowhere",
+        r"(\d+) decisions could not be played; the same command tries them again",
+    ))  # fmt: skip
+    assert lost == 24 - len(truths) > 0 and pairs == sum(item.failed for item in truths.values()) > 0
+    assert all(item.pairs + item.failed == 8 for item in truths.values())
+    assert not any(item.failed for item in truths.values() if item.turn == 1), "it ends before a world breaks"
+    assert {item.turn for item in truths.values()} == {1, 2}, "no choice is left of a third decision"
+    rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
+    chances = chance_of_a_vowel(directory, rollouts.values())
+    for (rollout_id, turn), truth in truths.items():
+        if turn == 2 and truth.error:
+            known = exact(chances, rollouts[rollout_id].trajectory.steps, 1)
+            assert abs(truth.advantage - known) < 4.5 * truth.error
+
+
+ORDERS = {
+    "rollout__env_name": "orders", "rollout__env_config": {"requests": 2, "rules": False},
+    "warmup__policy_name": "orders_teacher", "training__step_rewards_mode": "env_sparse",
+}  # fmt: skip
+BABYAI = {
+    "rollout__env_name": "babyai", "rollout__env_config": {"level": "GoToLocal", "text": "compact"},
+    "warmup__policy_name": "babyai_teacher",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [ORDERS, BABYAI], ids=["orders", "babyai"])
+def test_it_works_in_every_environment_with_snapshots(given, tmp_path):
+    job = tiny_job(
+        **given, warmup__policy_config={"epsilon": 0.1}, rollout__max_turns=4, rollout__max_tokens=24,
+        rollout__episodes_per_batch=4, training__iterations=1, evaluation__instances=1, algorithm__gamma=0.9,
+    )  # fmt: skip
+    directory, _, _ = train_job(job, tmp_path / "run")
+    asked = options(directory, decisions=16, continuations=3)
+    measured = asyncio.run(measure_truth(directory, at_the_task_app(directory.job()), asked))
+    truths = measured.file.truths.values()
+    assert (measured.lost, sum(item.failed for item in truths)) == (0, 0)
+    assert not measured.file.setting.fresh_draws and any(item.others for item in truths)
+    steps = {
+        item.rollout_id: item.trajectory.steps
+        for item in read_rollouts(directory.rollouts_file("iteration_1"))
+    }
+    assert len(truths) == sum(map(len, steps.values()))
+    for item in truths:
+        if item.others and item.turn == len(steps[item.rollout_id]):
+            assert item.action_value == item.reward, "nothing follows the last decision"
+
+
 def test_estimators_are_scored_against_the_truth(run, tmp_path):
     directory, _ = run
     measure(run)
@@ -275,7 +385,12 @@ def test_estimators_are_scored_against_the_truth(run, tmp_path):
     assert found["noise"]["decisions"] == len(TruthFile.read(truth_of(directory.path), directory).truths)
     assert set(found["estimators"]) == {"stepwise", "rloo"}
     assert 0 < found["estimators"]["stepwise"]["correlation"] <= 1
-    assert b"saved-charts" in (tmp_path / "truth.html").read_bytes()
+    page = html.unescape((tmp_path / "truth.html").read_text())
+    assert "saved-charts" in page
+    assert f"True advantages have a standard error of {found['noise']['error']:.3f}" in page
+    for score in found["estimators"].values():
+        low, high = score["low"], score["high"]
+        assert f"Correlation {score['correlation']:+.2f} (95 %: {low:+.2f} to {high:+.2f})" in page
 
 
 def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_truth(run, tmp_path):
@@ -300,6 +415,8 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
     refused(RunDirectoryError, "sampled iteration 2 is gone: it was checkpoint iteration_1", iteration=2)
     training = job.training.model_copy(update={"kl_reward_coef": 0.1})
     refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))
+    judged = job.model_copy(update={"rollout": job.rollout.model_copy(update={"reward_function": "lively"})})
+    refused(JobError, "reward_function judges whole episodes, and no part of one", job=judged)
     off = job.model_copy(update={"training": job.training.model_copy(update={"step_rewards_mode": "off"})})
     refused(JobError, "--horizon cuts continuations short", horizon=2, job=off)
     short = job.model_copy(update={"rollout": job.rollout.model_copy(update={"max_turns": 2})})
@@ -319,3 +436,38 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
         )  # fmt: skip
     with pytest.raises(RunDirectoryError, match="no truth is measured"):
         TruthFile.read(tmp_path / "none.jsonl", directory)
+
+
+class OldTaskApp(ScriptedTaskApp):
+    """It does not say yet whether an environment has snapshots."""
+
+    async def create(self, request):
+        return web.json_response({"env_id": "e", "info": {"conversation": False}})
+
+
+async def test_an_environment_that_cannot_be_played_on_from_is_refused_by_name(run, url, tmp_path):
+    directory, job = run
+
+    async def refusal(url, env_name, config):
+        rollout = job.rollout.model_copy(update={"env_name": env_name, "env_config": config})
+        other = job.model_copy(update={"rollout": rollout, "services": tiny_job().services})
+        with pytest.raises(JobError) as refused:
+            await measure_truth(
+                directory, at_the_task_app(other, url), options(directory, out=tmp_path / "none.jsonl")
+            )
+        assert not (tmp_path / "none.jsonl").exists()
+        return str(refused.value)
+
+    assert (await refusal(url, "forgetful", {})).startswith(
+        "rollout.env_name: 'forgetful' has no snapshots, and the truth is measured by playing on from one"
+    )
+    document = {"document_content": "The code is 1.", "question": "What is it?", "ground_truth": "1"}
+    told = await refusal(url, "documents", document)
+    assert "'documents' is a conversation, which no snapshot holds" in told
+
+    async def terminate(request):
+        return web.json_response({})
+
+    async with served(OldTaskApp(), routes={"/env/terminate": terminate}) as client:
+        told = await refusal(client.url, "coins", {})
+        assert f"a task app that does not say whether it has snapshots ({client.url}); update it" in told

@@ -71,11 +71,11 @@ def test_the_entries_of_all_files_join_ours(tmp_path: Path):
         ("def (", "raised SyntaxError"),
         (
             "from task_app.plugins import ENVIRONMENTS as E\nENVIRONMENTS = dict(E)",
-            "environment 'crafter' is there already; choose another name",
+            "environment 'crafter' is there already (built in); choose another name",
         ),
         (
             "from task_app.plugins import POLICIES as P\nPOLICIES = {'random': P['random']}",
-            "policy 'random' is there already; choose another name",
+            "policy 'random' is there already (built in); choose another name",
         ),
     ],
 )
@@ -86,6 +86,17 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_name(tmp_path: Path, tex
         with_plugins(default_plug_boards(), [file])
     assert str(caught.value).startswith(f"--plugins {file}")
     assert told in str(caught.value)
+
+
+def test_a_name_that_another_file_has_is_refused_with_this_file(tmp_path: Path):
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text("from task_app.captures.agents import Agent\nAGENTS = {'mine': Agent(['true'])}")
+    with pytest.raises(SettingsError) as caught:
+        with_plugins(default_plug_boards(), files)
+    assert str(caught.value) == (
+        f"--plugins {files[1]}: agent 'mine' is there already (of --plugins {files[0]}); choose another name"
+    )
 
 
 @pytest.mark.parametrize(("name", "told"), [("none.py", "no such file"), ("mine.txt", "is no Python file")])

@@ -7,11 +7,19 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.conftest import ListReporter
+from shared_schemas.messages import Message
+from tests.conftest import ListReporter, tiny_job
+from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend.__main__ import app
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.inspect import episode_view, find_rollout
-from trainer_backend.credit.recredit import recredit_run, recredited, stored_iterations
+from trainer_backend.credit.recredit import (
+    figures,
+    recredit_run,
+    recredit_tables,
+    recredited,
+    stored_iterations,
+)
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.rollout_files import finished_rows
@@ -80,6 +88,70 @@ def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained,
     assert "0 values for 8 decisions; gae needs a critic's" in figures["refused"]["gae"]
     assert "no values of its tokens" in figures["refused"]["gae_token"]
     assert "gae_token: rollout" in shown
+
+
+def met_in(*keys_by_episode):
+    """Siblings whose decisions were made in these states, each with a text of its own."""
+    rollouts = []
+    for sibling, keys in enumerate(keys_by_episode):
+        played = rollout(1, [WOOD, *[()] * (len(keys) - 1)], sibling=sibling)
+        steps = [
+            step.model_copy(
+                update={
+                    "observation_data": step.observation_data.model_copy(
+                        update={
+                            "state_keys": {"default": key},
+                            "messages": (Message(role="user", content=f"you are at {key}"),),
+                        }
+                    )
+                }
+            )
+            for step, key in zip(played.trajectory.steps, keys, strict=True)
+        ]
+        episode = played.trajectory.model_copy(update={"steps": tuple(steps)})
+        rollouts.append(played.model_copy(update={"trajectory": episode}))
+    return rollouts
+
+
+def of_states(rollouts):
+    names = ["stepwise", "gigpo", "gigpo_soft", "g2po"]
+    job = tiny_job(algorithm__advantage="gigpo", algorithm__context_depth=1)
+    found = recredited(CreditAssignment.of(job), [rollouts], names)
+    assert not found.refused
+    console = Console(width=400, record=True)
+    console.print(recredit_tables(found))
+    return figures(found)["met_after_start_frac"], console.export_text()
+
+
+def test_how_often_states_and_texts_were_met_twice_is_said():
+    # Of four decisions after the first ones two were made in state a.
+    shares, shown = of_states(met_in("sab", "sac"))
+    assert shares == {"state": 0.5, "text": 0.5}
+    told = (
+        "50.0% of the decisions after the first of their episode have a {0} that was met twice in their group"
+    )
+    assert told.format("state") + "; states are compared by gigpo, g2po.\n" in shown
+    assert told.format("text") + "; texts are compared by gigpo_soft.\n" in shown
+
+
+def test_states_and_texts_that_never_repeat_are_told_with_what_is_left_to_compare():
+    shares, shown = of_states(met_in("sab", "scd"))
+    assert shares == {"state": 0.0, "text": 0.0}
+    told = (
+        "0.0% of the decisions after the first of their episode have a {0} that was met twice in their group"
+    )
+    assert (
+        told.format("state") + ", so first decisions alone are compared by gigpo, g2po, and another "
+        "algorithm.state_hashing_function may tell fewer states apart.\n"
+    ) in shown
+    assert told.format("text") + ", so the likeness of different texts is all that is compared by" in shown
+
+
+def test_where_no_estimator_compares_states_nothing_is_said_of_them(trained, tmp_path):
+    directory, _, _ = trained
+    shown, numbers, _ = recredit(directory, tmp_path, names=["stepwise", "gigpo"])
+    assert "gigpo" in numbers["refused"] and numbers["met_after_start_frac"] == {}
+    assert "met twice" not in shown
 
 
 def test_another_reward_mode_is_set_as_in_training(trained, tmp_path):

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Group
 from rich.table import Table
@@ -15,11 +16,13 @@ from shared_schemas.trajectory import StepMetadata
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
 from trainer_backend.core.critic import ByToken, OfEpisode
-from trainer_backend.core.statistics import step_deltas
+from trainer_backend.core.statistics import Interval, step_deltas
+from trainer_backend.core.truth import TruthScore
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
-from trainer_backend.credit.truth_scores import TRUTH, TruthScores
+from trainer_backend.credit.truth_scores import TRUTH, TruthScores, noise_lines
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
@@ -47,11 +50,14 @@ class Recredited:
         rollouts: those that finished, iteration after iteration.
         credits: by estimator, in the order of the rollouts.
         refused: estimators that could not be computed, with the reason.
+        met: share of the decisions after the first of their episode whose "state", or "text", was met twice
+            in their group; without what no estimator compares decisions by.
     """
 
     rollouts: list[Rollout]
     credits: Mapping[str, list[Credit]]
     refused: Mapping[str, str]
+    met: Mapping[str, float] = field(default_factory=dict)
 
     def advantages(self, name: str) -> list[float]:
         """[decisions] of all rollouts."""
@@ -110,19 +116,45 @@ def recredited(
     for rollouts, of_them in zip(iterations, beside, strict=True):
         for rollout in rollouts:
             credit.rewards.earned_by(rollout, of_them.scored)  # what fails here fails for every estimator
+    batches = list(zip(iterations, beside, strict=True))
     credits: dict[str, list[Credit]] = {}
     refused: dict[str, str] = {}
     for name in names:
-        with_it = replace(credit, algorithm=credit.algorithm.model_copy(update={"advantage": name}))
         try:
-            credits[name] = [
-                item
-                for rollouts, of_them in zip(iterations, beside, strict=True)
-                for item in with_it.credits(rollouts, of_them)
-            ]
+            credits[name] = _credits(credit, batches, advantage=name)
         except (AdvantageError, RewardError) as error:  # the rewards of its branches
             refused[name] = str(error)
-    return Recredited(list(chain.from_iterable(iterations)), credits, refused)
+    kinds = {_compared(name) for name in credits}
+    met = {kind: _met(credit, batches, keys) for kind, keys in _EQUAL.items() if kind in kinds}
+    return Recredited(list(chain.from_iterable(iterations)), credits, refused, met)
+
+
+_Batch = tuple[Sequence[Rollout], Measured]
+
+
+def _credits(credit: CreditAssignment, batches: Sequence[_Batch], **algorithm: object) -> list[Credit]:
+    """Of all batches, with these keys of [algorithm] in place of the job's."""
+    changed = replace(credit, algorithm=credit.algorithm.model_copy(update=algorithm))
+    return [item for rollouts, of_them in batches for item in changed.credits(rollouts, of_them)]
+
+
+def _compared(name: str) -> str:
+    """What an estimator compares decisions by: their state's key, the text they show, or neither."""
+    plug = estimator(name)
+    return "state" if plug.needs_state_keys else "text" if plug.needs_texts else ""
+
+
+# Keys of [algorithm] with which a decision is compared with those of an equal state, or text, and no other.
+_EQUAL: Mapping[str, Mapping[str, object]] = {
+    "state": {"advantage": "gigpo", "context_depth": 0},
+    "text": {"advantage": "gigpo_soft", "similarity_temperature": 0.0},
+}
+
+
+def _met(credit: CreditAssignment, batches: Sequence[_Batch], equal: Mapping[str, object]) -> float:
+    """The share of decisions after the first of their episode that were compared with another one."""
+    others = [n for item in _credits(credit, batches, **equal) for n in item.parts["compared"][1:]]
+    return sum(bool(n) for n in others) / max(len(others), 1)
 
 
 def with_records(rollout: Rollout) -> Rollout:
@@ -164,12 +196,35 @@ def recredit_tables(
         parts += [Text(f"{len(credited.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
         parts += [_pairs("correlation", advantages, correlation), ""]
         parts += [_pairs("same sign", advantages, sign_agreement)]
+    parts += _of_states(credited)
     if cosines:
         names = [*([] if scores is None else [TRUTH]), *advantages]
         title = "cosine of gradients" if scores is None else "cosine of gradients of the measured decisions"
         parts += ["", _table(title, names, lambda a, b: cosines.get((a, b)))]
     parts += [Text(f"{name}: {reason}", style="yellow") for name, reason in credited.refused.items()]
     return Group(*parts) if scores is None else Group(*parts, "", scores.tables())
+
+
+# The end of the sentence where none was met twice; `{}` are estimators.
+_ALONE = {
+    "state": "so first decisions alone are compared by {}, and another algorithm.state_hashing_function may "
+    "tell fewer states apart",
+    "text": "so the likeness of different texts is all that is compared by {}",
+}
+
+
+def _of_states(credited: Recredited) -> list[Text]:
+    """How often states and texts were met twice, and who compares decisions by them."""
+    lines = []
+    for kind, share in credited.met.items():
+        by = ", ".join(name for name in credited.credits if _compared(name) == kind)
+        ending = f"{kind}s are compared by {by}" if share else _ALONE[kind].format(by)
+        told = (
+            f"{share:.1%} of the decisions after the first of their episode have a {kind} that was met twice "
+            f"in their group{';' if share else ','} {ending}."
+        )
+        lines.append(Text(told, style="" if share else "yellow"))
+    return lines and [Text(), *lines]
 
 
 def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
@@ -217,7 +272,7 @@ def write_recredit(
         numbers = figures(credited, cosines) | ({} if scores is None else {TRUTH: scores.figures()})
         (folder / "figures.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
         if scores is not None:
-            (folder / "truth.html").write_bytes(agreement_page({TRUTH: scores.true, **scores.advantages}))
+            (folder / "truth.html").write_bytes(truth_page(scores))
         if len(credited.credits) > 1:
             (folder / "agreement.html").write_bytes(
                 agreement_page({name: credited.advantages(name) for name in credited.credits})
@@ -226,20 +281,48 @@ def write_recredit(
         write_rollouts(folder / f"{name}.parquet", credited.rollouts, credits)
 
 
-def agreement_page(advantages: Mapping[str, Sequence[float]]) -> bytes:
-    """A chart for each estimator but the first: its advantages over the first's, a point a decision."""
+def truth_page(scores: TruthScores) -> bytes:
+    """A chart for each estimator over the truth, with its correlation; above them how well that is known."""
+    above = noise_lines(scores.setting, scores.noise).plain.splitlines()
+    return agreement_page(
+        {TRUTH: scores.true, **scores.advantages},
+        {name: _of_score(score) for name, score in scores.scores.items()},
+        [*above, "A point may lie to the left or right of its true place by about that standard error."],
+    )
+
+
+def _of_score(score: TruthScore) -> str:
+    """The figures of an estimator that belong beside its picture."""
+    if score.correlation is None:
+        return "No correlation: all its advantages, or all true ones, are the same."
+    found = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
+    noiseless = "" if score.noiseless is None else f"; without the noise of the truth {score.noiseless:+.2f}"
+    return f"Correlation {found}{noiseless}."
+
+
+def agreement_page(
+    advantages: Mapping[str, Sequence[float]],
+    notes: Mapping[str, str] = MappingProxyType({}),
+    above: Sequence[str] = (),
+) -> bytes:
+    """A chart for each estimator but the first: its advantages over the first's, a point a decision.
+
+    Args:
+        notes: by estimator, a sentence about its chart.
+        above: sentences about all of them.
+    """
     first, *others = advantages
     # Evenly spread over the batch: a picture of every decision would be a blot.
     step = max(1, len(advantages[first]) // _POINTS)
     charts = []
     for name in others:
         points = sorted(zip(advantages[first][::step], advantages[name][::step], strict=True))
-        panel = Panel(
-            name, name, f"Advantage of a decision, over that by {first}.", (), x=first, scatter=True
-        )
+        note = notes.get(name, f"Advantage of a decision, over that by {first}.")
+        panel = Panel(name, name, note, (), x=first, scatter=True)
         y_N = tuple(y for _, y in points)
         charts.append(Chart(panel, tuple(x for x, _ in points), (Curve(name, 0, 0, False, y_N),)))
-    return saved_page("agreement", charts, first=first, panels=[chart.panel for chart in charts])
+    panels = [chart.panel for chart in charts]
+    return saved_page("agreement", charts, first=first, panels=panels, above=above)
 
 
 def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:
@@ -266,6 +349,7 @@ def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, o
             for a, b in pairs
         ],
         "refused": dict(credited.refused),
+        "met_after_start_frac": dict(credited.met),
     }
 
 
@@ -287,7 +371,7 @@ def recredit_run(
         reporter: hears of the processes that compute gradients at the checkpoint.
     """
     run = open_run(path)
-    job = run.job_with(overrides).config
+    job = run.job_of_stored(overrides).config
     for name in names:
         estimator(name)
     file = None if truth is None else _truth_of(truth, run, job, iterations)

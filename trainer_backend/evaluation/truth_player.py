@@ -1,7 +1,7 @@
 """Pairs of continuations of a stored decision, which measure what it was truly worth (`core.truth`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from trainer_backend.collect.plan import Continuation, Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.truth import TrueAdvantage, choice_strata, mean_difference
+from trainer_backend.core.truth import Stratum, TrueAdvantage, choice_strata, mean_difference
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import TaskAppError
 from trainer_backend.rundir.truth_file import TruthSetting
@@ -100,7 +100,9 @@ class ContinuationPlayer:
     setting: TruthSetting
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
-        """The measured truth of a decision; None where fewer than two of its pairs were played.
+        """The measured truth of a decision; None where too few of its pairs were played.
+
+        Those are fewer than two, or none of a choice: what it is worth is then not known.
 
         Raises:
             TaskAppError: its episode goes otherwise when it is replayed, or shows another prompt.
@@ -121,12 +123,10 @@ class ContinuationPlayer:
         returns = {n: (self._return(item, own[n]), self._return(item, other[n])) for n in own.keys() & other}
         differences = {n: 0.0 for n in pairs if n not in others}
         differences |= {n: mine - its for n, (mine, its) in returns.items()}
-        if len(differences) < 2:
+        parts = [part for stratum in strata for part in _without_lost(stratum, others, differences)]
+        if len(differences) < 2 or not all(values for _, values in parts):
             return None
-        advantage, error = mean_difference(
-            [(share, [differences[n] for n in members if n in differences]) for share, members in strata],
-            len(sides),
-        )
+        advantage, error = mean_difference(parts, len(sides))
         values = [mine for mine, _ in returns.values()]
         return TrueAdvantage(
             rollout_id=item.rollout.rollout_id,
@@ -251,6 +251,27 @@ class ContinuationPlayer:
 
     def _seed_parts(self, item: StoredDecision, k: int) -> tuple[int | str, ...]:
         return self.setting.seed, item.rollout.group_id, item.rollout.sibling, item.step.turn, k
+
+
+def _without_lost(
+    stratum: Stratum, others: Container[int], differences: Mapping[int, float]
+) -> list[tuple[float, list[float]]]:
+    """The share and the differences of a stratum, in parts where some of its pairs were lost.
+
+    Only pairs in `others` are played, and can be lost. The rest of them keep their whole share, or the zeros
+    of pairs that chose as stored would stand for what was lost.
+    """
+    share, members = stratum
+    kept = [differences[n] for n in members if n in differences]
+    if len(kept) == len(members):
+        return [(share, kept)]
+    played = [n for n in members if n in others]
+    parts = (played, [n for n in members if n not in others])
+    return [
+        (share * len(part) / len(members), [differences[n] for n in part if n in differences])
+        for part in parts
+        if part
+    ]
 
 
 def _refuse_other_prompt(step: StepData, item: StoredDecision) -> None:

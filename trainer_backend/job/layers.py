@@ -30,11 +30,17 @@ REWARD_KEYS = (
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
+# Keys with files of code, and where a run notes the SHA-256 of each (job.code_files).
+DIGESTS = {
+    "job.trainer_plugins": "job.trainer_plugins_sha256",
+    "services.task_plugins": "services.task_plugins_sha256",
+    "multi_turn.interaction_config_path": "multi_turn.interaction_config_sha256",
+}
 # Alternatives: a later file or --set that gives one of them removes the others.
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
-    ("job.trainer_plugins", "job.trainer_plugins_sha256"),
+    *DIGESTS.items(),
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
 # Keys with a path, or a list of paths, that must exist before a run.
@@ -192,8 +198,9 @@ def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str
     keys = dotted.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
-    if keys == ["job", "trainer_plugins_sha256"]:
-        raise JobError(f"--set {dotted!r}: a run notes it; naming job.trainer_plugins accepts what they hold")
+    for files, digests in DIGESTS.items():
+        if keys == digests.split("."):
+            raise JobError(f"--set {dotted!r}: a run notes it; naming {files} accepts what is there")
     table: Any = document
     for key in keys[:-1]:
         table = table.get(key, {})

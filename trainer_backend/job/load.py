@@ -1,11 +1,10 @@
 """Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 import tomli_w
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -22,7 +21,7 @@ from trainer_backend.job.checks import (
 )
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.operator_plugins import digests_of, load_packages, load_plugins
+from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
@@ -140,27 +139,25 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
         JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
     job = _table_of(tables, "job", places)
-    files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256")
+    files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
     files = [files] if isinstance(files, str) else files
     files = [] if files is None else files
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+    if not (_are_texts(files) and _are_texts(known)):
         return dict(tables)  # the schema refuses it
     place, paths = places.of("job.trainer_plugins"), [Path(file) for file in files]
     try:
         # Before anything runs: a stored job accepts the code that it began with.
-        if known and known != (digests := digests_of(paths)):
-            changed = [file for file, old, new in zip_longest(files, known, digests) if old != new]
-            raise JobError(
-                f"{changed[0]} has changed since the run began. Restore it, begin a new run (post the job "
-                "anew), or continue this one with turnwise train --resume RUN --set "
-                f"'job.trainer_plugins={json.dumps(files)}'"
-            )
+        refuse_changed(paths, known, option="job.trainer_plugins", value=files)
         digests = load_plugins(paths)
     except JobError as error:
         raise JobError(f"{place}: {error}") from error
     if not files:
         return dict(tables)
     return {**tables, "job": {**job, "trainer_plugins": files, "trainer_plugins_sha256": digests}}
+
+
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _has_foreign_plugs(config: JobConfig) -> bool:

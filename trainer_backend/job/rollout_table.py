@@ -225,6 +225,12 @@ class MultiTurnTable(Table):
         description="the YAML or TOML file of interactions, for the task app that the job starts "
         "(docs/plugins.md)",
     )
+    interaction_config_sha256: tuple[str, ...] = Field(
+        default=(),
+        max_length=10_000,
+        description="SHA-256 of this file and of the modules beside it whose classes it names; a run refuses "
+        "others",
+    )
     max_user_turns: int | None = Field(
         default=None, ge=0, le=10_000, description="the user's answers per episode; absent: any number"
     )

@@ -104,6 +104,11 @@ class ServicesTable(Table):
         description="Python files with environments or policies of your own, for the task app that the job "
         "starts (docs/plugins.md)",
     )
+    task_plugins_sha256: tuple[str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="SHA-256 of each file of task_plugins; a run refuses a file with another one",
+    )
     task_apps: int = Field(
         default=1,
         ge=1,

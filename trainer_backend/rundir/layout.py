@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job.code_files import with_files_of_now, with_known_files
 from trainer_backend.job.load import LoadedJob, dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir import lock, state
@@ -110,7 +111,11 @@ class RunDirectory:
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> LoadedJob:
-        """Read the job with some keys changed, for who runs its code: a resume, credit, the truth."""
+        """Read the job with some keys changed, for who plays on with all its code: a resume, the truth."""
+        return with_known_files(self.job_of_stored(overrides))
+
+    def job_of_stored(self, overrides: Sequence[str]) -> LoadedJob:
+        """Read the same for who credits stored rollouts, and starts no task app with its files."""
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
         if loaded.config.job.name != name:
             raise JobError(
@@ -198,6 +203,7 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
 
     A folder that a killed process left without run.json is no run; `path` may be such a folder.
     """
+    job = with_files_of_now(job)  # a posted job may have waited since it was read
     if path is None:
         path = _free_folder(job.job.runs_dir / job.job.name)
     run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")

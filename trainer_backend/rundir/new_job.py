@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job.code_files import with_known_files
 from trainer_backend.job.layers import Places
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.mixture_table import RolloutOnlyTable
@@ -22,7 +23,7 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     """
     loaded = load_job(paths, overrides)
     refuse_missing_parts(loaded.config, loaded.places)
-    return loaded
+    return with_known_files(loaded)
 
 
 def refuse_missing_parts(config: JobConfig, places: Places) -> None:

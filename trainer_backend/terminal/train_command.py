@@ -14,6 +14,7 @@ from rich.console import Console
 from service_kit.children import READY
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError
+from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import LoadedJob, dump_job
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
@@ -68,15 +69,20 @@ def run_of_each_seed(
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
-    digests: tuple[str, ...] | None = None
+    digests: tuple[tuple[str, ...], ...] | None = None
     for seed in _seeds_of(seeds):
         loaded = load_new_job(job, [*overrides, f"job.seed={seed}"])
-        table = loaded.config.job
-        if digests not in (None, table.trainer_plugins_sha256):
+        config, table = loaded.config, loaded.config.job
+        found = (
+            table.trainer_plugins_sha256,
+            config.services.task_plugins_sha256,
+            config.multi_turn.interaction_config_sha256,
+        )
+        if digests not in (None, found):
             raise JobError(
-                "a file of job.trainer_plugins has changed since the first seed: restore it, or repeat all"
+                f"a file of {', '.join(DIGESTS)} has changed since the first seed: restore it, or repeat all"
             )
-        digests = table.trainer_plugins_sha256
+        digests = found
         path = (run or table.runs_dir / f"{table.name}-seeds") / f"seed_{seed}"
         if not (path / "run.json").exists():
             yield RunPlan(loaded, create_run(loaded.config, path), resume=False)

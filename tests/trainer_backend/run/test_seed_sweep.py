@@ -62,6 +62,16 @@ def test_all_seeds_run_one_code(job: Path, tmp_path: Path):
     load_plugins([])
 
 
+def test_all_seeds_play_one_environment(job: Path, tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("ENVIRONMENTS = {}")
+    runs = run_of_each_seed([job], None, None, [f'services.task_plugins=["{file}"]'], seeds="0,1")
+    next(runs)
+    file.write_text("ENVIRONMENTS = {}  # of another kind")
+    with pytest.raises(JobError, match=r"services\.task_plugins, .* has changed since the first seed"):
+        next(runs)
+
+
 @pytest.mark.parametrize(
     ("seeds", "told"), [("0,x", "expected whole numbers"), ("", "expected whole"), ("1,2,1", "comes twice")]
 )

@@ -1,9 +1,10 @@
 """Foreign servers that misbehave: the rollout fails with a reason, and is never scored."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -146,12 +147,183 @@ def test_a_request_names_no_host_beyond_the_operators_list(name, kind):
     assert "secret" not in refused.value.detail or kind is InvalidRequest
 
 
-async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing():
+class Mcp(BaseHTTPRequestHandler):
+    """A server that speaks MCP as far as its first call.
+
+    Attributes:
+        over: when the test ends, until which a handler may hang.
+    """
+
+    over: threading.Event
+    call: "McpAnswer"
+    leave: "McpAnswer"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        results = {"tools/list": {"tools": [{"name": "step", "inputSchema": {"type": "object", **MOVE}}]}}
+        if asked["method"] == "tools/call":
+            self.call(asked["id"])
+        else:
+            self.answers(message(asked.get("id"), results.get(asked["method"], {})))
+
+    def do_DELETE(self) -> None:
+        self.leave(None)
+
+    def answers(self, text: str, *, kind: str = "application/json", length: int | None = None) -> None:
+        """
+        Args:
+            length: that is promised; by default there is as much.
+        """
+        self.begins(kind, len(text) if length is None else length)
+        self.wfile.write(text.encode())
+
+    def begins(self, kind: str, length: int | None = None) -> None:
+        self.send_response(200)
+        self.send_header("mcp-session-id", "one")
+        self.send_header("content-type", kind)
+        if length is not None:
+            self.send_header("content-length", str(length))
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+McpAnswer = Callable[[Mcp, Any], None]
+EVENTS = "text/event-stream"
+
+
+def message(request_id: Any, result: Any) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": request_id, "result": result})
+
+
+def results_in(result: Any) -> McpAnswer:
+    return lambda handler, request_id: handler.answers(message(request_id, result))
+
+
+def pays(reward: Any) -> McpAnswer:
+    content = [{"type": "text", "text": "at: 1"}]
+    return results_in({"content": content, "structuredContent": {"reward": reward}})
+
+
+def hangs(handler: Mcp, request_id: Any) -> None:
+    handler.over.wait(60)
+
+
+def only_pings(handler: Mcp, request_id: Any) -> None:
+    """Something comes all the time, and never the answer."""
+    handler.begins(EVENTS)
+    with suppress(OSError):
+        while not handler.over.wait(0.05):
+            handler.wfile.write(b": ping\n\n")
+
+
+def closes_in_the_middle(handler: Mcp, request_id: Any) -> None:
+    text = message(request_id, {})
+    handler.answers(text[:10], length=len(text))
+
+
+def closes(handler: Mcp, request_id: Any) -> None:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def much(kind: str, start: str) -> McpAnswer:
+    """100 MB, or as much of it as somebody takes."""
+
+    def call(handler: Mcp, request_id: Any) -> None:
+        handler.begins(kind)
+        with suppress(OSError):
+            handler.wfile.write(start.encode() + b"x" * 100_000_000)
+
+    return call
+
+
+def a_byte_too_much(handler: Mcp, request_id: Any) -> None:
+    handler.answers(message(request_id, {}).ljust(10_001))
+
+
+@contextmanager
+def mcp(call: McpAnswer, leave: McpAnswer = results_in({})) -> Iterator[str]:  # noqa: B008
+    handler = type("Served", (Mcp,), {"call": call, "leave": leave, "over": threading.Event()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"mcp:http://127.0.0.1:{server.server_address[1]}/mcp"
+        finally:
+            handler.over.set()
+            server.shutdown()
+
+
+BAD_MCP = {
+    "hangs": (hangs, ForeignDeadline, "did not answer within 2 s"),
+    "only_pings": (only_pings, ForeignDeadline, "did not answer within 2 s"),
+    "closes": (closes, ForeignFailed, "RemoteProtocolError: Server disconnected without sending a response"),
+    "closes_in_the_middle": (closes_in_the_middle, ForeignFailed, "peer closed connection"),
+    "ends_its_events": (
+        lambda handler, request_id: handler.answers(": ping\n\n", kind=EVENTS),
+        ForeignFailed,
+        "no JSON",
+    ),
+    "nan": (pays(float("nan")), ForeignFailed, "no JSON"),
+    "infinite": (
+        lambda handler, request_id: handler.answers(
+            message(request_id, {"_meta": {"reward": 0}}).replace("0}", "1e999}")
+        ),
+        ForeignFailed,
+        "no JSON",
+    ),
+    "large": (much("application/json", ""), ForeignFailed, "answered more than 10000 bytes"),
+    "large_events": (much(EVENTS, "data: "), ForeignFailed, "answered more than 10000 bytes"),
+    "a_byte_too_much": (a_byte_too_much, ForeignFailed, "answered more than 10000 bytes"),
+    "no_json": (lambda handler, request_id: handler.answers("hello"), ForeignFailed, "answered no JSON"),
+    "another": (results_in("hello"), ForeignFailed, "the result of tools/call is no JSON object"),
+    "words": (pays("much"), ForeignFailed, "pays a reward of 'much', which is no number"),
+    "broken": (
+        lambda handler, request_id: handler.send_error(500, "oh"),
+        ForeignFailed,
+        "answered 500 to POST",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BAD_MCP)
+def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left(how):
+    call, kind, sentence = BAD_MCP[how]
+    with mcp(call) as name:
+        deadline_s = 2.0 if kind is ForeignDeadline else 20.0
+        foreign = environment(name, {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000)
+        assert foreign.reset(0).text == "Go."
+        with pytest.raises(kind) as failed:
+            foreign.step(CALL)
+        assert sentence in failed.value.detail
+        with pytest.raises(EpisodeOver):
+            foreign.step(CALL)
+        assert foreign.reset(1).text == "Go."
+        foreign.close()
+
+
+@contextmanager
+def openenv_that_closes() -> Iterator[str]:
+    """It pays 1 for the first call, and closes its socket at the second."""
+    first = iter([says(paid(1.0, at=1)), BAD["closes"][0]])
+    with openenv(lambda connection: next(first)(connection)) as name:
+        yield name
+
+
+@contextmanager
+def mcp_that_closes() -> Iterator[str]:
+    """It pays 1 for the first call, and closes in the middle of the second."""
+    first = iter([pays(1.0), closes_in_the_middle])
+    with mcp(lambda handler, request_id: next(first)(handler, request_id)) as name:
+        yield name
+
+
+@pytest.mark.parametrize("server", [openenv_that_closes, mcp_that_closes])
+async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing(server):
     def act():
         return PlannedPolicy({"type": "tool_call", "name": "step", "arguments": {"move": 1}})
 
-    first = iter([says(paid(1.0, at=1)), BAD["closes"][0]])
-    with openenv(lambda connection: next(first)(connection)) as name:
+    with server() as name:
         async with running_app(boards(act=act)) as client:
             await accept(
                 client,
@@ -173,30 +345,13 @@ async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing
 def test_nobody_waits_long_for_an_mcp_server_that_hangs_when_it_is_left():
     has_left, waits_for_ever = threading.Event(), threading.Event()
 
-    class Hanging(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            results = {"tools/list": {"tools": [{"name": "go", "inputSchema": {"type": "object"}}]}}
-            reply = {"jsonrpc": "2.0", "id": asked.get("id"), "result": results.get(asked["method"], {})}
-            content = json.dumps(reply).encode()
-            self.send_response(200)
-            self.send_header("mcp-session-id", "one")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def leave(handler: Mcp, request_id: Any) -> None:
+        if not has_left.wait(20):
+            waits_for_ever.set()
 
-        def do_DELETE(self):
-            if not has_left.wait(20):
-                waits_for_ever.set()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        foreign = environment(f"mcp:http://127.0.0.1:{server.server_address[1]}/mcp", deadline_s=600.0)
+    with mcp(pays(0.0), leave) as name:
+        foreign = environment(name, deadline_s=600.0)
         foreign.reset(0)
         foreign.close()
         has_left.set()
         assert not waits_for_ever.is_set()
-        server.shutdown()

@@ -1,0 +1,66 @@
+"""A name of an estimator or a loss that somebody has already: the refusal says who."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from trainer_backend.errors import JobError
+from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once, load_packages, load_plugins
+from trainer_backend.plugins import ESTIMATORS, LOSSES, READS
+
+HEAD = "from trainer_backend.operator_plugins import estimator, loss\n"
+MINE = HEAD + "@estimator('mine')\ndef mine(*_): return []\n"
+
+
+@pytest.fixture(autouse=True)
+def _boards():
+    """No other test meets what these add."""
+    with ExitStack() as stack:
+        for board in (ESTIMATORS, LOSSES, _BY_FILE, *READS.values()):
+            stack.enter_context(patch.dict(board))
+        yield
+
+
+def refusal(*codes: str, folder: Path) -> str:
+    files = [folder / f"{name}.py" for name, _ in zip("ab", codes, strict=False)]
+    for file, code in zip(files, codes, strict=True):
+        file.write_text(code)
+    with pytest.raises(JobError) as refused:
+        load_packages()
+        load_plugins(files)
+    return str(refused.value).removeprefix(f"job.trainer_plugins, {files[-1]}: ")
+
+
+def test_a_built_in_estimator_or_loss_has_it(tmp_path):
+    gae = MINE.replace("'mine'", "'gae'")
+    assert refusal(gae, folder=tmp_path) == (
+        "algorithm.advantage = 'gae' is there already (built in); choose another name"
+    )
+    clipped = HEAD + "@loss('clipped')\ndef mine(*_): return 0\n"
+    assert refusal(clipped, folder=tmp_path) == (
+        "algorithm.loss = 'clipped' is there already (built in); choose another name"
+    )
+
+
+def test_another_file_has_it_or_the_same_one_twice(tmp_path):
+    sentence = "algorithm.advantage = 'mine' is there already (of {}); choose another name"
+    assert refusal(MINE, MINE, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+    load_plugins([])
+    twice = MINE + "@estimator('mine')\ndef again(*_): return []\n"
+    assert refusal(twice, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+
+
+def test_a_package_has_it(tmp_path, monkeypatch):
+    metadata = tmp_path / "of_names-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-names\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[turnwise.estimators]\nmine = of_names:mine\n")
+    (tmp_path / "of_names.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    _load_packages_once.cache_clear()
+    assert refusal(MINE, folder=tmp_path) == (
+        "algorithm.advantage = 'mine' is there already (of of-names, entry point 'mine' of "
+        "'turnwise.estimators'); choose another name"
+    )

@@ -1,0 +1,75 @@
+"""The files that a job's own task apps run: a run notes the SHA-256 of each, and goes on with no other.
+
+`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not look at
+these, since who credits stored rollouts, and a learner on another machine, need none of them.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer_backend.errors import JobError
+from trainer_backend.job.layers import DIGESTS
+from trainer_backend.job.load import LoadedJob
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.operator_plugins import digests_of, refuse_changed
+
+# Of a class in a file of interactions, in YAML and TOML.
+_MODULE = re.compile(r"class_name\W+([\w.]+)\.\w")
+
+
+def with_known_files(loaded: LoadedJob) -> LoadedJob:
+    """The job of a run whose task apps are to start: with the digests of their files, as the run began.
+
+    Raises:
+        JobError: a file has changed since then, or cannot be read.
+    """
+    for key, value, files in _task_files(loaded.config):
+        try:
+            refuse_changed(files, _digests(loaded.config, key), option=key, value=value)
+        except JobError as error:
+            raise JobError(f"{loaded.places.of(key)}: {error}") from error
+    return replace(loaded, config=with_files_of_now(loaded.config))
+
+
+def with_files_of_now(job: JobConfig) -> JobConfig:
+    """The job with the digests of the files as they are.
+
+    Raises:
+        JobError: a file cannot be read.
+    """
+    for key, _, files in _task_files(job):
+        table, _, name = DIGESTS[key].partition(".")
+        section = getattr(job, table).model_copy(update={name: tuple(digests_of(files, option=key))})
+        job = job.model_copy(update={table: section})
+    return job
+
+
+def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
+    """The keys that name files, their values in TOML, and the files."""
+    plugins = job.services.task_plugins
+    yield "services.task_plugins", [*map(str, plugins)], plugins
+    path = job.multi_turn.interaction_config_path
+    files = () if path is None else (path, *_modules_beside(path))
+    yield "multi_turn.interaction_config_path", str(path), files
+
+
+def _modules_beside(file: Path) -> Iterator[Path]:
+    """The modules in the folder of a file of interactions whose classes it names."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # its digest tells why
+    for name in dict.fromkeys(_MODULE.findall(text)):
+        module = file.resolve().parent.joinpath(*name.split("."))
+        for path in (module.with_suffix(".py"), module / "__init__.py"):
+            if path.is_file():
+                yield path
+
+
+def _digests(job: JobConfig, key: str) -> Sequence[str]:
+    table, _, name = DIGESTS[key].partition(".")
+    digests: tuple[str, ...] = getattr(getattr(job, table), name)
+    return digests
