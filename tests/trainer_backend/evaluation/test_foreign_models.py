@@ -127,16 +127,22 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     assert over_the_wire.unique_by_turn == here.unique_by_turn
 
 
-@pytest.mark.parametrize("answer", [repeats_the_key, refuses_and_repeats_the_key])
-def test_the_key_is_in_no_output_and_no_file(tmp_path, answer):
+BY_JOB = ("--job", "job.toml")
+BY_NAME = ("crafter", "-n", "1", "-r", "2", "--set", "rollout.max_turns=3")
+
+
+@pytest.mark.parametrize(
+    ("played", "answer"), [(BY_NAME, repeats_the_key), (BY_JOB, refuses_and_repeats_the_key)]
+)
+def test_the_key_is_in_no_output_and_no_file(tmp_path, played, answer):
     """As a process: a key in its environment, a server that repeats it wherever it can."""
     job = short_job(rollout__policy_config={"max_attempts": 2})
     (tmp_path / "job.toml").write_text(dump_job(job))
     with foreign_server(*[answer] * 9, key=KEY) as server:
         done = subprocess.run(
             [
-                sys.executable, "-m", "trainer_backend", "eval", "--job", "job.toml",
-                "--model", "their-model", "--inference-url", server.url, "--api-key-env", "THEIR_KEY",
+                sys.executable, "-m", "trainer_backend", "eval", *played, "-m", "their-model",
+                "--inference-url", server.url, "--api-key-env", "THEIR_KEY",
                 "--json", "figures.json", "--rollouts", "episodes.parquet",
             ],
             cwd=tmp_path, capture_output=True, text=True, check=False,
@@ -153,6 +159,7 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, answer):
     if answer is repeats_the_key:
         assert "You sent me Bearer [key]." in episodes[0].model_dump_json()
         assert json.loads((tmp_path / "figures.json").read_text())["models"] == ["their-model-2026-01-01"]
+        assert {episode.trajectory.seed for episode in episodes} == {2**30}  # one world, played twice
 
 
 def test_a_refused_key_is_told_without_a_part_of_it():
