@@ -11,14 +11,20 @@ ahead.png are written anew after each arm.
 
 import sys
 
-from bench.study_results import Arm, Study
+from bench.study_results import IN_GROUPS, Arm, Study
 from bench.study_runs import main
 
 STUDY = Study(
     name="ahead",
     title="collecting ahead, and learner and gateway in processes, against taking turns in one",
     against="turns",
-    settings=("training.keep_checkpoints=1", "training.iterations=24", "evaluation.every_n_iters=12"),
+    settings=(
+        *IN_GROUPS,
+        "algorithm.advantage=stepwise",
+        "training.keep_checkpoints=1",
+        "training.iterations=24",
+        "evaluation.every_n_iters=12",
+    ),
     arms={
         "turns": Arm("one process, taking turns", ()),
         "ahead": Arm("one process, one iteration ahead", ("training.max_staleness=1",)),

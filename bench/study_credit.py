@@ -25,7 +25,7 @@ Left out: tuning each arm for itself; all use what was found for `stepwise`.
 
 import sys
 
-from bench.study_results import Arm, Study
+from bench.study_results import IN_GROUPS, Arm, Study
 from bench.study_runs import main
 
 BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
@@ -34,8 +34,13 @@ STUDY = Study(
     name="credit",
     title="estimators of credit on one warm start, equal budget of decisions",
     against="grpo",
-    # 64 episodes of 50 decisions an iteration, as the demo; 15 of its 40 iterations; evaluated at both ends.
-    settings=("training.keep_checkpoints=1", "training.iterations=15", "evaluation.every_n_iters=15"),
+    # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
+    settings=(
+        *IN_GROUPS,
+        "training.keep_checkpoints=1",
+        "training.iterations=15",
+        "evaluation.every_n_iters=15",
+    ),
     arms={
         "grpo": Arm(
             "grpo, outcome alone",

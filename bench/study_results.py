@@ -29,6 +29,11 @@ MIXED = (
 )  # fmt: skip
 # In conversations with an interaction: docs/metrics.md.
 _BY_TURN = "interaction/score_by_turn"
+# Over the demo's job: its credit and rates when these studies were made, in groups of four siblings.
+IN_GROUPS = (
+    "training.group_size=4", "training.critic=head", "training.learning_rate_final=0.2",
+    "training.entropy_coef=0.003",
+)  # fmt: skip
 # Of the demo's job: shows that every part works, and no more.
 QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",

@@ -12,14 +12,19 @@ Left out: tuning each arm for itself; both use what was found for decision rewar
 
 import sys
 
-from bench.study_results import Arm, Study
+from bench.study_results import IN_GROUPS, Arm, Study
 from bench.study_runs import main
 
 STUDY = Study(
     name="reward_modes",
     title="decision rewards against the outcome alone, equal budget",
     against="off",
-    settings=("training.keep_checkpoints=1",),  # the demo's own length and settings
+    settings=(
+        *IN_GROUPS,
+        "training.iterations=40",
+        "evaluation.every_n_iters=20",
+        "training.keep_checkpoints=1",
+    ),
     arms={
         "decision_stepwise": Arm(
             "a reward a decision",

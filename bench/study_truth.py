@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from bench.kit import ROOT, options
+from bench.study_results import IN_GROUPS
 from bench.study_runs import finished
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.recredit import (
@@ -53,11 +54,13 @@ COMMON = (
     f"evaluation.every_n_iters={ITERATIONS}",
 )  # fmt: skip
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "crafter": (),
+    "crafter": IN_GROUPS,
     "one_action": (
+        *IN_GROUPS,
         "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1", "rollout.max_turns=100",
     ),
     "whole": (
+        *IN_GROUPS,
         "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000", "rollout.timeout_s=7200",
         "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
     ),

@@ -616,7 +616,7 @@ def agent_findings(config: JobConfig) -> Iterator[Finding]:
 def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield key and sentence for each key with a value other than its default that nothing reads."""
     algorithm, training = config.algorithm, config.training
-    yield from _not_read_with(config)
+    yield from ((key, sentence) for _, key, sentence in not_read_with(config))
     yield from _not_read_by_the_engine(config.inference)
     if config.rollout.reward_function is not None and estimator(algorithm.advantage).needs_branches:
         yield (
@@ -645,8 +645,12 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Check the keys of `plugins.READS` against the names that the job chooses."""
+def not_read_with(config: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """Check the keys of `plugins.READS` against the names that the job chooses.
+
+    Yields:
+        The key of the choice, such as algorithm.advantage, a key that it does not read, and a sentence.
+    """
     for board in READS:
         table, _, key_of_name = board.partition(".")
         if getattr(config, table) is None:
@@ -661,7 +665,7 @@ def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
             reason = f"is not read by {choice}"
             if board == "algorithm.advantage" and key.startswith(("training.value_", "training.critic")):
                 reason = f"needs a critic, which {choice} has not"
-            yield key, f"{key} {reason}; known to: {', '.join(readers)}"
+            yield board, key, f"{key} {reason}; known to: {', '.join(readers)}"
 
 
 def _not_read_by_the_engine(table: InferenceTable) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ A relative path in a file starts at the file's folder if something is there; oth
 starts at the working directory.
 """
 
+import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,6 +95,15 @@ class Places:
             keys = tuple(key.rpartition(".")[0] for key in keys)
         return self._join(places or self.files)
 
+    def is_above(self, key: str, other: str) -> bool:
+        """Tell whether a key stands in a later layer than another: in a later file, or alone in a --set."""
+        ranks = []
+        for place in (self.owners.get(key), self.owners.get(other)):
+            if place is None:
+                return False
+            ranks.append(self.files.index(place) if place in self.files else len(self.files))
+        return ranks[0] > ranks[1]
+
     def of_sentence(self, sentence: str) -> str:
         """Return the places of the keys that a sentence names; at least one file is among them."""
         places = [place for key, place in self.owners.items() if key in sentence]
@@ -160,6 +170,17 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
         for path in paths
     }
     return document, Places([layer.place for layer in files], owners)
+
+
+def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the document without some values."""
+    rest = copy.deepcopy(dict(document))
+    for key in keys:
+        path = key.split(".")
+        home = _home_of(rest, path)
+        if home is not None:
+            del home[path[-1]]
+    return rest
 
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard, get_args
@@ -15,11 +15,21 @@ from trainer_backend.job.checks import (
     advice,
     agent_findings,
     mixture_findings,
+    not_read_with,
     process_findings,
     unknown_state_keys,
     unread_keys,
 )
-from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
+from trainer_backend.job.layers import (
+    REWARD_HOMES,
+    REWARD_KEYS,
+    Layer,
+    Places,
+    anchor,
+    merge,
+    read_layers,
+    without,
+)
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
@@ -91,6 +101,14 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     if not runs_plugins and _has_foreign_plugs(config):
         return LoadedJob(config, tuple(warnings), places)
     _refuse_unknown_plugs(config, places)
+    overruled = [found for found in not_read_with(config) if places.is_above(found[0], found[1])]
+    if overruled:
+        rest = _parse(without(document, [key for _, key, _ in overruled]), places, runs_plugins=runs_plugins)
+        notes = (
+            f"{places.of(key)}: {sentence}. It is left out, since {places.of(board)} comes later"
+            for board, key, sentence in overruled
+        )
+        return replace(rest, warnings=(*notes, *rest.warnings))
     faults = [
         *unread_keys(config),
         *unknown_state_keys(config.rollout, config.algorithm),

@@ -104,6 +104,36 @@ def test_a_key_without_effect_is_refused(algorithm, training, message):
         job_of(algorithm, training)
 
 
+def test_a_later_choice_leaves_out_what_it_does_not_read_and_says_so():
+    job = {
+        "model": MODEL,
+        "algorithm": {"advantage": "gae", "gae_lambda": 0.9},
+        "training": {"critic": "own"},
+    }
+
+    def load(*overrides):
+        return parse_job(job, where="job.toml", overrides=overrides)
+
+    loaded = load("algorithm.advantage=stepwise", "training.group_size=4")
+    assert loaded.config == job_of({"advantage": "stepwise"}, {"group_size": 4}).config
+    assert [warning.partition(" ")[::2] for warning in loaded.warnings] == [
+        (
+            "job.toml:",
+            "algorithm.gae_lambda is not read by algorithm.advantage = 'stepwise'; known to: gae, gae_token, "
+            "gagpo. It is left out, since --set algorithm.advantage=… comes later",
+        ),
+        (
+            "job.toml:",
+            "training.critic needs a critic, which algorithm.advantage = 'stepwise' has not; known to: gae, "
+            "gae_token. It is left out, since --set algorithm.advantage=… comes later",
+        ),
+    ]
+    with pytest.raises(JobError, match=r"--set algorithm.gae_lambda=…: algorithm.gae_lambda is not read"):
+        load("algorithm.advantage=stepwise", "algorithm.gae_lambda=0.5")  # both are meant
+    with pytest.raises(JobError, match=r"algorithm\.omega is not read"):
+        load("algorithm.omega=0.3")  # what comes later is meant, and the choice stays
+
+
 @pytest.mark.parametrize(
     ("inference", "message"),
     [
