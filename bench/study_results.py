@@ -32,7 +32,7 @@ _BY_TURN = "interaction/score_by_turn"
 # Over the demo's job: its credit and rates when these studies were made, in groups of four siblings.
 IN_GROUPS = (
     "training.group_size=4", "training.critic=head", "training.learning_rate_final=0.2",
-    "training.entropy_coef=0.003",
+    "training.entropy_coef=0.003", "algorithm.gae_lambda=0.95",
 )  # fmt: skip
 # Of the demo's job: shows that every part works, and no more.
 QUICK = (

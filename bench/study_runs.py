@@ -18,6 +18,7 @@ from rich.console import Console
 
 from bench.kit import ROOT
 from bench.study_results import Study, collect, draw, table
+from trainer_backend.job.code_files import with_files_of_now
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig, ModelTable
 from trainer_backend.run.beginning import Stopped
@@ -85,7 +86,7 @@ def finished(path: Path, job: JobConfig) -> RunDirectory:
     """Start or resume the run in `path`, unless it is finished."""
     resume = (path / "run.json").exists()
     directory = open_run(path) if resume else create_run(job, path)
-    if resume and dump_job(directory.job()) != dump_job(job):
+    if resume and dump_job(with_files_of_now(directory.job())) != dump_job(with_files_of_now(job)):
         raise SystemExit(f"{path} was made with other settings; move it away, or give another --out")
     if isfinished(directory, job.training.iterations):
         return directory

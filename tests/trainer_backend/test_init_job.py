@@ -53,7 +53,7 @@ FRESH = [
     "openenv:http://127.0.0.1:9",
     "maze",
 ]
-TRAINED = [*FRESH, "verifiers:gsm8k_v1"]
+TRAINED = [*FRESH, "agent:riddle", "verifiers:gsm8k_v1"]
 CHOICES = [
     *(Choices(env) for env in FRESH),
     *(Choices(env, model="Qwen/Qwen3-0.6B") for env in TRAINED),
@@ -232,7 +232,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
         (Choices(env="a b"), "turnwise init: job.name is 'a b'"),
         (
             Choices(env="verifiers:gsm8k_v1"),
-            "is answered in words, and no policy shows a fresh small model how",
+            "no policy shows a fresh small model how to answer 'verifiers:gsm8k_v1'",
         ),
     ],
 )

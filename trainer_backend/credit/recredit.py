@@ -219,11 +219,11 @@ def _of_states(credited: Recredited) -> list[Text]:
     for kind, share in credited.met.items():
         by = ", ".join(name for name in credited.credits if _compared(name) == kind)
         ending = f"{kind}s are compared by {by}" if share else _ALONE[kind].format(by)
-        told = (
+        sentence = (
             f"{share:.1%} of the decisions after the first of their episode have a {kind} that was met twice "
             f"in their group{';' if share else ','} {ending}."
         )
-        lines.append(Text(told, style="" if share else "yellow"))
+        lines.append(Text(sentence, style="" if share else "yellow"))
     return lines and [Text(), *lines]
 
 
@@ -371,7 +371,10 @@ def recredit_run(
         reporter: hears of the processes that compute gradients at the checkpoint.
     """
     run = open_run(path)
-    job = run.job_of_stored(overrides).config
+    loaded = run.job_of_stored(overrides)
+    for warning in loaded.left_out.values():  # other estimators of the table read these keys
+        reporter.say(warning)
+    job = loaded.config
     for name in names:
         estimator(name)
     file = None if truth is None else _truth_of(truth, run, job, iterations)

@@ -7,8 +7,8 @@ caller. This file is the callers' side; `worker` is the thread, and `inbox` conn
 A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). On CUDA the
 cache is in pages (`paged_runner`), a step is a CUDA graph, and its tokens are read while the next one runs; a
 request that does not fit waits. Elsewhere a row reserves its whole length, and out of memory ends the
-requests that did not fit. Where it comes while new weights are copied, the kept prefixes are dropped and they
-are copied once more; if that fails too, all requests are refused until a later load succeeds.
+requests that did not fit. Where it comes while new weights are copied, kept prefixes and pages are freed and
+they are copied once more; if that fails too, all requests are refused until a later load succeeds.
 
 Left out: a compiled decode (compiling takes longer than many a run's first iteration), speculative decoding.
 """

@@ -45,7 +45,7 @@ class EngineWorker:
     """The work of the engine thread. Other threads only read the counters.
 
     Attributes:
-        mixed: the version of which only some weights are loaded, so that no request is served; None: all are.
+        half_loaded: the version of which only some weights are loaded, so that no request is served, or None.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
-        self.mixed: int | None = None
+        self.half_loaded: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
         self._stop_ids = stop_ids
@@ -94,8 +94,8 @@ class EngineWorker:
         deliver(self._end_aborts())
         if self.paused:
             return
-        if self.mixed is not None:
-            self._refuse_all(self.mixed)
+        if self.half_loaded is not None:
+            self._refuse_all(self.half_loaded)
             return
         newcomers = self.inbox.admit(
             free_slots=self.batch.free_slots,
@@ -115,11 +115,11 @@ class EngineWorker:
         other error ends the engine, unless it is one of ours, before the first weight was written.
         """
         try:
-            self._with_room(copy, f"loading version {version}")
+            self._with_room(copy, f"loading version {version}", self._free_all)
         except EngineOutOfMemory:
-            self.mixed = version
+            self.half_loaded = version
             raise
-        self.mixed = None
+        self.half_loaded = None
         self.new_version(version)
 
     def new_version(self, version: int) -> None:
@@ -228,8 +228,14 @@ class EngineWorker:
         self.batch.settle()
         return None
 
-    def _with_room(self, action: Callable[[], Result], task: str) -> Result:
-        """Run an action; if memory runs out, drop the copies of prefixes and try once more."""
+    def _with_room(
+        self, action: Callable[[], Result], task: str, relief: Callable[[], None] | None = None
+    ) -> Result:
+        """Run an action; if memory runs out, call `relief` and try once more.
+
+        Args:
+            relief: frees memory; absent: drops the copies of prefixes.
+        """
         for _ in range(2):
             try:
                 return action()
@@ -237,10 +243,15 @@ class EngineWorker:
                 if not is_out_of_memory(error):
                     raise
             # Outside the handler, the error and the tensors of its frames are freed.
-            self.batch.prefixes.drop_copies()
+            (relief or self.batch.prefixes.drop_copies)()
         raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
 
-    def _refuse_all(self, mixed: int) -> None:
+    def _free_all(self) -> None:
+        """Free the copies of prefixes, and a cache in pages, whose requests wait and are computed again."""
+        self.batch.prefixes.drop_copies()
+        self.release()
+
+    def _refuse_all(self, version: int) -> None:
         """End the requests that run, and those that wait; behind a swap, new ones wait on."""
         requests = list(self.batch.rows)
         for request in reversed(requests):
@@ -250,8 +261,9 @@ class EngineWorker:
             free_slots=self.batch.free_slots, prefill_tokens=self._prefill_tokens, to_prefill=lambda _: 0
         )
         error = EngineOutOfMemory(
-            f"memory ran out while version {mixed} was loaded, and some weights are of an earlier one: the "
-            "engine samples nothing until it has loaded a whole version"
+            f"memory ran out while version {version} was loaded, and some weights are of an earlier one: the "
+            "engine samples nothing until it has loaded a whole version",
+            hint="Resume the run, or lower inference.max_running or inference.max_model_len.",
         )
         self._give_up(requests, error)
 

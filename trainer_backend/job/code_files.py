@@ -28,7 +28,7 @@ def with_known_files(loaded: LoadedJob) -> LoadedJob:
     """
     for key, value, files in _task_files(loaded.config):
         try:
-            refuse_changed(files, _digests(loaded.config, key), option=key, value=value)
+            refuse_changed(files, digests_in(loaded.config)[key], option=key, value=value)
         except JobError as error:
             raise JobError(f"{loaded.places.of(key)}: {error}") from error
     return replace(loaded, config=with_files_of_now(loaded.config))
@@ -69,7 +69,7 @@ def _modules_beside(file: Path) -> Iterator[Path]:
                 yield path
 
 
-def _digests(job: JobConfig, key: str) -> Sequence[str]:
-    table, _, name = DIGESTS[key].partition(".")
-    digests: tuple[str, ...] = getattr(getattr(job, table), name)
-    return digests
+def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:
+    """The digests that a job holds, by the key that names the files."""
+    places = {key: digests.partition(".") for key, digests in DIGESTS.items()}
+    return {key: getattr(getattr(job, table), name) for key, (table, _, name) in places.items()}

@@ -31,9 +31,9 @@ everything; several fixed policies are several `[[rollout_only]]`. The task app 
 `[training.rewards]` and `[rollout]`; two different values for one of them in a file are an error.
 
 Several files are merged key by key. A later file overrides an earlier one, and `--set` overrides all files; a
-reward switch overrides the same switch in every place. Where a later file or `--set` chooses another
-estimator, loss or critic, keys of earlier files that it does not read are left out with a warning; in one
-file they are errors. A relative path (`model.path`,
+reward switch overrides the same switch in every place. Where a later file or `--set` makes a choice
+(estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
+with a warning; in one file they are errors. A relative path (`model.path`,
 `rollout_only.model_path`, `services.task_plugins`, `inference.vllm_python`, the paths of `[data]`) starts at
 the folder of its file if something is there; otherwise, as with `--set`, it starts at the working directory.
 A run stores absolute paths. `job.runs_dir` always starts at the working directory.

@@ -9,13 +9,12 @@ starts at the working directory.
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli
-import tomli_w
 
 from trainer_backend.errors import JobError
 
@@ -41,7 +40,6 @@ DIGESTS = {
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
-    *DIGESTS.items(),
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
 # Keys with a path, or a list of paths, that must exist before a run.
@@ -103,6 +101,10 @@ class Places:
                 return False
             ranks.append(self.files.index(place) if place in self.files else len(self.files))
         return ranks[0] > ranks[1]
+
+    def without(self, keys: Collection[str]) -> "Places":
+        """Return the origins of the other keys."""
+        return replace(self, owners={key: place for key, place in self.owners.items() if key not in keys})
 
     def of_sentence(self, sentence: str) -> str:
         """Return the places of the keys that a sentence names; at least one file is among them."""
@@ -184,7 +186,7 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a merged document, without keys that are alternatives to keys of the layer."""
+    """Return a merged document, without alternatives to keys of the layer, and digests of its files."""
     for alternatives in ALTERNATIVES:
         paths = [dotted.split(".") for dotted in alternatives]
         present = [path for path in paths if _home_of(layer, path) is not None]
@@ -192,7 +194,9 @@ def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
             home = None if path in present else _home_of(document, path)
             if home is not None:
                 del home[path[-1]]
-    return _merge_tables(document, layer)
+    # Naming files accepts them as they are. Digests alone remove nothing: a printed job has empty ones.
+    named = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
+    return _merge_tables(without(document, named), layer)
 
 
 def _merge_tables(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,18 +289,10 @@ def _text(path: Path) -> str:
         raise JobError(f"{path}: cannot be read: {error}") from error
 
 
-def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
-    """Return the TOML to send to a trainer service: a file that names its job unchanged, or merged layers.
-
-    Unlike in `read_layers`, paths stay unchanged, because they are paths on the service's machine. The
-    service checks the meaning, since it knows its own version.
-    """
-    if len(paths) == 1 and not overrides:
-        text = _text(paths[0])
-        try:
-            if _home_of(tomli.loads(text), ("job", "name")):
-                return text
-        except tomli.TOMLDecodeError:
-            return text  # the service says what is wrong
-    document, _ = merge(read_layers(paths, anchors_paths=False), overrides)
-    return tomli_w.dumps(document)
+def text_that_names_its_job(path: Path) -> str | None:
+    """Return the text of a file as it is, if it has job.name or is no TOML; otherwise None."""
+    text = _text(path)
+    try:
+        return text if _home_of(tomli.loads(text), ("job", "name")) else None
+    except tomli.TOMLDecodeError:
+        return text  # whoever reads it says what is wrong

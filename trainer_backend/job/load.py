@@ -28,6 +28,7 @@ from trainer_backend.job.layers import (
     anchor,
     merge,
     read_layers,
+    text_that_names_its_job,
     without,
 )
 from trainer_backend.job.schema import JobConfig
@@ -49,11 +50,16 @@ _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, its warnings, and where each of its keys comes from."""
+    """A valid job, its warnings, and where each of its keys comes from.
+
+    Attributes:
+        left_out: keys that a choice of a later layer does not read, with the warning of each.
+    """
 
     config: JobConfig
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
+    left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def load_job(
@@ -101,14 +107,16 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     if not runs_plugins and _has_foreign_plugs(config):
         return LoadedJob(config, tuple(warnings), places)
     _refuse_unknown_plugs(config, places)
-    overruled = [found for found in not_read_with(config) if places.is_above(found[0], found[1])]
-    if overruled:
-        rest = _parse(without(document, [key for _, key, _ in overruled]), places, runs_plugins=runs_plugins)
-        notes = (
-            f"{places.of(key)}: {sentence}. It is left out, since {places.of(board)} comes later"
-            for board, key, sentence in overruled
+    left_out = {
+        key: f"{places.of(key)}: {sentence}. It is left out, since {places.of(board)} comes later"
+        for board, key, sentence in not_read_with(config)
+        if places.is_above(board, key)
+    }
+    if left_out:
+        rest = _parse(without(document, left_out), places.without(left_out), runs_plugins=runs_plugins)
+        return replace(
+            rest, warnings=(*left_out.values(), *rest.warnings), left_out={**left_out, **rest.left_out}
         )
-        return replace(rest, warnings=(*notes, *rest.warnings))
     faults = [
         *unread_keys(config),
         *unknown_state_keys(config.rollout, config.algorithm),
@@ -119,6 +127,23 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     if faults:
         raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))
     return LoadedJob(config, (*warnings, *advice(config)), places)
+
+
+def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the TOML to send to a trainer service, and warnings of keys that are left out of it.
+
+    A file that names its job is sent unchanged, others as one merged document. Unlike in `load_job`, paths
+    stay unchanged, because they are paths on the service's machine. The service checks the meaning, since it
+    knows its own version.
+    """
+    if len(paths) == 1 and not overrides and (text := text_that_names_its_job(paths[0])) is not None:
+        return text, ()
+    document, places = merge(read_layers(paths, anchors_paths=False), overrides)
+    try:
+        left_out = _parse(document, places, runs_plugins=False).left_out
+    except JobError:
+        left_out = {}  # the service says what is wrong
+    return tomli_w.dumps(without(document, left_out)), (*left_out.values(),)
 
 
 def join_findings(lines: Iterable[str], count: int) -> JobError:

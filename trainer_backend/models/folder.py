@@ -171,7 +171,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
-    """The error for the requests that did not fit; the others go on."""
+    """The error for what did not fit; other requests go on, unless it was a version's weights."""
     return EngineOutOfMemory(
         f"the engine ran out of memory while {doing}, with {running} requests running and room for "
         f"{max_model_len} tokens each",

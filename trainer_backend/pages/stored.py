@@ -65,7 +65,8 @@ _TRACEBACK = "Traceback (most recent call last):\n"
 
 def _with_log(error: TaskAppLost, folder: Path) -> TaskAppLost:
     """Name what was raised in a task app of our own, whose log goes with its folder."""
-    text = "".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.log")))
+    files = sorted(folder.glob("*.log"), key=lambda file: file.stat().st_mtime_ns)
+    text = "".join(file.read_text(errors="replace") for file in files)
     *before, last = text.split(_TRACEBACK)
     raised = next((line for line in last.splitlines() if not line.startswith(" ")), "") if before else ""
     return TaskAppLost(f"the environment failed: {raised}") if raised else error
@@ -176,12 +177,11 @@ class Frames:
         return frames
 
     def _draw(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str:
-        episode = rollout.trajectory
-        if episode is None:
-            return {}
         reason = why_undrawn(rollout) or self._undrawn.peek(_environment(run_dir, rollout))
         if reason:
             return reason
+        episode = rollout.trajectory
+        assert episode is not None, "why_undrawn names what has none"
         turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
         job = _with_own_task_app(named, self._may_run)
@@ -197,9 +197,11 @@ class Frames:
             return _why_refused(error, episode.env_name, left_out)
 
 
-def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str]:
-    """The key of an environment: a run has one config for all its episodes."""
-    return str(run_dir), rollout.trajectory.env_name if rollout.trajectory is not None else ""
+def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
+    """The key of an environment: a run has one config for all its episodes, until its job is replaced."""
+    job = run_dir / "job.toml"
+    name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
+    return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0
 
 
 def _with_own_task_app(job: JobConfig, may_run: Callable[[Path], bool]) -> JobConfig:

@@ -15,7 +15,7 @@ from trainer_backend.data.arithmetic import sums
 Values = dict[str, dict[str, Any]]
 
 
-def merged(*parts: Values) -> Values:
+def union(*parts: Values) -> Values:
     """Return all tables of the parts; a key of a later part replaces the same key of an earlier one."""
     whole: Values = {}
     for part in parts:
@@ -58,7 +58,7 @@ _BY_ACHIEVEMENT: Values = {
 _BY_ENVIRONMENT: Values = {
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
 }
-_CONVERSATION = merged(_BY_ENVIRONMENT, {"multi_turn": {"enable": True}})
+_CONVERSATION = union(_BY_ENVIRONMENT, {"multi_turn": {"enable": True}})
 
 # A warm-up on calls by chance teaches the form of a call. While rewards are rare, an entropy bonus would
 # unlearn it.
@@ -69,7 +69,7 @@ _BY_CHANCE: Values = {
     "training": {"learning_rate": 2e-4, "entropy_coef": 0.0},
 }  # fmt: skip
 # The settings of configs/frozen_lake.toml that do not depend on its map.
-_FOREIGN = merged(
+_FOREIGN = union(
     _BY_CHANCE,
     {
         "rollout": {"episodes_per_batch": 128},
@@ -80,7 +80,7 @@ _FOREIGN = merged(
 # A server's answers to all calls so far are a conversation; the last one alone fits a small model.
 _SERVER = EnvironmentJob(
     common=_BY_ENVIRONMENT,
-    fresh=merged(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
+    fresh=union(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
     trained={"multi_turn": {"enable": True}},
 )
 
@@ -258,12 +258,12 @@ _DIALOGUE = EnvironmentJob(
 
 _GYMNASIUM = EnvironmentJob(
     common=_BY_ENVIRONMENT,
-    fresh=merged(_FOREIGN, {"rollout": {"env_config": {"instructions": ""}}}),
+    fresh=union(_FOREIGN, {"rollout": {"env_config": {"instructions": ""}}}),
 )
 # Its usual map of 4 by 4 was not learned, least of all with slips.
 _FROZEN_LAKE = EnvironmentJob(
     common=_BY_ENVIRONMENT,
-    fresh=merged(
+    fresh=union(
         _FOREIGN,
         {
             "inference": {"max_model_len": 128},
@@ -293,7 +293,8 @@ JOBS: Mapping[str, EnvironmentJob] = {
     "gymnasium:FrozenLake-v1": _FROZEN_LAKE,
     "mcp:": _SERVER,
     "openenv:": _SERVER,
-    # Answers in words: no policy shows a fresh model how they are written.
+    # Answers in words, and prompts of an agent's own: no policy shows a fresh model how to answer.
+    "agent:": EnvironmentJob(common=_BY_ENVIRONMENT, fresh=None),
     "verifiers:": EnvironmentJob(common=_CONVERSATION, fresh=None),
 }
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.layers import text_to_send
+from trainer_backend.job.load import text_to_send
 from trainer_backend.store.rows import ENDED
 from trainer_backend.terminal.jobs_client import JobsClient, ServiceUnreachable
 from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
@@ -50,12 +50,13 @@ def submit(
     overrides: Overrides = None,
 ) -> None:
     """Submit a job. Paths in it refer to the service's machine."""
-    client, text = _client(url), text_to_send(job, overrides or ())
+    client = _client(url)
+    text, notes = text_to_send(job, overrides or ())
     headers = {"Content-Type": "application/toml"}
     headers |= {"Idempotency-Key": idempotency_key} if idempotency_key else {}
     query = {"dry_run": True} if dry_run else {}
     reply = client.post("/jobs", body=text, headers=headers, **query)
-    for warning in reply["warnings"]:
+    for warning in (*notes, *reply["warnings"]):
         tell(_err, f"warning: {warning}")
     if dry_run:
         write(reply["toml"])

@@ -26,7 +26,7 @@ from trainer_backend.job.environments import environment_names
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.files import write_errors
-from trainer_backend.terminal.environment_jobs import Values, environment_job, merged
+from trainer_backend.terminal.environment_jobs import Values, environment_job, union
 
 # Keys to show, by table; other tables show every key.
 COMMON: Mapping[str, tuple[str, ...]] = {
@@ -62,14 +62,14 @@ class Choices:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
         job = environment_job(self.env)
         if self.model:
-            return merged(_named(self.env), job.common, job.trained, job.of_files, _for_a_model(self.model))
+            return union(_named(self.env), job.common, job.trained, job.of_files, _for_a_model(self.model))
         if job.fresh is None:
             raise JobError(
-                f"turnwise init: {self.env!r} is answered in words, and no policy shows a fresh small model "
-                "how; begin with a trained one, such as --model Qwen/Qwen3-0.6B"
+                f"turnwise init: no policy shows a fresh small model how to answer {self.env!r}; give a "
+                "trained one, such as --model Qwen/Qwen3-0.6B"
             )
         model = {"model": {"preset": self.preset or "tiny-0.3m"}}
-        return merged(_named(self.env), job.common, job.fresh, job.of_files, model)
+        return union(_named(self.env), job.common, job.fresh, job.of_files, model)
 
 
 def _named(env: str) -> Values:
@@ -265,7 +265,7 @@ def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
     Its model is never loaded.
     """
     job = environment_job(env)
-    values = merged(_named(env), job.common, job.trained, _for_a_model("of/a-server"))
+    values = union(_named(env), job.common, job.trained, _for_a_model("of/a-server"))
     values["model"] = {"preset": next(iter(PRESETS))}
     return parse_job(values, where=f"turnwise eval {env}", overrides=overrides)
 
@@ -274,8 +274,8 @@ def write_job(path: Path, choices: Choices) -> LoadedJob:
     """Write the chosen job, with the example files that it names, and return it as loaded."""
     text = job_text(choices.values())
     parse_job(tomli.loads(text), where="turnwise init")
-    examples = _examples(path.parent, choices.env)
     with write_errors(path):
+        examples = _examples(path.parent, choices.env)
         try:
             job_file = path.open("x", encoding="utf-8")
         except FileExistsError as error:

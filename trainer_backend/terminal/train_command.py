@@ -14,7 +14,7 @@ from rich.console import Console
 from service_kit.children import READY
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError
-from trainer_backend.job.layers import DIGESTS
+from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
@@ -69,26 +69,21 @@ def run_of_each_seed(
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
-    digests: tuple[tuple[str, ...], ...] | None = None
+    first: dict[str, Sequence[str]] = {}
     for seed in _seeds_of(seeds):
         loaded = load_new_job(job, [*overrides, f"job.seed={seed}"])
-        config, table = loaded.config, loaded.config.job
-        found = (
-            table.trainer_plugins_sha256,
-            config.services.task_plugins_sha256,
-            config.multi_turn.interaction_config_sha256,
-        )
-        if digests not in (None, found):
+        table, digests = loaded.config.job, digests_in(loaded.config)
+        first = first or digests
+        if changed := [key for key in digests if digests[key] != first[key]]:
             raise JobError(
-                f"a file of {', '.join(DIGESTS)} has changed since the first seed: restore it, or repeat all"
+                f"a file of {', '.join(changed)} has changed since the first seed: restore it, or repeat all"
             )
-        digests = found
         path = (run or table.runs_dir / f"{table.name}-seeds") / f"seed_{seed}"
         if not (path / "run.json").exists():
             yield RunPlan(loaded, create_run(loaded.config, path), resume=False)
             continue
         directory = open_run(path)
-        if dump_job(directory.job()) != dump_job(loaded.config):
+        if dump_job(with_files_of_now(directory.job())) != dump_job(loaded.config):
             raise JobError(
                 f"{path} holds a run of another job (compare its job.toml): choose another folder with "
                 f"--run, or continue it with turnwise train --resume {path}"

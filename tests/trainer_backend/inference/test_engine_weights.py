@@ -240,7 +240,7 @@ async def test_a_request_that_is_paused_goes_on_where_a_whole_swap_follows_one_t
     assert [version for _, version in (await running).versions] == [0, 6]
 
 
-async def test_a_swap_that_runs_out_of_memory_once_is_repeated_without_the_kept_prefixes(
+async def test_a_swap_that_runs_out_of_memory_once_is_repeated(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine, new = start_engine(), other_model(tokenizer, 5)

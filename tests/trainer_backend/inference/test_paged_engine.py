@@ -35,6 +35,7 @@ from tests.trainer_backend.inference.test_engine_scheduling import (  # noqa: F4
     test_stopping_ends_waiting_and_running_requests_with_the_reason,
 )
 from tests.trainer_backend.inference.test_engine_weights import (  # noqa: F401
+    new_weights,
     test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tell_where,
     test_nothing_that_is_not_finite_stays_in_the_cache,
     test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names,
@@ -156,6 +157,10 @@ async def test_memory_is_released_and_allocated_anew(start_engine: StartEngine, 
     assert memory.slabs == []
     assert_equal_to_naive(model, requests, await all_of(engine, requests))
     assert memory.slabs != []
+    full = torch.OutOfMemoryError("out of memory")
+    await engine.load_weights(1, new_weights(model, full))  # the second copy has the room of all pages
+    assert memory.slabs == []
+    assert_equal_to_naive(model, requests, await all_of(engine, requests))
 
 
 async def test_memory_that_is_released_under_running_requests_is_computed_again(

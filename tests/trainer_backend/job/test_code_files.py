@@ -83,7 +83,8 @@ def test_a_run_goes_on_with_no_other_file_until_it_is_named_again(code, key, nam
     accepts = f"{key}={value_of(run, key)}"
     assert str(refused.value) == (
         f"{run.path / 'job.toml'}: {code / name} has changed since the run began. Restore it, begin a new "
-        f"run (post the job anew), or continue this one with turnwise train --resume RUN --set '{accepts}'"
+        f"run (post the job anew), or give this command (turnwise train --resume RUN, truth RUN) --set "
+        f"'{accepts}'"
     )
     changed = resumed(run, accepts)
     run.replace_job(changed.config)

@@ -6,8 +6,7 @@ import pytest
 import tomli
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.layers import text_to_send
-from trainer_backend.job.load import load_job
+from trainer_backend.job.load import load_job, text_to_send
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.new_job import load_new_job
 
@@ -69,9 +68,17 @@ def test_a_file_whose_name_is_no_job_s_leaves_the_default(tmp_path: Path):
 def test_a_posted_job_has_its_file_s_name_too(tmp_path: Path):
     path = tmp_path / "my.toml"
     path.write_text(BASE)
-    assert tomli.loads(text_to_send([path], ()))["job"] == {"name": "my"}
+    assert tomli.loads(text_to_send([path], ())[0])["job"] == {"name": "my"}
     path.write_text('# as it is\njob.name = "mine"\n')
-    assert text_to_send([path], ()) == path.read_text()
+    assert text_to_send([path], ()) == (path.read_text(), ())
+
+
+def test_what_a_later_choice_does_not_read_is_not_posted(tmp_path: Path):
+    path = tmp_path / "my.toml"
+    path.write_text(f'{BASE}\n[algorithm]\nadvantage = "gae"\ngae_lambda = 0.9\n')
+    text, (warning,) = text_to_send([path], ["algorithm.advantage=stepwise"])
+    assert tomli.loads(text)["algorithm"] == {"advantage": "stepwise"}
+    assert "algorithm.gae_lambda is not read by algorithm.advantage = 'stepwise'" in warning
 
 
 def test_a_list_replaces_a_list(layered):

@@ -21,6 +21,7 @@ def _boards():
         for board in (ESTIMATORS, LOSSES, _BY_FILE, *READS.values()):
             stack.enter_context(patch.dict(board))
         yield
+    _load_packages_once.cache_clear()
 
 
 def refusal(*codes: str, folder: Path) -> str:

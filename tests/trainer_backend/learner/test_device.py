@@ -125,9 +125,9 @@ def test_the_reason_is_what_torch_says_when_cuda_starts(error: Exception, reason
     assert cuda_refusal(lambda: None) is None
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch was built with CUDA")
 def test_a_torch_without_cuda_has_no_reason_of_a_driver():
-    if not torch.backends.cuda.is_built():
-        assert Found.by_torch().why_no_cuda is None
+    assert Found.by_torch().why_no_cuda is None
 
 
 def test_attention_of_variable_length_is_for_cuda_in_bfloat16():
