@@ -295,9 +295,9 @@ def _of_score(score: TruthScore) -> str:
     """The figures of an estimator that belong beside its picture."""
     if score.correlation is None:
         return "No correlation: all its advantages, or all true ones, are the same."
-    found = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
+    correlation = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
     noiseless = "" if score.noiseless is None else f"; without the noise of the truth {score.noiseless:+.2f}"
-    return f"Correlation {found}{noiseless}."
+    return f"Correlation {correlation}{noiseless}."
 
 
 def agreement_page(

@@ -151,10 +151,10 @@ def slower_ways(
         wide_sums: likewise (`logprobs.adds_wide`).
     """
     notes = []
-    if placement.passed_over is not None:
+    if placement.unusable_gpu is not None:
         notes.append(
             f"the job runs on {placement.device.type}, though a GPU's driver is there: model.device is "
-            f"'auto', and {placement.passed_over}"
+            f"'auto', and {placement.unusable_gpu}"
         )
     if model_type not in FAMILIES:
         notes.append(

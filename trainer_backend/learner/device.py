@@ -72,12 +72,12 @@ class Placement:
     device: where the model lives.
     low: what the factors of products are rounded to, and what the matrices of the engine's copy and frozen
         ones are held in (`models.precision`); None is float32 throughout.
-    passed_over: what torch sees, where `auto` found a GPU's driver and could not use it.
+    unusable_gpu: what torch sees, where `auto` found a GPU's driver and could not use it.
     """
 
     device: torch.device
     low: torch.dtype | None = None
-    passed_over: str | None = None
+    unusable_gpu: str | None = None
 
     @property
     def held(self) -> torch.dtype:
@@ -123,14 +123,14 @@ def place(name: str, found: Found | None = None) -> Placement:
     """
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
-    passed_over = None
+    unusable_gpu = None
     if name == "auto":
         name = next(device for device, is_there in there.items() if is_there)
-        passed_over = str(found) if found.has_unusable_driver else None
+        unusable_gpu = str(found) if found.has_unusable_driver else None
     if not there[name]:
         raise JobError(
             f"model.device is {name!r}, but {found}",
             hint='model.device = "auto" takes what is there; "cpu" is always there.',
         )
     low = torch.bfloat16 if name == "cuda" and found.cuda is not None and found.cuda >= _AMPERE else None
-    return Placement(torch.device(name), low, passed_over)
+    return Placement(torch.device(name), low, unusable_gpu)

@@ -88,7 +88,7 @@ class Episode:
                 )
                 for one in self.siblings
             ],
-            "undrawn": why_undrawn(self.stored.rollout),
+            "no_pictures": why_undrawn(self.stored.rollout),
         }  # fmt: skip
 
     def _about(self) -> list[tuple[str, str]]:
