@@ -108,7 +108,8 @@ def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
 
 
 def test_the_plan_of_a_job_without_fixed_policies_is_what_it_was_before_there_were_any():
-    job = load_job(ROOT / "configs/crafter_cpu.toml").config
+    # As the demo was then: groups of four.
+    job = load_job(ROOT / "configs/crafter_cpu.toml", ["training.group_size=4"]).config
     plan = Planner.of(job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256))
     stages = (plan.training(1), plan.refill(3, 1, 5), plan.evaluation("0"), plan.warmup(), plan.prompts(3))
     told = [
