@@ -18,8 +18,8 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
-# A shorter warm-up: episodes are as long, and prompts and answers look the same. Credited by siblings, as when
-# these figures were first measured: stored rollouts hold no values of a critic.
+# A shorter warm-up: episodes are as long, and prompts and answers look the same. Credited by
+# siblings, as when these figures were first measured: stored rollouts hold no values of a critic.
 SETTINGS = (
     "training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1",
     *IN_GROUPS, "algorithm.advantage=stepwise",
