@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.base import Body
 from shared_schemas.urls import HOST_OR_IPV6
+from task_app.environments.foreign.mcp_servers import Servers, read_servers
 from task_app.environments.foreign.peer import LOOPBACK, Reach
 from task_app.errors import TaskAppError
 from task_app.policies.openai_config import chat_completions_url
@@ -82,6 +83,11 @@ class Settings(Body):
     )
     verifiers_modules: tuple[Module, ...] = Field(
         default=(), description="tasksets that it may import; they run in its process"
+    )
+    mcp_servers: Annotated[Servers, BeforeValidator(read_servers)] = Field(
+        default_factory=dict,
+        repr=False,
+        description="the file of MCP servers that start as processes, for env_name mcp:NAME",
     )
     environment_deadline_s: float = Field(
         default=60.0, gt=0.0, le=86_400.0, description="for one answer of a foreign environment"
@@ -223,6 +229,7 @@ class Settings(Body):
             max_bytes=self.max_environment_bytes,
             modules=self.gymnasium_modules,
             tasksets=self.verifiers_modules,
+            mcp_servers=self.mcp_servers,
             python=None if self.verifiers_python is None else str(self.verifiers_python),
         )
 
@@ -240,7 +247,7 @@ class Settings(Body):
 
     def limits(self) -> dict[str, Any]:
         """The limits for `/info`, without keys and paths."""
-        hidden = {"api_keys", "state_dir", "interaction_config_path", "verifiers_python"}
+        hidden = {"api_keys", "state_dir", "interaction_config_path", "verifiers_python", "mcp_servers"}
         return self.model_dump(mode="json", exclude=hidden)
 
 

@@ -16,6 +16,7 @@ from service_kit.errors import ServiceError
 from service_kit.release import version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
+from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import open_run
@@ -314,6 +315,25 @@ def export_rollouts(
 
     choice = Choice(tuple(stage or DEFAULT_STAGES), min_reward, tuple(achievement or ()), policy)
     tell(_out, f"{to}: {export_run(open_run(run), to, choice, form=form)}")
+
+
+@app.command("import")
+def import_episodes(
+    files: Annotated[
+        list[Path], typer.Argument(help="saved captures: the JSON of GET /captures/{capture_id}, each")
+    ],
+    run: Annotated[Path, typer.Option(help="the run directory to make")],
+    job: Annotated[
+        Path | None, typer.Option(help="whose rewards and [algorithm] credit them; absent: decision rewards")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Make a run of saved captures, for inspect, recredit, export and the dashboard; nothing is trained."""
+    from trainer_backend.terminal.captures import import_captures, job_of_captures
+
+    loaded = load_job(job, overrides or ()) if job else job_of_captures(run.name, overrides or ())
+    warn(_err, loaded)
+    tell(_out, f"{import_captures(files, loaded, run).path}: {len(files)} episodes")
 
 
 @app.command("merge")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from trainer_backend.job.load import parse_job
 PAGE = (Path(__file__).parents[2] / "docs/captures.md").read_text(encoding="utf-8")
 AGENT, PLUGINS = re.findall(r"```py(?:thon)?\n(.*?)```", PAGE, re.S)
 (JOB,) = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
-(COMMANDS,) = re.findall(r"```console\n(.*?)```", PAGE, re.S)
+COMMANDS, LATER = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 (ANSWERS,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
 
 
@@ -46,13 +47,24 @@ async def test_the_agent_of_the_page_plays_and_rewards_its_second_answer(tmp_pat
     assert policy.seen[1][0].content == "What is 3 + 4?"
 
 
-async def test_an_episode_by_hand_is_answered_as_the_page_shows():
-    start, *rest = COMMANDS.removeprefix("$ ").replace("\n$ ", "\0").split("\0")
+async def test_an_episode_by_hand_is_answered_as_the_page_shows_and_becomes_a_run(tmp_path):
+    start, *first = lines_of(COMMANDS)
     assert start == "turnwise task-app --port 8001 &"
     async with served_app(default_plug_boards(), api_keys=()) as (client, _):
-        script = "\n".join(rest).replace("localhost:8001", str(client.base_url).removeprefix("http://"))
-        shell = await asyncio.create_subprocess_exec("bash", "-ec", script, stdout=subprocess.PIPE)
+        script = "\n".join([*first, *lines_of(LATER)])
+        script = script.replace("localhost:8001", str(client.base_url).removeprefix("http://"))
+        program = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "150"}
+        shell = await asyncio.create_subprocess_exec(
+            "bash", "-ec", script, stdout=subprocess.PIPE, cwd=tmp_path, env=os.environ | program
+        )
         output, _ = await shell.communicate()
     assert shell.returncode == 0
-    shown = list(documents(ANSWERS))
-    assert [cut(one, json.loads(line)) for one, line in zip(shown, output.splitlines(), strict=True)] == shown
+    shown, lines = list(documents(ANSWERS)), output.decode().splitlines()
+    of_the_first, later = lines[: len(shown)], "\n".join(lines[len(shown) :])
+    assert [cut(one, json.loads(line)) for one, line in zip(shown, of_the_first, strict=True)] == shown
+    assert "runs/by-hand: 1 episodes" in later
+    assert "outcome 1 (reward: sum" in later and "1 episodes, 1 decisions" in later
+
+
+def lines_of(console: str) -> list[str]:
+    return console.removeprefix("$ ").replace("\n$ ", "\0").split("\0")

@@ -1,5 +1,7 @@
 """One table of settings, read from the environment, with bounds."""
 
+import json
+
 import pytest
 
 from service_kit.errors import SettingsError
@@ -64,6 +66,43 @@ def test_every_field_is_read_from_its_variable():
 def test_a_bad_value_names_its_variable(variable, value):
     with pytest.raises(SettingsError, match=variable):
         settings_from_environ({variable: value, "ENVIRONMENT_API_KEY": "secret"})
+
+
+def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
+    file = tmp_path / "mcp.json"
+    file.write_text(
+        '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "files"], "env": {"KEY": "secret"}},'
+        ' "far": {"disabled": true, "url": "https://far.example/mcp"}}, "inputs": []}'
+    )
+    settings = settings_from_environ({"TURNWISE_MCP_SERVERS": f" {file}"})
+    assert settings.reach.mcp_servers["files"].args == ("-y", "files")
+    assert (settings.mcp_servers["far"].command, settings.mcp_servers["far"].url) == (
+        None,
+        "https://far.example/mcp",
+    )
+    assert settings.with_hosts(["a"]).mcp_servers == settings.mcp_servers
+    assert "secret" not in repr(settings) + json.dumps(settings.limits())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "EOF while parsing"),
+        ("{}", "mcpServers: Field required; the file has the form"),
+        (
+            '{"mcpServers": {"files": {"command": "npx", "args": "files"}}}',
+            "mcpServers.files.args: Input should be",
+        ),
+    ],
+)
+def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path, text, sentence):
+    file = tmp_path / "mcp.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SettingsError, match="TURNWISE_MCP_SERVERS") as refused:
+        settings_from_environ({"TURNWISE_MCP_SERVERS": str(file)})
+    assert sentence in refused.value.detail
 
 
 def test_more_hosts_may_be_called_beside_those_of_the_environment():

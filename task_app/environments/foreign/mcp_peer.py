@@ -1,35 +1,60 @@
-"""`mcp:URL`: the tools of an MCP server (streamable HTTP), each call one `tools/call`.
+"""`mcp:URL` and `mcp:NAME`: the tools of an MCP server, each call one `tools/call`.
 
-A session of the server is an episode. The reward of a call is `structuredContent.reward` of its result, or
-else `_meta.reward`, or else 0; `done` at the same places is the end (the config can name other keys). Results
-with `isError`, and arguments that the server refuses, are no-ops. MCP has neither seeds nor snapshots: a tool
-of the server can take the seed (`reset_tool`), and is then not offered to the model.
+The server is at a URL, or it is a process that the operator's file names. A session of the server is an
+episode. The reward of a call is `structuredContent.reward` of its result, or else `_meta.reward`, or else 0;
+`done` at the same places is the end (the config can name other keys). Results with `isError`, and arguments
+that the server refuses, are no-ops. MCP has neither seeds nor snapshots: a tool of the server can take the
+seed (`reset_tool`), and is then not offered to the model.
 
-Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports and server/tools.
+Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlunsplit
 
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
+from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
+from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
-from task_app.environments.foreign.wire import CLOSE_S, Http, checked_url, json_of
+from task_app.environments.foreign.wire import checked_url
 from task_app.errors import InvalidRequest, clipped
 
 VERSION = "2025-06-18"
-_SESSION = "mcp-session-id"
 _INVALID_PARAMS = -32602
 _MAX_PAGES = 100
-_EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
 
 def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEnvironment:
     name = f"mcp:{argument}"
-    return remote_environment(name, McpPeer(name, argument, config, reach), config)
+    connect: Callable[[], Link]
+    if "://" in argument:
+        connect = partial(HttpLink, name, urlunsplit(checked_url(argument, reach)), reach)
+    else:
+        connect = partial(ProcessLink, name, _server_of(argument, reach), reach)
+    return remote_environment(name, McpPeer(name, connect, config), config)
+
+
+def _server_of(argument: str, reach: Reach) -> McpServer:
+    server = reach.mcp_servers.get(argument)
+    if server is None:
+        raise InvalidRequest(
+            f"{clipped(argument)!r} is no URL, and no MCP server that this task app knows; "
+            f"it knows {', '.join(sorted(reach.mcp_servers)) or 'none'}",
+            where="env_name",
+            hint="mcp:http://127.0.0.1:9000/mcp, or a name in the operator's file TURNWISE_MCP_SERVERS",
+        )
+    if server.command is None:
+        raise InvalidRequest(
+            f"MCP server {clipped(argument)!r} has no command in TURNWISE_MCP_SERVERS",
+            where="env_name",
+            hint=f"name its URL: mcp:{server.url}" if server.url else "give it a command",
+        )
+    return server
 
 
 class Refused(Exception):
@@ -39,12 +64,11 @@ class Refused(Exception):
 class McpPeer:
     """One session of an MCP server at a time."""
 
-    def __init__(self, name: str, url: str, config: McpConfig, reach: Reach) -> None:
+    def __init__(self, name: str, connect: Callable[[], Link], config: McpConfig) -> None:
         self._name = name
-        self._url = urlunsplit(checked_url(url, reach))
+        self._connect = connect
         self._config = config
-        self._reach = reach
-        self._http: Http | None = None
+        self._link: Link | None = None
         self._count = 0
         self._is_fresh = False
 
@@ -82,26 +106,15 @@ class McpPeer:
             yield self._call(call)
 
     def close(self) -> None:
-        """End the session; a server may refuse that, and ends it itself then."""
-        http, self._http = self._http, None
-        if http is None:
-            return
-        try:
-            if _SESSION in http.client.headers:
-                http.send("DELETE", self._url, deadline_s=CLOSE_S)
-        except ForeignFailed:
-            pass
-        finally:
-            http.close()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
     def _begin(self) -> None:
-        self._http = Http(self._name, self._reach)
-        self._http.client.headers["accept"] = "application/json, text/event-stream"
+        self._link = self._connect()
         info = {"name": "turnwise", "version": "1"}
-        params = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
-        result = self._request("initialize", params)
-        self._http.client.headers["mcp-protocol-version"] = str(result.get("protocolVersion", VERSION))
-        self._http.send("POST", self._url, body={"jsonrpc": "2.0", "method": "notifications/initialized"})
+        self._request(INITIALIZE, {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info})
+        self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
         self._is_fresh = True
 
     def _described(self) -> Iterator[Any]:
@@ -142,21 +155,9 @@ class McpPeer:
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a request; Refused if its parameters are invalid."""
-        assert self._http is not None, "the peer is open"
+        assert self._link is not None, "the peer is open"
         self._count += 1
-        request_id = self._count
-        body = {"jsonrpc": "2.0", "id": request_id, "method": method, "params": params}
-
-        def ends(content: bytes) -> bool:
-            return content.startswith(_EVENTS) and _answer(content, request_id, self._name) is not None
-
-        response, content = self._http.send("POST", self._url, body=body, ends=ends)
-        if method == "initialize" and _SESSION in response.headers:
-            self._http.client.headers[_SESSION] = response.headers[_SESSION]
-        answer = _answer(content, request_id, self._name)
-        if answer is None:
-            answer = json_of(content, self._name)
-        answer = object_in(answer, f"the answer to {method}")
+        answer = self._link.ask({"jsonrpc": "2.0", "id": self._count, "method": method, "params": params})
         error = answer.get("error")
         if isinstance(error, dict):
             message = f"{clipped(str(error.get('message')), 300)} ({error.get('code')})"
@@ -164,15 +165,3 @@ class McpPeer:
                 raise Refused(message)
             raise ForeignFailed(f"{self._name} answered an error to {method}: {message}")
         return object_in(answer.get("result"), f"the result of {method}")
-
-
-def _answer(content: bytes, request_id: int, name: str) -> Any:
-    """The answer to a request in a stream of server-sent events; None if it is not there yet."""
-    for event in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
-        lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-        if not any(lines):
-            continue
-        message = json_of(b"\n".join(lines), name)
-        if isinstance(message, dict) and message.get("id") == request_id and "method" not in message:
-            return message
-    return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from shared_schemas.messages import ToolSpec
+from task_app.environments.foreign.mcp_servers import Servers
 from task_app.errors import EpisodeFailed
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -39,6 +40,7 @@ class Reach:
         modules: imported for the environments that they register with gymnasium.
         python: the interpreter that has `verifiers`; None: none.
         tasksets: modules that it may import as tasksets.
+        mcp_servers: that start as processes, by name.
     """
 
     hosts: tuple[str, ...] = LOOPBACK
@@ -47,6 +49,7 @@ class Reach:
     modules: tuple[str, ...] = ()
     python: str | None = None
     tasksets: tuple[str, ...] = ()
+    mcp_servers: Servers = field(default_factory=dict)
 
 
 LOCAL = Reach()

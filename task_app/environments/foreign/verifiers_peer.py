@@ -6,30 +6,19 @@ There are no snapshots.
 """
 
 import json
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from shared_schemas.messages import ToolSpec
+from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.configs import VerifiersConfig
 from task_app.environments.foreign.environment import ForeignConversation
 from task_app.environments.foreign.mcp_words import number, object_in
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
-from task_app.environments.foreign.wire import json_of, late, too_much
 from task_app.errors import InvalidRequest, clipped
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
-# Variables that Python needs to run, and that hold no keys.
-_VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME")
-_CHUNK_BYTES = 65_536
-# For its imports, which take seconds on an idle machine.
-_START_S = 120.0
 
 
 def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) -> ForeignConversation:
@@ -57,19 +46,12 @@ class VerifiersPeer:
         self._name = name
         self._arguments = (module, json.dumps(config.taskset))
         self._reach = reach
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     def open(self) -> tuple[ToolSpec, ...]:
         command = [str(self._reach.python), str(CHILD), *self._arguments]
-        environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError as exc:
-            raise ForeignFailed(f"{self._name}: TURNWISE_VERIFIERS_PYTHON does not run: {exc}") from exc
-        self._line(max(_START_S, self._reach.deadline_s))
+        self._child = Child(self._name, command, self._reach, source="TURNWISE_VERIFIERS_PYTHON")
+        self._reply(self._child, max(START_S, self._reach.deadline_s))
         return ()
 
     def reset(self, seed: int) -> Shown:
@@ -89,50 +71,18 @@ class VerifiersPeer:
         )
 
     def close(self) -> None:
-        """Kill the process and what it has forked, which may hold its pipes."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None, "made with pipes"
-            with suppress(OSError):
-                pipe.close()
-        process.wait()
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        process = self._running()
-        assert process.stdin is not None, "made with a pipe"
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-        except OSError as exc:
-            raise ForeignFailed(f"{self._name} has ended its process") from exc
-        return self._line(self._reach.deadline_s)
+        assert self._child is not None, "the peer is open"
+        self._child.tell(request)
+        return self._reply(self._child, self._reach.deadline_s)
 
-    def _line(self, deadline_s: float) -> dict[str, Any]:
+    def _reply(self, child: Child, deadline_s: float) -> dict[str, Any]:
         """The next line of the process, which is an object without an error."""
-        stdout = self._running().stdout
-        assert stdout is not None, "made with a pipe"
-        until_s, line = time.monotonic() + deadline_s, b""
-        with DefaultSelector() as selector:  # select() knows no descriptors beyond 1023
-            selector.register(stdout, EVENT_READ)
-            while not line.endswith(b"\n"):
-                rest_s = until_s - time.monotonic()
-                if rest_s <= 0 or not selector.select(rest_s):
-                    raise late(self._name, deadline_s)
-                chunk = os.read(stdout.fileno(), _CHUNK_BYTES)
-                if not chunk:
-                    raise ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")
-                line += chunk
-                if len(line) > self._reach.max_bytes:
-                    raise too_much(self._name, self._reach)
-        reply = object_in(json_of(line, self._name), "a line of the process")
+        reply = object_in(next(child.lines(deadline_s)), "a line of the process")
         if "error" in reply:
             raise ForeignFailed(f"{self._name}: {clipped(str(reply['error']), 500)}")
         return reply
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        assert self._process is not None, "the peer is open"
-        return self._process

@@ -1,4 +1,5 @@
-"""An MCP server with a game, made with the package `mcp`: `python mcp_server.py DESCRIPTOR`.
+"""An MCP server with a game, made with the package `mcp`: `python mcp_server.py DESCRIPTOR`, or without one
+over stdin and stdout.
 
 Each session has its own number; a right guess pays 1 and ends the episode, a wrong one costs 0.1.
 """
@@ -16,7 +17,7 @@ numbers: dict[str, int] = {}
 
 
 def session_of(context: Context[Any, Any]) -> str:
-    return str(context.headers["mcp-session-id"])
+    return "" if context.headers is None else context.headers["mcp-session-id"]
 
 
 @server.tool()
@@ -38,4 +39,7 @@ def guess(number: int, context: Context[Any, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    uvicorn.run(server.streamable_http_app(), fd=int(sys.argv[1]), log_level="critical")
+    if len(sys.argv) == 1:
+        server.run()
+    else:
+        uvicorn.run(server.streamable_http_app(), fd=int(sys.argv[1]), log_level="critical")

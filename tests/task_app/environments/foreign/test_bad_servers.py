@@ -2,15 +2,18 @@
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
+from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
 from task_app.protocols import ToolRequest
@@ -300,6 +303,72 @@ def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left
             foreign.step(CALL)
         assert foreign.reset(1).text == "Go."
         foreign.close()
+
+
+def child(how: str, *arguments: str) -> dict[str, McpServer]:
+    """The server `child` of a process that answers its first call so."""
+    command = (str(Path(__file__).with_name("mcp_child.py")), how, *arguments)
+    return {"child": McpServer(command=sys.executable, args=command)}
+
+
+BAD_CHILD = {
+    "hangs": (ForeignDeadline, "did not answer within 2 s"),
+    "only_tells": (ForeignDeadline, "did not answer within 2 s"),
+    "closes": (ForeignFailed, "has ended its process"),
+    "nan": (ForeignFailed, "no JSON"),
+    "large": (ForeignFailed, "answered more than 10000 bytes"),
+    "no_json": (ForeignFailed, "answered no JSON"),
+    "another": (ForeignFailed, "a line of the process is no JSON object"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_CHILD)
+def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_left(how):
+    kind, sentence = BAD_CHILD[how]
+    deadline_s = 2.0 if kind is ForeignDeadline else 20.0
+    foreign = environment(
+        "mcp:child", {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000, mcp_servers=child(how)
+    )
+    assert foreign.reset(0).text == "Go."
+    with pytest.raises(kind) as failed:
+        foreign.step(CALL)
+    assert sentence in failed.value.detail
+    with pytest.raises(EpisodeOver):
+        foreign.step(CALL)
+    assert foreign.reset(1).text == "Go."
+    foreign.close()
+
+
+def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path):
+    file = tmp_path / "left"
+    foreign = environment("mcp:child", mcp_servers=child("asks", str(file)))
+    foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
+    assert not file.exists()
+    foreign.close()
+    assert file.read_text() == "left"
+
+
+def test_an_mcp_process_that_does_not_start_is_told_as_such():
+    servers = {"gone": McpServer(command="/nowhere/server"), "dies": McpServer(command="false")}
+    with pytest.raises(ForeignFailed, match=r"the command of TURNWISE_MCP_SERVERS does not run: .*/nowhere"):
+        environment("mcp:gone", mcp_servers=servers).reset(0)
+    with pytest.raises(ForeignFailed, match="mcp:dies has ended its process; the task app's stderr says why"):
+        environment("mcp:dies", mcp_servers=servers).reset(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "hint"),
+    [
+        ("mcp:files", "'files' is no URL, and no MCP server", "or a name in"),
+        ("mcp:far", "MCP server 'far' has no command", "name its URL: mcp:https://far.example/mcp"),
+    ],
+)  # fmt: skip
+def test_a_request_starts_no_command_beyond_the_operators_file(name, detail, hint):
+    with pytest.raises(InvalidRequest) as refused:
+        environment(name, mcp_servers={"far": McpServer(url="https://far.example/mcp")})
+    assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
+    assert hint in refused.value.hint
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from task_app.protocols import ConversationalEnvironment, RestorableEnvironment, ToolRequest
+from task_app.environments.foreign.mcp_servers import McpServer
+from task_app.protocols import ConversationalEnvironment, Environment, RestorableEnvironment, ToolRequest
 from tests.task_app.environments.foreign.contracts import PROMISES, environment, keeps
-from tests.task_app.environments.foreign.processes import served
+from tests.task_app.environments.foreign.processes import HERE, served
 
 # A Python that has openenv-core, whose pins differ from ours.
 OPENENV_PYTHON = os.environ.get("TURNWISE_TEST_OPENENV_PYTHON")
@@ -30,20 +31,28 @@ def test_an_openenv_server_keeps_the_contract(openenv, promise, prompts):
     keeps(promise, openenv, {"prompts": prompts})
 
 
-@pytest.fixture(scope="module")
-def mcp() -> Iterator[str]:
+@pytest.fixture(scope="module", params=["http", "process"])
+def mcp(request) -> Iterator[str]:
     pytest.importorskip("mcp", reason="the package `mcp` is not installed")
+    if request.param == "process":
+        yield "mcp:guess"
+        return
     with served(sys.executable, "mcp_server.py") as url:
         yield f"mcp:{url}/mcp"
 
 
 GUESS = {"reset_tool": "start", "task": "Find the number."}
+SERVERS = {"guess": McpServer(command=sys.executable, args=(str(HERE / "mcp_server.py"),))}
+
+
+def game_of(mcp: str) -> Environment:
+    return environment(mcp, GUESS, mcp_servers=SERVERS)
 
 
 @pytest.mark.parametrize("promise", PROMISES)
 @pytest.mark.parametrize("prompts", MODES)
 def test_an_mcp_server_keeps_the_contract(mcp, promise, prompts):
-    keeps(promise, mcp, {**GUESS, "prompts": prompts})
+    keeps(promise, mcp, {**GUESS, "prompts": prompts}, mcp_servers=SERVERS)
 
 
 def guess(*numbers):
@@ -51,7 +60,7 @@ def guess(*numbers):
 
 
 def test_the_reward_of_a_call_is_what_the_tools_result_says(mcp):
-    game = environment(mcp, GUESS)
+    game = game_of(mcp)
     assert isinstance(game, ConversationalEnvironment) and not isinstance(game, RestorableEnvironment)
     game.reset(3)  # random.Random(3).randint(0, 9) == 3
     assert game.opening()[-1].content == "Find the number.\n\na number from 0 to 9"
@@ -68,7 +77,7 @@ def test_the_reward_of_a_call_is_what_the_tools_result_says(mcp):
 
 
 def test_two_episodes_of_one_server_do_not_touch(mcp):
-    one, other = environment(mcp, GUESS), environment(mcp, GUESS)
+    one, other = game_of(mcp), game_of(mcp)
     one.reset(3)
     other.reset(0)  # 6
     assert [one.step(guess(3)).terminated, other.step(guess(3)).terminated] == [True, False]
@@ -78,7 +87,7 @@ def test_two_episodes_of_one_server_do_not_touch(mcp):
 
 def test_closing_returns_what_is_held_and_threads_too(mcp):
     before = threading.active_count()
-    game = environment(mcp, GUESS)
+    game = game_of(mcp)
     game.reset(3)
     game.close()
     game.close()

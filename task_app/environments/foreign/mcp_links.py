@@ -1,0 +1,128 @@
+"""How messages reach an MCP server: over streamable HTTP, or as lines of a process that is started for it.
+
+Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from task_app.environments.foreign.child import START_S, Child
+from task_app.environments.foreign.mcp_servers import McpServer
+from task_app.environments.foreign.mcp_words import object_in
+from task_app.environments.foreign.peer import ForeignFailed, Reach
+from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
+
+INITIALIZE = "initialize"
+_SESSION = "mcp-session-id"
+_METHOD_NOT_FOUND = -32601
+_EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
+
+
+class Link(Protocol):
+    """One session of a server."""
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request, which has an id and a method."""
+
+    def tell(self, notification: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """End the session."""
+
+
+class HttpLink:
+    """A session over streamable HTTP."""
+
+    def __init__(self, name: str, url: str, reach: Reach) -> None:
+        self._name = name
+        self._url = url
+        self._http = Http(name, reach)
+        self._http.client.headers["accept"] = "application/json, text/event-stream"
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        def ends(content: bytes) -> bool:
+            return content.startswith(_EVENTS) and _answer(content, request["id"], self._name) is not None
+
+        response, content = self._http.send("POST", self._url, body=request, ends=ends)
+        answer = _answer(content, request["id"], self._name)
+        if answer is None:
+            answer = object_in(json_of(content, self._name), f"the answer to {request['method']}")
+        if request["method"] == INITIALIZE:
+            self._agree(response.headers, request, answer.get("result"))
+        return answer
+
+    def tell(self, notification: Mapping[str, Any]) -> None:
+        self._http.send("POST", self._url, body=notification)
+
+    def close(self) -> None:
+        """A server may refuse that, and ends it itself then."""
+        try:
+            if _SESSION in self._http.client.headers:
+                self._http.send("DELETE", self._url, deadline_s=CLOSE_S)
+        except ForeignFailed:
+            pass
+        finally:
+            self._http.close()
+
+    def _agree(self, told: Mapping[str, str], request: Mapping[str, Any], result: Any) -> None:
+        """Every later request names the session and the version."""
+        version = request["params"]["protocolVersion"]
+        if isinstance(result, dict):
+            version = result.get("protocolVersion", version)
+        self._http.client.headers["mcp-protocol-version"] = str(version)
+        if _SESSION in told:
+            self._http.client.headers[_SESSION] = told[_SESSION]
+
+
+class ProcessLink:
+    """A session of a process, which ends with it."""
+
+    def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
+        assert server.command is not None, "a remote server is named by its URL"
+        self._reach = reach
+        self._child = Child(
+            name, [server.command, *server.args], reach,
+            source="TURNWISE_MCP_SERVERS", variables=server.env, folder=server.cwd,
+        )  # fmt: skip
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        deadline_s = self._reach.deadline_s
+        if request["method"] == INITIALIZE:
+            deadline_s = max(START_S, deadline_s)
+        self._child.tell(request)
+        lines = self._child.lines(deadline_s)
+        while True:
+            message = object_in(next(lines), "a line of the process")
+            if "method" in message:
+                self._answer(message)
+            elif message.get("id") == request["id"]:
+                return message
+
+    def tell(self, notification: Mapping[str, Any]) -> None:
+        self._child.tell(notification)
+
+    def close(self) -> None:
+        self._child.close(grace_s=CLOSE_S)
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        """What the server asks is answered; what it tells is not."""
+        if "id" not in message:
+            return
+        answer: dict[str, Any] = (
+            {"result": {}}
+            if message["method"] == "ping"
+            else {"error": {"code": _METHOD_NOT_FOUND, "message": "Turnwise has no such method"}}
+        )
+        self._child.tell({"jsonrpc": "2.0", "id": message["id"], **answer})
+
+
+def _answer(content: bytes, request_id: int, name: str) -> dict[str, Any] | None:
+    """The answer to a request in a stream of server-sent events; None if it is not there yet."""
+    for event in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
+        lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+        if not any(lines):
+            continue
+        message = json_of(b"\n".join(lines), name)
+        if isinstance(message, dict) and message.get("id") == request_id and "method" not in message:
+            return message
+    return None

@@ -1,0 +1,74 @@
+"""An MCP server of a process by hand: `python mcp_child.py HOW [FILE]` says how it answers its first call.
+
+FILE is written when its stdin closes.
+"""
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TOOL = {"name": "step", "inputSchema": {"type": "object", "properties": {"move": {"type": "integer"}}}}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def answer(request_id: Any, result: Any) -> None:
+    say(json.dumps({"jsonrpc": "2.0", "id": request_id, "result": result}))
+
+
+def pays(request_id: Any, reward: float = 1.0) -> None:
+    content = [{"type": "text", "text": "at: 1"}]
+    answer(request_id, {"content": content, "structuredContent": {"reward": reward}})
+
+
+def asks_before(request_id: Any) -> None:
+    """It asks the client twice, tells it something, and pays 1 if the answers are those of a client."""
+    say(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}))
+    say(json.dumps({"jsonrpc": "2.0", "id": "alive", "method": "ping"}))
+    alive = json.loads(sys.stdin.readline())
+    say(json.dumps({"jsonrpc": "2.0", "id": request_id, "method": "sampling/createMessage", "params": {}}))
+    model = json.loads(sys.stdin.readline())
+    right = alive == {"jsonrpc": "2.0", "id": "alive", "result": {}} and model["error"]["code"] == -32601
+    pays(request_id, float(right))
+
+
+def only_tells(request_id: Any) -> None:
+    for number in itertools.count():
+        say(
+            json.dumps({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progress": number}})
+        )
+        time.sleep(0.02)
+
+
+HOWS = {
+    "pays": pays,
+    "asks": asks_before,
+    "hangs": lambda request_id: time.sleep(60),
+    "only_tells": only_tells,
+    "closes": lambda request_id: sys.exit(),
+    "nan": lambda request_id: pays(request_id, float("nan")),
+    "large": lambda request_id: say("x" * 100_000_000),
+    "no_json": lambda request_id: say("hello"),
+    "another": lambda request_id: say("[1]"),
+}
+
+
+def main(how: str, file: str | None = None) -> None:
+    results = {"tools/list": {"tools": [TOOL]}}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["method"] == "tools/call":
+            HOWS[how](asked["id"])
+        elif "id" in asked:
+            answer(asked["id"], results.get(asked["method"], {}))
+    if file is not None:
+        Path(file).write_text("left")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+"""`turnwise import`: saved captures as the rollouts of a run, to read and to credit; nothing is trained."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from service_kit.errors import ServiceError
+from shared_schemas.json_text import read_json
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.presets import PRESETS
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.recredit import with_records
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job.load import LoadedJob, parse_job
+from trainer_backend.rundir.files import now
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.rundir.state import RunState, write_state
+
+ENV_NAME = "capture"
+# The iteration that they are stored as.
+FIRST = 1
+
+
+def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
+    """The job of captures unless another is named: rewards by decision. Its model is never loaded."""
+    values = {
+        "job": {"name": name},
+        "model": {"preset": next(iter(PRESETS))},
+        "rollout": {"env_name": ENV_NAME},
+        "training": {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"},
+    }
+    return parse_job(values, where="turnwise import", overrides=overrides)
+
+
+def import_captures(files: Sequence[Path], job: LoadedJob, path: Path | None) -> RunDirectory:
+    """Make a run of saved captures, each the JSON of GET /captures/{capture_id} or its `trajectory`.
+
+    Captures with one seed whose first prompts are equal are siblings of a group.
+
+    Raises:
+        RunDirectoryError: a file holds no ended capture, or two hold the same one; nothing was written.
+    """
+    captures = [_read(file) for file in files]
+    for number, file in enumerate(files):
+        if (first := captures.index(captures[number])) < number:
+            raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
+    run = create_run(job.config, path)
+    try:
+        rollouts = [with_records(rollout) for rollout in _rollouts(run, captures)]
+        credits = CreditAssignment.of(job.config).credits(rollouts)
+    except ServiceError:  # of their rewards, by the job
+        run.remove_if_unused(with_log=True)
+        raise
+    write_rollouts(run.rollouts_file(f"iteration_{FIRST}"), rollouts, credits)
+    write_state(run.path, RunState("ended", os.getpid(), FIRST, since=now()))
+    return run
+
+
+def _read(file: Path) -> Trajectory:
+    try:
+        value = read_json(file.read_bytes())
+    except OSError as error:
+        raise RunDirectoryError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"{file} holds no JSON: {error}") from error
+    if isinstance(value, dict) and "trajectory" in value:
+        if value["trajectory"] is None:
+            raise RunDirectoryError(
+                f"{file} holds a capture that is {value.get('status')!r}: POST its /end, then GET it again"
+            )
+        value = value["trajectory"]
+    try:
+        return Trajectory.model_validate(value)
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        place = ".".join(map(str, finding["loc"])) or "the whole"
+        raise RunDirectoryError(
+            f"{file} holds no capture: {place}: {finding['msg']}; it is the JSON of GET /captures/{{id}}"
+        ) from error
+
+
+def _rollouts(run: RunDirectory, captures: Iterable[Trajectory]) -> Iterable[Rollout]:
+    groups: dict[Any, int] = {}
+    sizes: list[int] = []
+    for capture in captures:
+        group = groups.setdefault(_start(capture), len(sizes))
+        sizes.extend([0] * (group == len(sizes)))
+        group_id, sibling = f"train/{FIRST}/{group}", sizes[group]
+        sizes[group] += 1
+        yield Rollout(
+            rollout_id=f"{run.run_id}/{group_id}/{sibling}", run_id=run.run_id, iteration=FIRST,
+            group_id=group_id, sibling=sibling, attempt=0, instance_id="imported",
+            status="finished", trajectory=capture,
+        )  # fmt: skip
+
+
+def _start(capture: Trajectory) -> tuple[int, str]:
+    return capture.seed, str(capture.steps[0].observation_data.messages) if capture.steps else ""
