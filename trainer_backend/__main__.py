@@ -272,7 +272,8 @@ def measure_the_truth(
         tell(_out, f"the budget is spent after {len(truths)} of {decisions} decisions")
     if measured.lost:
         tell(_out, f"{measured.lost} decisions could not be played; the same command tries them again")
-    tell(_out, f"written: {options.out}")
+    if truths:
+        tell(_out, f"written: {options.out}")
 
 
 @app.command("inspect")

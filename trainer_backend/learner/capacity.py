@@ -150,12 +150,7 @@ def slower_ways(
         wide_products: whether this torch has them (`logprobs.multiplies_wide`).
         wide_sums: likewise (`logprobs.adds_wide`).
     """
-    notes = []
-    if placement.unusable_gpu is not None:
-        notes.append(
-            f"the job runs on {placement.device.type}, though a GPU's driver is there: model.device is "
-            f"'auto', and {placement.unusable_gpu}"
-        )
+    notes = list(placement.notes())
     if model_type not in FAMILIES:
         notes.append(
             f"updates of this model run through transformers: the learner's own forward pass knows "
@@ -191,7 +186,7 @@ def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> 
     shape = model_shape(_folder_config(folder), None)
     use = engine_use(inference, placement)
     needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
-    return _beside_what_is_free(needs, placement)
+    return replace(_beside_what_is_free(needs, placement), notes=placement.notes())
 
 
 def _beside_what_is_free(needs: MemoryNeeds, placement: Placement) -> MemoryPlan:

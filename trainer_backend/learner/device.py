@@ -95,6 +95,15 @@ class Placement:
         """The same for processes without torch."""
         return Hardware(str(self.held).removeprefix("torch."), tuple(self.names()))
 
+    def notes(self) -> tuple[str, ...]:
+        """What `auto` left unused, in a sentence; empty: nothing."""
+        if self.unusable_gpu is None:
+            return ()
+        return (
+            f"the job runs on {self.device.type}, though a GPU's driver is there: model.device is 'auto', and "
+            f"{self.unusable_gpu}",
+        )
+
     def logits_bytes(self) -> int:
         """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""
         if self.device.type == "cuda":

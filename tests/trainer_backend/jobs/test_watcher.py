@@ -135,7 +135,7 @@ def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
     assert watcher.figures.syncs == 2, "a line of the log is nothing that the store keeps"
 
 
-def test_a_directory_that_is_no_run_of_ours_is_unusable_gpu(store, watcher, run):
+def test_a_directory_that_is_no_run_of_ours_is_unusable(store, watcher, run):
     (run.path / "run.json").write_text('{"run_id": "x", "format": 99}')
     watcher.look(everything=True)
     assert jobs.find(store).items == ()
@@ -149,7 +149,7 @@ def test_a_run_of_an_older_version_is_shown_whatever_keys_its_job_has(store, wat
 
 
 @pytest.mark.parametrize("text", ["[job", "", "job = 3"])
-def test_one_whose_job_is_none_is_unusable_gpu(store, watcher, run, text):
+def test_one_whose_job_is_none_is_unusable(store, watcher, run, text):
     (run.path / "job.toml").write_text(text)
     watcher.look(everything=True)
     watcher.look(everything=True)
