@@ -100,8 +100,8 @@ class Placement:
         if self.unusable_gpu is None:
             return ()
         return (
-            f"the job runs on {self.device.type}, though a GPU's driver is there: model.device is 'auto', and "
-            f"{self.unusable_gpu}",
+            f"the job runs on {self.device.type}, though a GPU's driver is there: model.device is 'auto', "
+            f"and {self.unusable_gpu}",
         )
 
     def logits_bytes(self) -> int:
