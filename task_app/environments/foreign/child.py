@@ -7,8 +7,8 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from selectors import EVENT_READ, DefaultSelector
-from typing import Any
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import IO, Any
 
 from task_app.environments.foreign.peer import ForeignFailed, Reach
 from task_app.environments.foreign.wire import json_of, late, too_much
@@ -51,19 +51,23 @@ class Child:
             )  # fmt: skip
         except OSError as exc:
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
+        assert self._process.stdin is not None and self._process.stdout is not None, "made with pipes"
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None, "made with a pipe"
-        try:
-            stdin.write(json.dumps(message).encode() + b"\n")
-            stdin.flush()
-        except OSError as exc:
-            raise self._ended() from exc
+        """Write a line; a process that does not read has the operator's deadline."""
+        text, until_s = memoryview(json.dumps(message).encode() + b"\n"), self._until(self._reach.deadline_s)
+        while text:
+            self._wait(self._stdin, EVENT_WRITE, until_s, self._reach.deadline_s)
+            try:
+                text = text[os.write(self._stdin.fileno(), text) :]
+            except OSError as exc:
+                raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
         """The values of the process's next lines; all that are taken arrive within the deadline."""
-        until_s = time.monotonic() + deadline_s
+        until_s = self._until(deadline_s)
         while True:
             line, newline, rest = self._read.partition(b"\n")
             if len(line) > self._reach.max_bytes:
@@ -82,32 +86,35 @@ class Child:
         """
         if grace_s:
             with suppress(OSError):
-                assert self._process.stdin is not None, "made with a pipe"
-                self._process.stdin.close()
-            until_s = time.monotonic() + grace_s
+                self._stdin.close()
+            until_s = self._until(grace_s)
             with suppress(ForeignFailed):
                 while True:
                     self._chunk(until_s, grace_s)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "made with pipes"
+        for pipe in (self._stdin, self._stdout):
             with suppress(OSError):
                 pipe.close()
         self._process.wait()
 
     def _chunk(self, until_s: float, deadline_s: float) -> bytes:
-        stdout = self._process.stdout
-        assert stdout is not None, "made with a pipe"
-        with DefaultSelector() as selector:  # select() knows no descriptors beyond 1023
-            selector.register(stdout, EVENT_READ)
-            rest_s = until_s - time.monotonic()
-            if rest_s <= 0 or not selector.select(rest_s):
-                raise late(self._name, deadline_s)
-        chunk = os.read(stdout.fileno(), _CHUNK_BYTES)
+        self._wait(self._stdout, EVENT_READ, until_s, deadline_s)
+        chunk = os.read(self._stdout.fileno(), _CHUNK_BYTES)
         if not chunk:
             raise self._ended()
         return chunk
+
+    def _wait(self, pipe: IO[bytes], event: int, until_s: float, deadline_s: float) -> None:
+        with DefaultSelector() as selector:  # select() knows no descriptors beyond 1023
+            selector.register(pipe, event)
+            rest_s = until_s - time.monotonic()
+            if rest_s <= 0 or not selector.select(rest_s):
+                raise late(self._name, deadline_s)
+
+    @staticmethod
+    def _until(deadline_s: float) -> float:
+        return time.monotonic() + deadline_s
 
     def _ended(self) -> ForeignFailed:
         return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TOOL = {"name": "step", "inputSchema": {"type": "object", "properties": {"move": {"type": "integer"}}}}
+TOOL = {"name": "step", "inputSchema": {"type": "object", "properties": {"move": {}}}}
 
 
 def say(text: str) -> None:
@@ -45,7 +45,13 @@ def only_tells(request_id: Any) -> None:
         time.sleep(0.02)
 
 
+def reads_no_more(request_id: Any) -> None:
+    pays(request_id)
+    time.sleep(60)
+
+
 HOWS = {
+    "reads_no_more": reads_no_more,
     "pays": pays,
     "asks": asks_before,
     "hangs": lambda request_id: time.sleep(60),

@@ -339,6 +339,16 @@ def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_lef
     foreign.close()
 
 
+def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
+    foreign = environment("mcp:child", deadline_s=2.0, mcp_servers=child("reads_no_more"))
+    foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
+    large = "x" * 1_000_000  # more than a pipe holds
+    with pytest.raises(ForeignDeadline, match="did not answer within 2 s"):
+        foreign.step((ToolRequest("step", {"move": large}, json.dumps({"move": large})),))
+    foreign.close()
+
+
 def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path):
     file = tmp_path / "left"
     foreign = environment("mcp:child", mcp_servers=child("asks", str(file)))

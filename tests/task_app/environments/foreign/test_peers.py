@@ -50,7 +50,9 @@ def game_of(mcp: str) -> Environment:
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize("prompts", MODES)
+@pytest.mark.parametrize(
+    ("mcp", "prompts"), [*(("http", mode) for mode in MODES), ("process", "conversation")], indirect=["mcp"]
+)
 def test_an_mcp_server_keeps_the_contract(mcp, promise, prompts):
     keeps(promise, mcp, {**GUESS, "prompts": prompts}, mcp_servers=SERVERS)
 
