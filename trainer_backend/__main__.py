@@ -157,7 +157,8 @@ def new_environment(
 
     for file in write_environment(name, parent):
         tell(_out, str(file))
-    tell(_out, f"next, in {parent / name}: pip install -e . ; pytest ; turnwise train job.toml")
+    commands = "pip install -e '.[dev]' ; python -m pytest ; turnwise train job.toml"
+    tell(_out, f"next, in {parent / name}: {commands}")
 
 
 @app.command("report")

@@ -70,8 +70,9 @@ def _parts(
         cause = f"{rollout.failure.code}: {rollout.failure.detail}" if rollout.failure else ""
         yield Text(f"{rollout.status}; {cause}")
         return
+    player = f"{episode.policy_name} {episode.model}".rstrip()  # a scripted policy has no model
     yield Text(
-        f"{episode.env_name}, seed {episode.seed}; {episode.policy_name} {episode.model}; outcome "
+        f"{episode.env_name}, seed {episode.seed}; {player}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
     earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]

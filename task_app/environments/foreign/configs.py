@@ -52,7 +52,7 @@ class McpConfig(RemoteConfig):
         default=None, description="called with the seed at each reset; its text follows the task"
     )
     reward_key: ActionName = Field(
-        default="reward", description="of a result's structuredContent, or else of its _meta; 0 without it"
+        default="reward", description="of a result's structuredContent, _meta, or text in JSON; 0 without it"
     )
     done_key: ActionName = Field(default="done", description="at the same places: true ends the episode")
 

@@ -1,10 +1,11 @@
 """`mcp:URL` and `mcp:NAME`: the tools of an MCP server, each call one `tools/call`.
 
 The server is at a URL, or it is a process that the operator's file names. A session of the server is an
-episode. The reward of a call is `structuredContent.reward` of its result, or else `_meta.reward`, or else 0;
-`done` at the same places is the end (the config can name other keys). Results with `isError`, and arguments
-that the server refuses, are no-ops. MCP has neither seeds nor snapshots: a tool of the server can take the
-seed (`reset_tool`), and is then not offered to the model.
+episode. The reward of a call is `structuredContent.reward` of its result, or else `_meta.reward`, or else
+`reward` of the JSON object that its text is, or else 0; `done` at the same places is the end (the config can
+name other keys). Results with `isError`, and arguments that the server refuses, are no-ops. MCP has neither
+seeds nor snapshots: a tool of the server can take the seed (`reset_tool`), and is then not offered to the
+model.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlunsplit
+
+from pydantic_core import from_json
 
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import McpConfig
@@ -55,6 +58,10 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
             hint=f"name its URL: mcp:{server.url}" if server.url else "give it a command",
         )
     return server
+
+
+# Of a result: where its reward and its end are told.
+_FACTS = ("structuredContent", "_meta")
 
 
 class Refused(Exception):
@@ -136,19 +143,17 @@ class McpPeer:
         text = result_text(result)
         if result.get("isError"):
             return Shown("", refused=text or "the tool failed")
-        plain: dict[str, Any] = {
-            name: result[name] for name in ("structuredContent", "_meta") if name in result
-        }
+        plain = {name: result[name] for name in _FACTS if name in result}
         return Shown(
             text,
             plain,
-            reward=number(self._fact(result, self._config.reward_key), self._name),
-            terminated=self._fact(result, self._config.done_key) is True,
+            reward=number(self._fact(result, text, self._config.reward_key), self._name),
+            terminated=self._fact(result, text, self._config.done_key) is True,
         )
 
-    def _fact(self, result: Mapping[str, Any], key: str) -> Any:
-        for place in ("structuredContent", "_meta"):
-            facts = result.get(place)
+    @staticmethod
+    def _fact(result: Mapping[str, Any], text: str, key: str) -> Any:
+        for facts in (*map(result.get, _FACTS), _object_of(text)):
             if isinstance(facts, dict) and key in facts:
                 return facts[key]
         return None
@@ -165,3 +170,14 @@ class McpPeer:
                 raise Refused(message)
             raise ForeignFailed(f"{self._name} answered an error to {method}: {message}")
         return object_in(answer.get("result"), f"the result of {method}")
+
+
+def _object_of(text: str) -> Any:
+    """The JSON that a text is, NaN included, which is no reward; None if it is none.
+
+    A tool without an output schema has no other place for its facts.
+    """
+    try:
+        return from_json(text) if text.startswith("{") else None
+    except ValueError:
+        return None

@@ -281,6 +281,11 @@ BAD_MCP = {
     "no_json": (lambda handler, request_id: handler.answers("hello"), ForeignFailed, "answered no JSON"),
     "another": (results_in("hello"), ForeignFailed, "the result of tools/call is no JSON object"),
     "words": (pays("much"), ForeignFailed, "pays a reward of 'much', which is no number"),
+    "nan_in_its_text": (
+        results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
+        ForeignFailed,
+        "no finite number",
+    ),
     "broken": (
         lambda handler, request_id: handler.send_error(500, "oh"),
         ForeignFailed,
@@ -379,6 +384,23 @@ def test_a_request_starts_no_command_beyond_the_operators_file(name, detail, hin
         environment(name, mcp_servers={"far": McpServer(url="https://far.example/mcp")})
     assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "ends"),
+    [
+        ({"content": [{"type": "text", "text": '{"reward": 0.5, "done": true}'}]}, 0.5, True),
+        ({"content": [{"type": "text", "text": "{reward}"}]}, 0.0, False),
+        ({"content": [{"type": "text", "text": '{"reward": 1}'}], "_meta": {"reward": 2}}, 2.0, False),
+    ],
+)
+def test_the_reward_of_a_tool_without_an_output_schema_stands_in_its_text(result, reward, ends):
+    with mcp(results_in(result)) as name:
+        foreign = environment(name)
+        foreign.reset(0)
+        outcome = foreign.step(CALL)
+        assert (outcome.env_rewards, outcome.terminated) == ((reward,), ends)
+        foreign.close()
 
 
 @contextmanager
