@@ -30,6 +30,8 @@ OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
 # The record of fixed policies (run.fixed_policies); runs without them have no such file.
 FIXED_RECORD = "fixed_policies.json"
+# Marks a run whose rollouts `turnwise import` wrote.
+_IMPORTED = "imported"
 _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
 
 
@@ -112,6 +114,10 @@ class RunDirectory:
 
     def job_with(self, overrides: Sequence[str]) -> LoadedJob:
         """Read the job with some keys changed, for who plays on with all its code: a resume, the truth."""
+        if (self.path / _IMPORTED).exists():
+            raise RunDirectoryError(
+                f"{self.path} holds captures that were imported, and nothing that could be played on"
+            )
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> LoadedJob:
@@ -123,6 +129,10 @@ class RunDirectory:
                 f"keeps its name (a folder may be called anything)"
             )
         return loaded
+
+    def mark_as_imported(self) -> None:
+        """Keep a resume from training over rollouts that no job of this run has collected."""
+        replace_text(self.path / _IMPORTED, "")
 
     def replace_job(self, job: JobConfig) -> None:
         """Write the job with which the run continues."""

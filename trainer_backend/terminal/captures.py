@@ -56,6 +56,7 @@ def import_captures(files: Sequence[Path], job: LoadedJob, path: Path | None) ->
     except ServiceError:  # of their rewards, by the job
         run.remove_if_unused(with_log=True)
         raise
+    run.mark_as_imported()
     write_rollouts(run.rollouts_file(f"iteration_{FIRST}"), rollouts, credits)
     write_state(run.path, RunState("ended", os.getpid(), FIRST, since=now()))
     return run
@@ -71,7 +72,8 @@ def _read(file: Path) -> Trajectory:
     if isinstance(value, dict) and "trajectory" in value:
         if value["trajectory"] is None:
             raise RunDirectoryError(
-                f"{file} holds a capture that is {value.get('status')!r}: POST its /end, then GET it again"
+                f"{file} holds a capture that is {value.get('status')!r} and has no trajectory; "
+                "an open one has one after its /end, one without a call never"
             )
         value = value["trajectory"]
     try:

@@ -49,7 +49,7 @@ class Child:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
                 env={**environment, **(variables or {})}, start_new_session=True,
             )  # fmt: skip
-        except OSError as exc:
+        except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
         assert self._process.stdin is not None and self._process.stdout is not None, "made with pipes"
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -84,19 +84,21 @@ class Child:
         Args:
             grace_s: it has this long to end by itself once its stdin is closed.
         """
-        if grace_s:
-            with suppress(OSError):
+        try:
+            if grace_s:
                 self._stdin.close()
-            until_s = self._until(grace_s)
-            with suppress(ForeignFailed):
+                until_s = self._until(grace_s)
                 while True:
                     self._chunk(until_s, grace_s)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pipe in (self._stdin, self._stdout):
-            with suppress(OSError):
-                pipe.close()
-        self._process.wait()
+        except (ForeignFailed, OSError):
+            pass  # it has ended, or its time has, or there are no descriptors left to wait with
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for pipe in (self._stdin, self._stdout):
+                with suppress(OSError):
+                    pipe.close()
+            self._process.wait()
 
     def _chunk(self, until_s: float, deadline_s: float) -> bytes:
         self._wait(self._stdout, EVENT_READ, until_s, deadline_s)

@@ -55,7 +55,7 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
         raise InvalidRequest(
             f"MCP server {clipped(argument)!r} has no command in TURNWISE_MCP_SERVERS",
             where="env_name",
-            hint=f"name its URL: mcp:{server.url}" if server.url else "give it a command",
+            hint="a remote server is named by its URL: mcp:https://…",  # whose path may be a key
         )
     return server
 
@@ -151,9 +151,8 @@ class McpPeer:
             terminated=self._fact(result, text, self._config.done_key) is True,
         )
 
-    @staticmethod
-    def _fact(result: Mapping[str, Any], text: str, key: str) -> Any:
-        for facts in (*map(result.get, _FACTS), _object_of(text)):
+    def _fact(self, result: Mapping[str, Any], text: str, key: str) -> Any:
+        for facts in (*map(result.get, _FACTS), _paying(text, self._config.reward_key)):
             if isinstance(facts, dict) and key in facts:
                 return facts[key]
         return None
@@ -172,12 +171,14 @@ class McpPeer:
         return object_in(answer.get("result"), f"the result of {method}")
 
 
-def _object_of(text: str) -> Any:
-    """The JSON that a text is, NaN included, which is no reward; None if it is none.
+def _paying(text: str, reward_key: str) -> Any:
+    """The JSON object that a text is, if it pays a number; what else a tool says there is its own business.
 
-    A tool without an output schema has no other place for its facts.
+    A tool without an output schema has no other place for its facts. NaN is a number here, and no reward.
     """
     try:
-        return from_json(text) if text.startswith("{") else None
+        value = from_json(text) if text.startswith("{") else None
     except ValueError:
         return None
+    reward = value.get(reward_key) if isinstance(value, dict) else None
+    return value if isinstance(reward, int | float) and not isinstance(reward, bool) else None

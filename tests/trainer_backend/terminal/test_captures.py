@@ -34,12 +34,16 @@ def test_captures_of_one_start_are_siblings_and_are_credited_against_each_other(
     # Returns 1 and 1, 1 of one seed: an ended sibling has 0 at turn 2.
     assert (first, second) == ([0.0], [0.0, 1.0])
     assert run.job().job.name == "mine"
+    with pytest.raises(
+        RunDirectoryError, match="holds captures that were imported, and nothing that could be"
+    ):
+        run.job_with([])  # a resume would train over them
 
 
 def test_what_is_no_ended_capture_is_refused_by_its_file_and_nothing_is_written(tmp_path):
     good = saved(tmp_path, "good", 1, WOOD)
     texts = {
-        "open": ('{"status": "open", "calls": 1, "trajectory": null}', "is 'open': POST its /end"),
+        "open": ('{"status": "open", "calls": 1, "trajectory": null}', "is 'open' and has no trajectory"),
         "other": ('{"rollouts": []}', "holds no capture: env_name: Field required"),
         "list": ("[1]", "holds no capture: the whole"),
         "broken": ("{", "holds no JSON"),

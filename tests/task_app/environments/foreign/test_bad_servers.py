@@ -365,9 +365,15 @@ def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path
 
 
 def test_an_mcp_process_that_does_not_start_is_told_as_such():
-    servers = {"gone": McpServer(command="/nowhere/server"), "dies": McpServer(command="false")}
+    servers = {
+        "gone": McpServer(command="/nowhere/server"),
+        "dies": McpServer(command="false"),
+        "odd": McpServer(command="true", env={"A=B": ""}),
+    }
     with pytest.raises(ForeignFailed, match=r"the command of TURNWISE_MCP_SERVERS does not run: .*/nowhere"):
         environment("mcp:gone", mcp_servers=servers).reset(0)
+    with pytest.raises(ForeignFailed, match="does not run: illegal environment variable name"):
+        environment("mcp:odd", mcp_servers=servers).reset(0)
     with pytest.raises(ForeignFailed, match="mcp:dies has ended its process; the task app's stderr says why"):
         environment("mcp:dies", mcp_servers=servers).reset(0)
 
@@ -376,14 +382,14 @@ def test_an_mcp_process_that_does_not_start_is_told_as_such():
     ("name", "detail", "hint"),
     [
         ("mcp:files", "'files' is no URL, and no MCP server", "or a name in"),
-        ("mcp:far", "MCP server 'far' has no command", "name its URL: mcp:https://far.example/mcp"),
+        ("mcp:far", "MCP server 'far' has no command", "is named by its URL: mcp:https://…"),
     ],
 )  # fmt: skip
 def test_a_request_starts_no_command_beyond_the_operators_file(name, detail, hint):
     with pytest.raises(InvalidRequest) as refused:
         environment(name, mcp_servers={"far": McpServer(url="https://far.example/mcp")})
     assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
-    assert hint in refused.value.hint
+    assert hint in refused.value.hint and "far.example" not in refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -391,6 +397,8 @@ def test_a_request_starts_no_command_beyond_the_operators_file(name, detail, hin
     [
         ({"content": [{"type": "text", "text": '{"reward": 0.5, "done": true}'}]}, 0.5, True),
         ({"content": [{"type": "text", "text": "{reward}"}]}, 0.0, False),
+        ({"content": [{"type": "text", "text": '{"task": "x", "done": true}'}]}, 0.0, False),
+        ({"content": [{"type": "text", "text": '{"reward": "sword"}'}]}, 0.0, False),
         ({"content": [{"type": "text", "text": '{"reward": 1}'}], "_meta": {"reward": 2}}, 2.0, False),
     ],
 )
