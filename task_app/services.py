@@ -14,6 +14,7 @@ from service_kit.keys import Keys
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import RolloutRequest
 from task_app.captures.door import Captures
+from task_app.environments.foreign.child import kill_all
 from task_app.errors import boundary
 from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
@@ -230,6 +231,7 @@ class Services:
         for session in self.environments:
             session.begin_close()
         await asyncio.gather(*[session.wait_closed(_CLOSE_S) for session in self.environments])
+        kill_all()
         await self.interactions.close()
         await self.session.close()
         self.database.close()

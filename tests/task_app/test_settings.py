@@ -81,6 +81,7 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
         "https://far.example/mcp",
     )
     assert settings.with_hosts(["a"]).mcp_servers == settings.mcp_servers
+    assert settings_from_environ({"TURNWISE_MCP_SERVERS": ""}).mcp_servers == {}
     assert "secret" not in repr(settings) + json.dumps(settings.limits())
 
 

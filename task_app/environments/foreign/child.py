@@ -18,6 +18,8 @@ START_S = 120.0
 # Variables that a program needs to run, and that hold no keys.
 _VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME")
 _CHUNK_BYTES = 65_536
+# Process groups of all that are open.
+_open: set[int] = set()
 
 
 class Child:
@@ -51,6 +53,7 @@ class Child:
             )  # fmt: skip
         except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
+        _open.add(self._process.pid)
         assert self._process.stdin is not None and self._process.stdout is not None, "made with pipes"
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self._stdin.fileno(), False)
@@ -93,8 +96,8 @@ class Child:
         except (ForeignFailed, OSError):
             pass  # it has ended, or its time has, or there are no descriptors left to wait with
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill(self._process.pid)
+            _open.discard(self._process.pid)
             for pipe in (self._stdin, self._stdout):
                 with suppress(OSError):
                     pipe.close()
@@ -120,3 +123,14 @@ class Child:
 
     def _ended(self) -> ForeignFailed:
         return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")
+
+
+def kill_all() -> None:
+    """Kill what is still open when the service ends: a call that hangs holds the lock of its environment."""
+    for group in tuple(_open):
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

@@ -5,6 +5,7 @@ FILE is written when its stdin closes.
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -50,7 +51,14 @@ def reads_no_more(request_id: Any) -> None:
     time.sleep(60)
 
 
+def shows_its_place(request_id: Any) -> None:
+    """It pays 1 if it has the variables and the folder of its entry, and no key of ours."""
+    here = os.environ.get("HERE") == os.getcwd()
+    pays(request_id, float(here and "ENVIRONMENT_API_KEY" not in os.environ))
+
+
 HOWS = {
+    "shows": shows_its_place,
     "reads_no_more": reads_no_more,
     "pays": pays,
     "asks": asks_before,

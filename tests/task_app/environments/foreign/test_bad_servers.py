@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
+from task_app.environments.foreign.child import kill_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
@@ -351,6 +353,27 @@ def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
     large = "x" * 1_000_000  # more than a pipe holds
     with pytest.raises(ForeignDeadline, match="did not answer within 2 s"):
         foreign.step((ToolRequest("step", {"move": large}, json.dumps({"move": large})),))
+    foreign.close()
+
+
+def test_the_end_of_the_service_kills_a_process_amid_a_call_that_hangs():
+    foreign = environment("mcp:child", deadline_s=60.0, mcp_servers=child("hangs"))
+    foreign.reset(0)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(foreign.step, CALL)
+        kill_all()
+        with pytest.raises(ForeignFailed, match="has ended its process"):
+            step.result(20)
+    foreign.close()
+
+
+def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", "secret")
+    folder = str(tmp_path.resolve())
+    server = child("shows")["child"].model_copy(update={"cwd": folder, "env": {"HERE": folder}})
+    foreign = environment("mcp:child", mcp_servers={"child": server})
+    foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
     foreign.close()
 
 
