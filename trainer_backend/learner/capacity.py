@@ -64,6 +64,10 @@ class MemoryPlan:
         line += f"; in main memory: {host}" if host else ""
         return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
 
+    def report(self) -> str:
+        """The same, and the notes, each on a line."""
+        return "\n".join((str(self), *self.notes))
+
     def shortage(self) -> str | None:
         """A line about what cannot fit; None where everything fits."""
         if self.needs.least > self.free:

@@ -44,7 +44,7 @@ class LocalFactory:
     def _plan_of_this_rank(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
         refuse_too_large(plan, hint=less_memory(self._config))
-        return "\n".join((str(plan), *plan.notes))
+        return plan.report()
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
         tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)

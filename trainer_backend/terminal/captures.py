@@ -1,13 +1,12 @@
 """`turnwise import`: saved captures as the rollouts of a run, to read and to credit; nothing is trained."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from service_kit.errors import ServiceError
 from shared_schemas.json_text import read_json
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
@@ -37,27 +36,24 @@ def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
     return parse_job(values, where="turnwise import", overrides=overrides)
 
 
-def import_captures(files: Sequence[Path], job: LoadedJob, path: Path | None) -> RunDirectory:
+def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDirectory:
     """Make a run of saved captures, each the JSON of GET /captures/{capture_id} or its `trajectory`.
 
     Captures with one seed whose first prompts are equal are siblings of a group.
 
     Raises:
         RunDirectoryError: a file holds no ended capture, or two hold the same one; nothing was written.
+        CreditError: of the job's rewards or estimator, by the place of a capture; nothing was written.
     """
     captures = [_read(file) for file in files]
     for number, file in enumerate(files):
         if (first := captures.index(captures[number])) < number:
             raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
+    # First, since it may refuse them; ids are not credited.
+    credits = CreditAssignment.of(job.config).credits(_rollouts(job.config.job.name, captures))
     run = create_run(job.config, path)
-    try:
-        rollouts = [with_records(rollout) for rollout in _rollouts(run, captures)]
-        credits = CreditAssignment.of(job.config).credits(rollouts)
-    except ServiceError:  # of their rewards, by the job
-        run.remove_if_unused(with_log=True)
-        raise
     run.mark_as_imported()
-    write_rollouts(run.rollouts_file(f"iteration_{FIRST}"), rollouts, credits)
+    write_rollouts(run.rollouts_file(f"iteration_{FIRST}"), _rollouts(run.run_id, captures), credits)
     write_state(run.path, RunState("ended", os.getpid(), FIRST, since=now()))
     return run
 
@@ -86,19 +82,20 @@ def _read(file: Path) -> Trajectory:
         ) from error
 
 
-def _rollouts(run: RunDirectory, captures: Iterable[Trajectory]) -> Iterable[Rollout]:
-    groups: dict[Any, int] = {}
-    sizes: list[int] = []
-    for capture in captures:
-        group = groups.setdefault(_start(capture), len(sizes))
-        sizes.extend([0] * (group == len(sizes)))
-        group_id, sibling = f"train/{FIRST}/{group}", sizes[group]
-        sizes[group] += 1
-        yield Rollout(
-            rollout_id=f"{run.run_id}/{group_id}/{sibling}", run_id=run.run_id, iteration=FIRST,
-            group_id=group_id, sibling=sibling, attempt=0, instance_id="imported",
-            status="finished", trajectory=capture,
+def _rollouts(run_id: str, captures: Sequence[Trajectory]) -> list[Rollout]:
+    starts = [_start(capture) for capture in captures]
+    numbers = {start: number for number, start in enumerate(dict.fromkeys(starts))}
+    siblings: Counter[tuple[int, str]] = Counter()
+    rollouts = []
+    for start, capture in zip(starts, captures, strict=True):
+        group_id, sibling = f"train/{FIRST}/{numbers[start]}", siblings[start]
+        siblings[start] += 1
+        rollout = Rollout(
+            rollout_id=f"{run_id}/{group_id}/{sibling}", run_id=run_id, iteration=FIRST, group_id=group_id,
+            sibling=sibling, attempt=0, instance_id="imported", status="finished", trajectory=capture,
         )  # fmt: skip
+        rollouts.append(with_records(rollout))
+    return rollouts
 
 
 def _start(capture: Trajectory) -> tuple[int, str]:

@@ -52,7 +52,7 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr | None, say: Callab
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
         server = PolicyServer(job.job.name, listener, job.inference, key=key or "none")
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
-        say("\n".join((str(policy.plan), *policy.plan.notes)))
+        say(policy.plan.report())
         with policy.serving() as inference:
             who = "" if key else ", to this machine alone, without a key"
             say(f"{folder} is served as {inference.model} at {inference.url}/v1{who}; Ctrl-C ends it")

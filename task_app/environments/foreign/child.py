@@ -60,7 +60,8 @@ class Child:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Write a line; a process that does not read has the operator's deadline."""
-        text, until_s = memoryview(json.dumps(message).encode() + b"\n"), self._until(self._reach.deadline_s)
+        until_s = time.monotonic() + self._reach.deadline_s
+        text = memoryview(json.dumps(message).encode() + b"\n")
         while text:
             self._wait(self._stdin, EVENT_WRITE, until_s, self._reach.deadline_s)
             try:
@@ -70,7 +71,7 @@ class Child:
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
         """The values of the process's next lines; all that are taken arrive within the deadline."""
-        until_s = self._until(deadline_s)
+        until_s = time.monotonic() + deadline_s
         while True:
             line, newline, rest = self._read.partition(b"\n")
             if len(line) > self._reach.max_bytes:
@@ -90,7 +91,7 @@ class Child:
         try:
             if grace_s:
                 self._stdin.close()
-                until_s = self._until(grace_s)
+                until_s = time.monotonic() + grace_s
                 while True:
                     self._chunk(until_s, grace_s)
         except (ForeignFailed, OSError):
@@ -116,10 +117,6 @@ class Child:
             rest_s = until_s - time.monotonic()
             if rest_s <= 0 or not selector.select(rest_s):
                 raise late(self._name, deadline_s)
-
-    @staticmethod
-    def _until(deadline_s: float) -> float:
-        return time.monotonic() + deadline_s
 
     def _ended(self) -> ForeignFailed:
         return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")

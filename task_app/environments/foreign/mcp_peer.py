@@ -55,7 +55,8 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
         raise InvalidRequest(
             f"MCP server {clipped(argument)!r} has no command in TURNWISE_MCP_SERVERS",
             where="env_name",
-            hint="a remote server is named by its URL: mcp:https://…",  # whose path may be a key
+            # The URL itself is not told: its path may be a key.
+            hint="a remote server is named by its URL: mcp:https://…" if server.url else "give it a command",
         )
     return server
 
@@ -143,19 +144,13 @@ class McpPeer:
         text = result_text(result)
         if result.get("isError"):
             return Shown("", refused=text or "the tool failed")
-        plain = {name: result[name] for name in _FACTS if name in result}
+        facts = [*map(result.get, _FACTS), _paying(text, self._config.reward_key)]
         return Shown(
             text,
-            plain,
-            reward=number(self._fact(result, text, self._config.reward_key), self._name),
-            terminated=self._fact(result, text, self._config.done_key) is True,
+            {name: result[name] for name in _FACTS if name in result},
+            reward=number(_first(facts, self._config.reward_key), self._name),
+            terminated=_first(facts, self._config.done_key) is True,
         )
-
-    def _fact(self, result: Mapping[str, Any], text: str, key: str) -> Any:
-        for facts in (*map(result.get, _FACTS), _paying(text, self._config.reward_key)):
-            if isinstance(facts, dict) and key in facts:
-                return facts[key]
-        return None
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a request; Refused if its parameters are invalid."""
@@ -169,6 +164,11 @@ class McpPeer:
                 raise Refused(message)
             raise ForeignFailed(f"{self._name} answered an error to {method}: {message}")
         return object_in(answer.get("result"), f"the result of {method}")
+
+
+def _first(facts: Sequence[Any], key: str) -> Any:
+    """What the first object that has the key says; None: none has it."""
+    return next((one[key] for one in facts if isinstance(one, dict) and key in one), None)
 
 
 def _paying(text: str, reward_key: str) -> Any:

@@ -13,10 +13,10 @@ from trainer_backend.rundir.rollout_files import read_decisions, read_rollouts
 from trainer_backend.terminal.captures import import_captures, job_of_captures
 
 
-def saved(folder: Path, name: str, seed: int, *decisions, wall_s: float = 0.0) -> Path:
+def saved(folder: Path, name: str, seed: int, *decisions) -> Path:
     trajectory = json.loads(rollout(seed, list(decisions)).trajectory.model_dump_json())
     file = folder / f"{name}.json"
-    file.write_text(json.dumps({"status": "ended", "trajectory": trajectory | {"wall_s": wall_s}}))
+    file.write_text(json.dumps({"status": "ended", "trajectory": trajectory}))
     return file
 
 

@@ -60,7 +60,6 @@ def shows_its_place(request_id: Any) -> None:
 HOWS = {
     "shows": shows_its_place,
     "reads_no_more": reads_no_more,
-    "pays": pays,
     "asks": asks_before,
     "hangs": lambda request_id: time.sleep(60),
     "only_tells": only_tells,

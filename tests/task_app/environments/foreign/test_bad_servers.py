@@ -18,7 +18,7 @@ from task_app.environments.foreign.child import kill_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
-from task_app.protocols import ToolRequest
+from task_app.protocols import Environment, ToolRequest
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.environments.foreign.contracts import environment
 from tests.task_app.rollout_client import accept, all_of
@@ -78,19 +78,24 @@ BAD = {
 }
 
 
+def fails_and_is_left(foreign: Environment, opening: str, kind: type[ForeignFailed], sentence: str) -> None:
+    """Its first call fails its episode with this reason; another episode can be begun."""
+    assert foreign.reset(0).text == opening
+    with pytest.raises(kind) as failed:
+        foreign.step(CALL)
+    assert sentence in failed.value.detail
+    with pytest.raises(EpisodeOver):
+        foreign.step(CALL)
+    assert foreign.reset(1).text == opening
+    foreign.close()
+
+
 @pytest.mark.parametrize("how", BAD)
 def test_a_server_that_misbehaves_in_mid_episode_fails_it_and_is_left(how):
     step, kind, sentence = BAD[how]
     with openenv(step) as name:
         foreign = environment(name, deadline_s=2.0 if how == "hangs" else 20.0, max_bytes=10_000)
-        assert foreign.reset(0).text == "at: 0"
-        with pytest.raises(kind) as failed:
-            foreign.step(CALL)
-        assert sentence in failed.value.detail
-        with pytest.raises(EpisodeOver):
-            foreign.step(CALL)
-        assert foreign.reset(1).text == "at: 0"
-        foreign.close()
+        fails_and_is_left(foreign, "at: 0", kind, sentence)
 
 
 def test_an_action_that_the_server_refuses_is_a_no_op():
@@ -302,14 +307,7 @@ def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left
     with mcp(call) as name:
         deadline_s = 2.0 if kind is ForeignDeadline else 20.0
         foreign = environment(name, {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000)
-        assert foreign.reset(0).text == "Go."
-        with pytest.raises(kind) as failed:
-            foreign.step(CALL)
-        assert sentence in failed.value.detail
-        with pytest.raises(EpisodeOver):
-            foreign.step(CALL)
-        assert foreign.reset(1).text == "Go."
-        foreign.close()
+        fails_and_is_left(foreign, "Go.", kind, sentence)
 
 
 def child(how: str, *arguments: str) -> dict[str, McpServer]:
@@ -336,14 +334,7 @@ def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_lef
     foreign = environment(
         "mcp:child", {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000, mcp_servers=child(how)
     )
-    assert foreign.reset(0).text == "Go."
-    with pytest.raises(kind) as failed:
-        foreign.step(CALL)
-    assert sentence in failed.value.detail
-    with pytest.raises(EpisodeOver):
-        foreign.step(CALL)
-    assert foreign.reset(1).text == "Go."
-    foreign.close()
+    fails_and_is_left(foreign, "Go.", kind, sentence)
 
 
 def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
