@@ -74,7 +74,7 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
     python = fake_environment(environment)
     (environment / "deadly").write_text("" if cluster is None else "down")
     own = {
-        "replica_wait_s": 30.0,
+        "replica_wait_s": 20.0,  # as long until a server that only fails is killed
         "replicas": 2 if cluster is None else 1,
         "vllm_python": python,
         "vllm": {"max_num_seqs": 8},
