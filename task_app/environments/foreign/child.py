@@ -10,7 +10,7 @@ from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import IO, Any
 
-from task_app.environments.foreign.peer import ForeignFailed, Reach
+from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
 from task_app.environments.foreign.wire import json_of, late, too_much
 
 # For the imports and downloads of a start, which take seconds on an idle machine.
@@ -70,7 +70,7 @@ class Child:
                 raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
-        """The values of the process's next lines; all that are taken arrive within the deadline."""
+        """The values of the process's next lines, blank ones left out; all that are taken arrive in time."""
         until_s = time.monotonic() + deadline_s
         while True:
             line, newline, rest = self._read.partition(b"\n")
@@ -78,31 +78,44 @@ class Child:
                 raise too_much(self._name, self._reach)
             if newline:
                 self._read = rest
-                yield json_of(line, self._name)
+                if line.strip():
+                    yield json_of(line, self._name)
             else:
                 self._read += self._chunk(until_s, deadline_s)
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """Kill the process and what it has forked, which may hold its pipes.
+        """End the process and what it has forked, which may hold its pipes.
 
         Args:
-            grace_s: it has this long to end by itself once its stdin is closed.
+            grace_s: it has this long to end by itself once its stdin is closed, and as long after a SIGTERM;
+                then it is killed.
         """
         try:
             if grace_s:
                 self._stdin.close()
-                until_s = time.monotonic() + grace_s
-                while True:
-                    self._chunk(until_s, grace_s)
-        except (ForeignFailed, OSError):
-            pass  # it has ended, or its time has, or there are no descriptors left to wait with
+                if not self._ends_within(grace_s):
+                    _signal(self._process.pid, signal.SIGTERM)
+                    self._ends_within(grace_s)
+        except OSError:
+            pass  # there are no descriptors left to wait with
         finally:
-            _kill(self._process.pid)
+            _signal(self._process.pid, signal.SIGKILL)
             _open.discard(self._process.pid)
             for pipe in (self._stdin, self._stdout):
                 with suppress(OSError):
                     pipe.close()
             self._process.wait()
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Read what it still writes, until it closes its stdout; False if it did not."""
+        until_s = time.monotonic() + seconds
+        try:
+            while True:
+                self._chunk(until_s, seconds)
+        except ForeignDeadline:
+            return False
+        except ForeignFailed:
+            return True
 
     def _chunk(self, until_s: float, deadline_s: float) -> bytes:
         self._wait(self._stdout, EVENT_READ, until_s, deadline_s)
@@ -125,9 +138,9 @@ class Child:
 def kill_all() -> None:
     """Kill what is still open when the service ends: a call that hangs holds the lock of its environment."""
     for group in tuple(_open):
-        _kill(group)
+        _signal(group, signal.SIGKILL)
 
 
-def _kill(group: int) -> None:
+def _signal(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)

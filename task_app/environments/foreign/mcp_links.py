@@ -95,7 +95,7 @@ class ProcessLink:
             message = object_in(next(lines), "a line of the process")
             if "method" in message:
                 self._answer(message)
-            elif message.get("id") == request["id"]:
+            elif message.get("id") == request["id"] or _is_of_nothing_read(message):
                 return message
 
     def tell(self, notification: Mapping[str, Any]) -> None:
@@ -114,6 +114,11 @@ class ProcessLink:
             else {"error": {"code": _METHOD_NOT_FOUND, "message": "Turnwise has no such method"}}
         )
         self._child.tell({"jsonrpc": "2.0", "id": message["id"], **answer})
+
+
+def _is_of_nothing_read(message: Mapping[str, Any]) -> bool:
+    """Whether it is JSON-RPC's error of a request that was not understood, whose id nobody knows."""
+    return message.get("id") is None and "error" in message
 
 
 def _answer(content: bytes, request_id: int, name: str) -> dict[str, Any] | None:

@@ -1,11 +1,13 @@
 """An MCP server of a process by hand: `python mcp_child.py HOW [FILE]` says how it answers its first call.
 
-FILE is written when its stdin closes.
+FILE is written when its stdin closes, or as HOW says.
 """
 
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,7 +59,33 @@ def shows_its_place(request_id: Any) -> None:
     pays(request_id, float(here and "ENVIRONMENT_API_KEY" not in os.environ))
 
 
+def goes_at_a_signal(request_id: Any) -> None:
+    """It outlives its stdin, and writes FILE at a SIGTERM."""
+
+    def left(*_: Any) -> None:
+        Path(sys.argv[2]).write_text("told")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, left)
+    pays(request_id)
+    time.sleep(60)
+
+
+def forks(request_id: Any) -> None:
+    """What it forks holds FILE, a pipe, open for writing."""
+    holder = f"pipe = open({sys.argv[2]!r}, 'w'); import time; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as forked:
+        assert forked.stdout is not None
+        forked.stdout.readline()
+        say("")  # a blank line is no message
+        pays(request_id)
+        os._exit(0)
+
+
 HOWS = {
+    "goes_at_a_signal": goes_at_a_signal,
+    "forks": forks,
+    "did_not_read": lambda request_id: say('{"jsonrpc": "2.0", "id": null, "error": {"message": "what?"}}'),
     "shows": shows_its_place,
     "reads_no_more": reads_no_more,
     "asks": asks_before,

@@ -1,6 +1,7 @@
 """Foreign servers that misbehave: the rollout fails with a reason, and is never scored."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -324,6 +326,7 @@ BAD_CHILD = {
     "large": (ForeignFailed, "answered more than 10000 bytes"),
     "no_json": (ForeignFailed, "answered no JSON"),
     "another": (ForeignFailed, "a line of the process is no JSON object"),
+    "did_not_read": (ForeignFailed, "what?"),
 }
 
 
@@ -376,6 +379,28 @@ def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path
     assert not file.exists()
     foreign.close()
     assert file.read_text() == "left"
+
+
+def test_an_mcp_process_that_outlives_its_stdin_is_told_to_end_before_it_is_killed(tmp_path):
+    file = tmp_path / "left"
+    foreign = environment("mcp:child", mcp_servers=child("goes_at_a_signal", str(file)))
+    foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
+    foreign.close()
+    assert file.read_text() == "told"
+
+
+def test_what_an_mcp_process_forked_is_killed_with_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    foreign = environment("mcp:child", mcp_servers=child("forks", str(pipe)))
+    foreign.reset(0)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(pipe.open)
+        assert foreign.step(CALL).env_rewards == (1.0,)
+        with held.result(20) as end:
+            foreign.close()
+            assert select([end], [], [], 20)[0] and end.read() == "", "its last writer has ended"
 
 
 def test_an_mcp_process_that_does_not_start_is_told_as_such():
