@@ -18,6 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
+# Variables that a program and its libraries need to run as they do here, and that hold no keys.
+_WITHOUT_KEYS = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HOME",
+)  # fmt: skip
 # A service prints this with its address to stdout when it is ready.
 READY = "listening on "
 _ORPHANED = 1
@@ -147,6 +152,11 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1].strip() if lines else ""
+
+
+def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Of a service's environment variables those that a child may have: without keys, or listed by name."""
+    return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
 
 
 def begin_imports() -> None:

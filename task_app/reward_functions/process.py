@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
+from service_kit.children import without_keys
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.json_text import encodable
@@ -22,11 +23,6 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# Variables that Python and its libraries need to run as they do here, and that hold no keys.
-HARMLESS = (
-    "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HOME",
-)  # fmt: skip
 # Error code of a function that took too long.
 DEADLINE = "reward_function_deadline"
 # The child ends itself at the deadline and writes where it was; we kill it this much later.
@@ -191,9 +187,8 @@ class RewardProcess:
 
 
 def environment_of(ours: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
-    """The child's environment variables: the harmless ones, those that the operator lists, and PYTHONPATH."""
-    variables = {name: ours[name] for name in (*HARMLESS, *more) if name in ours}
-    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """The child's environment variables: those without keys, the operator's own, and PYTHONPATH."""
+    return without_keys(ours, more) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def exit_of(code: int) -> str:

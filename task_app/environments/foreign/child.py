@@ -10,13 +10,12 @@ from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import IO, Any
 
+from service_kit.children import without_keys
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
 from task_app.environments.foreign.wire import json_of, late, too_much
 
 # For the imports and downloads of a start, which take seconds on an idle machine.
 START_S = 120.0
-# Variables that a program needs to run, and that hold no keys.
-_VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "HF_HOME")
 _CHUNK_BYTES = 65_536
 # Process groups of all that are open.
 _open: set[int] = set()
@@ -45,11 +44,10 @@ class Child:
         self._name = name
         self._reach = reach
         self._read = b""
-        environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
-                env={**environment, **(variables or {})}, start_new_session=True,
+                env={**without_keys(os.environ), **(variables or {})}, start_new_session=True,
             )  # fmt: skip
         except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
