@@ -59,7 +59,10 @@ class RewardProcess:
         )  # fmt: skip
         process = cls(name, child, settings)
         try:
-            reply = await process._line(settings.reward_start_s, settings.reward_start_s, "did not start")
+            since_s = asyncio.get_running_loop().time()
+            reply = await process._line(
+                settings.reward_start_s, settings.reward_start_s, "did not start", since_s=since_s
+            )
             if "error" in reply:
                 raise RewardFunctionFailed(f"the process of reward function {name!r}: {reply['error']}")
         except BaseException:
@@ -74,8 +77,10 @@ class RewardProcess:
         request = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
         assert self._process.stdin is not None
         self._has_answered = False
+        # Taken before the child can begin to count: it may reach its deadline first.
+        since_s = asyncio.get_running_loop().time()
         self._process.stdin.write(request.encode() + b"\n")
-        reply = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer")
+        reply = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer", since_s=since_s)
         self._has_answered = True
         try:
             parsed = _Reply.model_validate(reply)
@@ -120,11 +125,12 @@ class RewardProcess:
         self._process._transport.close()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
-    async def _line(self, timeout_s: float, deadline_s: float, failure: str) -> dict[str, Any]:
-        """The next line of the process: a JSON object."""
+    async def _line(
+        self, timeout_s: float, deadline_s: float, failure: str, *, since_s: float
+    ) -> dict[str, Any]:
+        """The next line of the process: a JSON object, which it was asked for at `since_s`."""
         assert self._process.stdout is not None
         loop = asyncio.get_running_loop()
-        start_s = loop.time()
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._process.stdout.readline()
@@ -136,7 +142,7 @@ class RewardProcess:
             raise self._error(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
         if not line.endswith(b"\n"):
             # Its own watchdog ended it; only the deadline of a call triggers that.
-            if loop.time() - start_s >= deadline_s:
+            if loop.time() - since_s >= deadline_s:
                 raise self._late(failure, deadline_s)
             raise self._error(f"ended its process ({exit_of(code)}) before it answered")
         try:
