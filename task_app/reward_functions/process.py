@@ -59,10 +59,7 @@ class RewardProcess:
         )  # fmt: skip
         process = cls(name, child, settings)
         try:
-            since_s = asyncio.get_running_loop().time()
-            reply = await process._line(
-                settings.reward_start_s, settings.reward_start_s, "did not start", since_s=since_s
-            )
+            reply = await process._line(settings.reward_start_s, settings.reward_start_s, "did not start")
             if "error" in reply:
                 raise RewardFunctionFailed(f"the process of reward function {name!r}: {reply['error']}")
         except BaseException:
@@ -75,12 +72,8 @@ class RewardProcess:
         self._forget_prints()
         deadline_s = self._settings.reward_deadline_s
         request = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
-        assert self._process.stdin is not None
         self._has_answered = False
-        # Taken before the child can begin to count: it may reach its deadline first.
-        since_s = asyncio.get_running_loop().time()
-        self._process.stdin.write(request.encode() + b"\n")
-        reply = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer", since_s=since_s)
+        reply = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer", request=request)
         self._has_answered = True
         try:
             parsed = _Reply.model_validate(reply)
@@ -126,11 +119,14 @@ class RewardProcess:
         await asyncio.sleep(0)
 
     async def _line(
-        self, timeout_s: float, deadline_s: float, failure: str, *, since_s: float
+        self, timeout_s: float, deadline_s: float, failure: str, *, request: str | None = None
     ) -> dict[str, Any]:
-        """The next line of the process: a JSON object, which it was asked for at `since_s`."""
-        assert self._process.stdout is not None
+        """The next line of the process, a JSON object; where there is a request, its answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
         loop = asyncio.get_running_loop()
+        start_s = loop.time()  # before the child can begin to count: it may reach its deadline first
+        if request is not None:
+            self._process.stdin.write(request.encode() + b"\n")
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._process.stdout.readline()
@@ -142,7 +138,7 @@ class RewardProcess:
             raise self._error(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
         if not line.endswith(b"\n"):
             # Its own watchdog ended it; only the deadline of a call triggers that.
-            if loop.time() - since_s >= deadline_s:
+            if loop.time() - start_s >= deadline_s:
                 raise self._late(failure, deadline_s)
             raise self._error(f"ended its process ({exit_of(code)}) before it answered")
         try:

@@ -30,7 +30,11 @@ def pays(request_id: Any, reward: float = 1.0) -> None:
 
 
 def asks_before(request_id: Any) -> None:
-    """It asks the client twice, tells it something, and pays 1 if the answers are those of a client."""
+    """It asks the client twice, tells it something, and pays 1 if the answers are those of a client.
+
+    The blank line is no message.
+    """
+    say("")
     say(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}))
     say(json.dumps({"jsonrpc": "2.0", "id": "alive", "method": "ping"}))
     alive = json.loads(sys.stdin.readline())
@@ -77,7 +81,6 @@ def forks(request_id: Any) -> None:
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as forked:
         assert forked.stdout is not None
         forked.stdout.readline()
-        say("")  # a blank line is no message
         pays(request_id)
         os._exit(0)
 
