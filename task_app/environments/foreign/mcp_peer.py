@@ -27,7 +27,9 @@ from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.wire import checked_url
 from task_app.errors import InvalidRequest, clipped
 
+# The one that is asked for, and those that a server may answer with: what is used here is the same in all.
 VERSION = "2025-06-18"
+VERSIONS = ("2024-11-05", "2025-03-26", VERSION, "2025-11-25")
 _INVALID_PARAMS = -32602
 _MAX_PAGES = 100
 
@@ -121,7 +123,13 @@ class McpPeer:
     def _begin(self) -> None:
         self._link = self._connect()
         info = {"name": "turnwise", "version": "1"}
-        self._request(INITIALIZE, {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info})
+        asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
+        agreed = self._request(INITIALIZE, asked).get("protocolVersion", VERSION)
+        if agreed not in VERSIONS:
+            raise ForeignFailed(
+                f"{self._name} speaks version {clipped(str(agreed), 300)} of MCP; "
+                f"Turnwise speaks {', '.join(VERSIONS)}"
+            )
         self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
         self._is_fresh = True
 

@@ -103,7 +103,9 @@ HOWS = {
 
 
 def main(how: str, file: str | None = None) -> None:
-    results = {"tools/list": {"tools": [TOOL]}}
+    results: dict[str, Any] = {"tools/list": {"tools": [TOOL]}}
+    if how == "newer":
+        results["initialize"] = {"protocolVersion": "2099-01-01"}
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["method"] == "tools/call":

@@ -403,6 +403,13 @@ def test_what_an_mcp_process_forked_is_killed_with_it(tmp_path):
             assert select([end], [], [], 20)[0] and end.read() == "", "its last writer has ended"
 
 
+def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything():
+    with pytest.raises(
+        ForeignFailed, match=r"mcp:child speaks version 2099-01-01 of MCP; Turnwise speaks 2024"
+    ):
+        environment("mcp:child", mcp_servers=child("newer")).reset(0)
+
+
 def test_an_mcp_process_that_does_not_start_is_told_as_such():
     servers = {
         "gone": McpServer(command="/nowhere/server"),
