@@ -1,11 +1,13 @@
-"""CPU time of an update at the demo's shape, of this tree beside another one: the same episodes and weights.
+"""Time of an update at the demo's shape, of this tree beside another one: the same episodes and weights.
 
-    python -m bench.update_speed --against ../other/tree [--rounds 7] [--run RUN] [--profile]
+    python -m bench.update_speed [--against ../other/tree | --spin 0] [--rounds 7] [--run RUN] [--profile]
 
 The demo's job plays an iteration (bench/demo_iteration.py), or RUN holds it already. Then a process for each
 tree takes its checkpoint and its rollouts and makes the update, from the same weights each time, in turns
-with the other one. Printed are the medians of CPU seconds, the median of the ratios of two that follow each
-other, and their spread. Without --against this tree is timed alone. --profile adds where its time goes.
+with the other one. Printed are the medians of CPU seconds and of the clock's, the median of the ratios of two
+that follow each other, and their spread. --spin compares this tree with itself, whose idle threads look for
+work that many times before they sleep (GOMP_SPINCOUNT). Without either it is timed alone. --profile adds
+where its time goes.
 """
 
 import os
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,9 +42,9 @@ def update_of(run: Path) -> Callable[[], dict[str, float]]:
 
     def update() -> dict[str, float]:
         learner, _ = LocalLearner.resumed(config, checkpoint)
-        began_s = time.process_time()
+        cpu_s, clock_s = time.process_time(), time.perf_counter()
         metrics = learner.update(episodes, iteration=1)
-        return {**metrics, "cpu_s": time.process_time() - began_s}
+        return {**metrics, "cpu_s": time.process_time() - cpu_s, "clock_s": time.perf_counter() - clock_s}
 
     return update
 
@@ -52,23 +54,24 @@ def work(run: Path) -> None:
     update = update_of(run)
     for _ in sys.stdin:
         metrics = update()
-        print(metrics["cpu_s"], metrics["optim/steps"], flush=True)
+        print(metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
 
 
 @contextmanager
-def timed(tree: Path, run: Path) -> Iterator[Callable[[], float]]:
-    """CPU seconds of one update by a tree's code, for each call."""
-    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE"}
+def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Callable[[], tuple[float, float]]]:
+    """CPU seconds and the clock's of one update by a tree's code, for each call."""
+    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE", **variables}
     command = [sys.executable, str(Path(__file__).resolve()), "--work", str(run)]
     process = subprocess.Popen(
         command, cwd=tree, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
 
-    def once() -> float:
+    def once() -> tuple[float, float]:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         print(file=process.stdin, flush=True)
-        return float(process.stdout.readline().split()[0])
+        cpu_s, clock_s, *_ = map(float, process.stdout.readline().split())
+        return cpu_s, clock_s
 
     try:
         yield once
@@ -90,30 +93,41 @@ def profiled(run: Path) -> str:
     )
 
 
-def compared(run: Path, against: Path | None, rounds: int) -> None:
+def compared(run: Path, against: Path | None, spin: int | None, rounds: int) -> None:
+    sides: dict[str, tuple[Path, dict[str, str]]] = {"this": (kit.ROOT, {})}
+    if against is not None:
+        sides["other"] = against.resolve(), {}
+    if spin is not None:
+        sides["other"] = kit.ROOT, {"GOMP_SPINCOUNT": str(spin)}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with ExitStack() as stack:
-        trees = {"this": kit.ROOT} | ({} if against is None else {"other": against.resolve()})
-        sides = {name: stack.enter_context(timed(tree, run)) for name, tree in trees.items()}
-        times: dict[str, list[float]] = {name: [] for name in sides}
+        calls = {
+            name: stack.enter_context(timed(tree, run, variables))
+            for name, (tree, variables) in sides.items()
+        }
         for number in range(rounds + 1):
-            for name, once in sides.items():
+            for name, once in calls.items():
                 seconds = once()
                 if number:  # the first has warmed up
                     times[name].append(seconds)
-        for name, values in times.items():
-            print(f"{name:5s} cpu {statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})")
-        if against is not None:
-            ratios = [other / this for this, other in zip(times["this"], times["other"], strict=True)]
-            print(
-                f"ratio x{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
-                f"{rounds} rounds in turns"
-            )
+    for index, what in enumerate(("cpu", "clock")):
+        columns = {name: [pair[index] for pair in pairs] for name, pairs in times.items()}
+        for name, values in columns.items():
+            print(f"{name:5s} {what:5s} {_spread(values)} s")
+        if "other" in columns:
+            ratios = [other / this for this, other in zip(columns["this"], columns["other"], strict=True)]
+            print(f"ratio {what:5s} x{_spread(ratios)}, {rounds} rounds in turns")
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> int:
     options = kit.options(
         __doc__,
         ("--against", Path, "the root of another tree"),
+        ("--spin", int, "GOMP_SPINCOUNT of the other side"),
         ("--rounds", 7),
         ("--run", Path, "a run that bench.demo_iteration has played"),
         ("--profile", False, "where the time of this tree goes"),
@@ -129,7 +143,7 @@ def main() -> int:
 
             run = Path(folder) / "run"
             played_in(run)
-        compared(run.resolve(), options.against, options.rounds)
+        compared(run.resolve(), options.against, options.spin, options.rounds)
         if options.profile:
             print(profiled(run))
     return 0
