@@ -72,7 +72,8 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
     file = tmp_path / "mcp.json"
     file.write_text(
         '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "files"], "env": {"KEY": "secret"}},'
-        ' "far": {"disabled": true, "url": "https://far.example/mcp"}}, "inputs": []}'
+        ' "far": {"disabled": true, "url": "https://far.example/mcp", "headers": {"X-Key": "secret"}}},'
+        ' "inputs": []}'
     )
     settings = settings_from_environ({"TURNWISE_MCP_SERVERS": f" {file}"})
     assert settings.reach.mcp_servers["files"].args == ("-y", "files")
@@ -95,6 +96,12 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
             '{"mcpServers": {"files": {"command": "npx", "args": "files"}}}',
             "mcpServers.files.args: Input should be",
         ),
+        ('{"mcpServers": {"far": {}}}', "far: Value error, it has neither a command nor a url"),
+        ('{"mcpServers": {"far": {"url": "far:9000"}}}', "far: Value error, its url is no http or https URL"),
+        (
+            '{"mcpServers": {"far": {"url": "https://a/mcp", "headers": {"Key": "secret\\n"}}}}',
+            "far.headers.Key: String should match",
+        ),
     ],
 )
 def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path, text, sentence):
@@ -103,7 +110,7 @@ def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path
         file.write_text(text)
     with pytest.raises(SettingsError, match="TURNWISE_MCP_SERVERS") as refused:
         settings_from_environ({"TURNWISE_MCP_SERVERS": str(file)})
-    assert sentence in refused.value.detail
+    assert sentence in refused.value.detail and "secret" not in refused.value.detail
 
 
 def test_more_hosts_may_be_called_beside_those_of_the_environment():

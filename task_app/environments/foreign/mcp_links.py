@@ -31,12 +31,18 @@ class Link(Protocol):
 
 
 class HttpLink:
-    """A session over streamable HTTP."""
+    """A session over streamable HTTP.
 
-    def __init__(self, name: str, url: str, reach: Reach) -> None:
+    Args:
+        name: for errors, which do not tell the URL: that of the operator's file may be a secret.
+        headers: of every request.
+    """
+
+    def __init__(self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] = {}) -> None:
         self._name = name
         self._url = url
-        self._http = Http(name, reach)
+        self._http = Http(name, reach, tells_urls=False)
+        self._http.client.headers.update(headers)
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +84,7 @@ class ProcessLink:
     """A session of a process, which ends with it."""
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
-        assert server.command is not None, "a remote server is named by its URL"
+        assert server.command is not None, "one without a command is remote"
         self._reach = reach
         self._child = Child(
             name, [server.command, *server.args], reach,

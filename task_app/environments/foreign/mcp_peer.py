@@ -1,11 +1,11 @@
 """`mcp:URL` and `mcp:NAME`: the tools of an MCP server, each call one `tools/call`.
 
-The server is at a URL, or it is a process that the operator's file names. A session of the server is an
-episode. The reward of a call is `structuredContent.reward` of its result, or else `_meta.reward`, or else
-`reward` of the JSON object that its text is, or else 0; `done` at the same places is the end (the config can
-name other keys). Results with `isError`, and arguments that the server refuses, are no-ops. MCP has neither
-seeds nor snapshots: a tool of the server can take the seed (`reset_tool`), and is then not offered to the
-model.
+The server is at a URL, or the operator's file names it: a process, or a URL with its headers. A session of
+the server is an episode. The reward of a call is `structuredContent.reward` of its result, or else
+`_meta.reward`, or else `reward` of the JSON object that its text is, or else 0; `done` at the same places is
+the end (the config can name other keys). Results with `isError`, and arguments that the server refuses, are
+no-ops. MCP has neither seeds nor snapshots: a tool of the server can take the seed (`reset_tool`), and is
+then not offered to the model.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
@@ -40,7 +40,11 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
     if "://" in argument:
         connect = partial(HttpLink, name, urlunsplit(checked_url(argument, reach)), reach)
     else:
-        connect = partial(ProcessLink, name, _server_of(argument, reach), reach)
+        server = _server_of(argument, reach)
+        connect = partial(ProcessLink, name, server, reach)
+        if server.command is None and server.url is not None:
+            # That the operator's file names it is the leave to reach it.
+            connect = partial(HttpLink, name, server.url, reach, headers=server.headers)
     return remote_environment(name, McpPeer(name, connect, config), config)
 
 
@@ -52,13 +56,6 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
             f"it knows {', '.join(sorted(reach.mcp_servers)) or 'none'}",
             where="env_name",
             hint="mcp:http://127.0.0.1:9000/mcp, or a name in the operator's file TURNWISE_MCP_SERVERS",
-        )
-    if server.command is None:
-        raise InvalidRequest(
-            f"MCP server {clipped(argument)!r} has no command in TURNWISE_MCP_SERVERS",
-            where="env_name",
-            # The URL itself is not told: its path may be a key.
-            hint="a remote server is named by its URL: mcp:https://…" if server.url else "give it a command",
         )
     return server
 

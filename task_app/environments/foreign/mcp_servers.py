@@ -1,16 +1,23 @@
-"""The operator's file of MCP servers that start as processes, in the form that MCP's clients share:
+"""The operator's file of MCP servers, in the form that MCP's clients share:
 
-{"mcpServers": {"files": {"command": "npx", "args": ["server-files"], "env": {"LEVEL": "1"}}}}
+{"mcpServers": {"files": {"command": "npx", "args": ["server-files"], "env": {"LEVEL": "1"}},
+                "far": {"url": "https://far.example/mcp", "headers": {"Authorization": "Bearer …"}}}}
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from shared_schemas.base import OpenBody
 from shared_schemas.json_text import read_json
+from shared_schemas.urls import is_http
+
+# What httpx sends; an error of its own would tell the value.
+_HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
+_HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
@@ -21,14 +28,26 @@ class McpServer(OpenBody):
         env: its further environment variables, by value. Of the task app's own it gets those that hold no
             keys.
         cwd: where it runs; None: where the task app does.
-        url: of a remote server, which has no command.
+        url: of a remote server; not read beside a command.
+        headers: of every request to it.
     """
 
     command: str | None = Field(default=None, min_length=1)
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     cwd: str | None = None
-    url: str | None = None
+    url: str | None = Field(default=None, repr=False)  # its path may be a key
+    headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> Self:
+        if self.command is not None:
+            return self
+        if self.url is None:
+            raise ValueError("it has neither a command nor a url")
+        if not is_http(urlsplit(self.url)):
+            raise ValueError("its url is no http or https URL with a host")
+        return self
 
 
 class _File(OpenBody):
@@ -54,7 +73,7 @@ def read_servers(value: Any) -> Any:
         place = ".".join(map(str, error["loc"]))
         raise ValueError(
             f"{place}: {error['msg']}; the file has the form "
-            '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}}'
+            '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}}, or {"url": …, "headers": {}}'
         ) from exc
 
 

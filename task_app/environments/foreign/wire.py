@@ -61,11 +61,16 @@ def below(parts: SplitResult, path: str, *, websocket: bool = False) -> str:
 
 
 class Http:
-    """Requests to one server; `client` keeps its connection and its headers."""
+    """Requests to one server; `client` keeps its connection and its headers.
 
-    def __init__(self, name: str, reach: Reach) -> None:
+    Args:
+        tells_urls: whether an error names the URL of its request.
+    """
+
+    def __init__(self, name: str, reach: Reach, *, tells_urls: bool = True) -> None:
         self._name = name
         self._reach = reach
+        self._tells_urls = tells_urls
         self.client = httpx.Client(follow_redirects=False, trust_env=False)
 
     def close(self) -> None:
@@ -104,7 +109,8 @@ class Http:
             raise ForeignFailed(f"{self._name}: {type(exc).__name__}: {clipped(str(exc), 200)}") from exc
         if response.status_code >= 300:
             text = clipped(bytes(content).decode("utf-8", "replace"), 200)
-            raise ForeignFailed(f"{self._name} answered {response.status_code} to {method} {url}: {text}")
+            asked = f"{method} {url}" if self._tells_urls else method
+            raise ForeignFailed(f"{self._name} answered {response.status_code} to {asked}: {text}")
         return response, bytes(content)
 
     def json(self, method: str, url: str, *, body: Any = None) -> Any:

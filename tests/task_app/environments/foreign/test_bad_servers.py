@@ -424,18 +424,32 @@ def test_an_mcp_process_that_does_not_start_is_told_as_such():
         environment("mcp:dies", mcp_servers=servers).reset(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "detail", "hint"),
-    [
-        ("mcp:files", "'files' is no URL, and no MCP server", "or a name in"),
-        ("mcp:far", "MCP server 'far' has no command", "is named by its URL: mcp:https://…"),
-    ],
-)  # fmt: skip
-def test_a_request_starts_no_command_beyond_the_operators_file(name, detail, hint):
-    with pytest.raises(InvalidRequest) as refused:
-        environment(name, mcp_servers={"far": McpServer(url="https://far.example/mcp")})
-    assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
-    assert hint in refused.value.hint and "far.example" not in refused.value.hint
+def test_a_request_starts_no_command_beyond_the_operators_file():
+    with pytest.raises(InvalidRequest, match="'files' is no URL, and no MCP server") as refused:
+        environment("mcp:files", mcp_servers=child("hangs"))
+    assert refused.value.where == "env_name" and "or a name in" in refused.value.hint
+
+
+def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_tells_either():
+    def opens(handler: Mcp, request_id: Any) -> None:
+        if handler.headers["x-key"] == "right":
+            pays(1.0)(handler, request_id)
+        else:
+            handler.send_error(403)
+
+    with mcp(opens) as name:
+        url = name.removeprefix("mcp:")
+        for key in ("right", "wrong"):
+            servers = {"far": McpServer(url=url, headers={"X-Key": key})}
+            foreign = environment("mcp:far", hosts=(), mcp_servers=servers)
+            foreign.reset(0)
+            if key == "right":
+                assert foreign.step(CALL).env_rewards == (1.0,)
+            else:
+                with pytest.raises(ForeignFailed, match="mcp:far answered 403 to POST:") as failed:
+                    foreign.step(CALL)
+                assert url not in str(failed.value) and key not in str(failed.value)
+            foreign.close()
 
 
 @pytest.mark.parametrize(
