@@ -28,7 +28,8 @@ from trainer_backend.rundir.files import read_lines
 MEASURES = ("unique_achievements", "crafter_score", "env_reward", "progress")
 PEOPLE = {"crafter_score": 50.5}
 _ITERATION = (
-    "decision/count", "loss/entropy", "loss/kl_to_proximal", "optim/steps", "optim/lr", "value/loss",
+    "decision/count", "loss/entropy", "loss/kl_to_proximal", "optim/steps", "optim/lr", "optim/certain_frac",
+    "value/loss",
     "mismatch/logprob_max", "mismatch/logprob_mean", "policy/staleness_mean", "perf/collect_decisions_per_s",
     "time/collect_s", "time/credit_s", "time/update_s", "time/publish_s", "time/wait_collect_s",
     "time/wait_learner_s", "timeline/collect_start", "timeline/learn_end",

@@ -60,7 +60,9 @@ def work(run: Path) -> None:
 @contextmanager
 def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Callable[[], tuple[float, float]]]:
     """CPU seconds and the clock's of one update by a tree's code, for each call."""
-    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE", **variables}
+    # Each tree sets how its threads wait.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environ = {**inherited, "PYTHONPATH": str(tree), **variables}
     command = [sys.executable, str(Path(__file__).resolve()), "--work", str(run)]
     process = subprocess.Popen(
         command, cwd=tree, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -136,6 +138,8 @@ def main() -> int:
     if options.work is not None:
         work(options.work)
         return 0
+    if options.against is not None and options.spin is not None:
+        sys.exit("--against and --spin: one of them")
     with tempfile.TemporaryDirectory() as folder:
         run = options.run
         if run is None:

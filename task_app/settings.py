@@ -87,7 +87,7 @@ class Settings(Body):
     mcp_servers: Annotated[Servers, BeforeValidator(read_servers)] = Field(
         default_factory=dict,
         repr=False,
-        description="the file of MCP servers that start as processes, for env_name mcp:NAME",
+        description="the file of MCP servers, processes or URLs with headers, for env_name mcp:NAME",
     )
     environment_deadline_s: float = Field(
         default=60.0, gt=0.0, le=86_400.0, description="for one answer of a foreign environment"

@@ -86,6 +86,10 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
     assert "secret" not in repr(settings) + json.dumps(settings.limits())
 
 
+def file_of(server: str) -> str:
+    return f'{{"mcpServers": {{"far": {server}}}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -96,12 +100,12 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
             '{"mcpServers": {"files": {"command": "npx", "args": "files"}}}',
             "mcpServers.files.args: Input should be",
         ),
-        ('{"mcpServers": {"far": {}}}', "far: Value error, it has neither a command nor a url"),
-        ('{"mcpServers": {"far": {"url": "far:9000"}}}', "far: Value error, its url is no http or https URL"),
-        (
-            '{"mcpServers": {"far": {"url": "https://a/mcp", "headers": {"Key": "secret\\n"}}}}',
-            "far.headers.Key: String should match",
-        ),
+        (file_of('{"url": "far:9000"}'), "far.url: Value error, it is no http or https URL"),
+        (file_of('{"url": "https://secret@a:secret/"}'), "far.url: Value error, it is no http or https URL"),
+        (file_of('{"url": "https://a/secret\\n"}'), "far.url: Value error, it is no http or https URL"),
+        (file_of('{"url": "https://999.1.1.1/secret"}'), "far.url: Value error, it is no http or https URL"),
+        (file_of('{"headers": {"Key": "secret\\n"}}'), "far.headers: String should match"),
+        (file_of('{"headers": {"Key: secret": ""}}'), "far.headers: String should match"),
     ],
 )
 def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path, text, sentence):

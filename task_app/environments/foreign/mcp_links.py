@@ -34,15 +34,17 @@ class HttpLink:
     """A session over streamable HTTP.
 
     Args:
-        name: for errors, which do not tell the URL: that of the operator's file may be a secret.
-        headers: of every request.
+        secret_headers: of every request to a server of the operator's file, whose URL is as secret; None: a
+            request has named the server.
     """
 
-    def __init__(self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, name: str, url: str, reach: Reach, *, secret_headers: Mapping[str, str] | None = None
+    ) -> None:
         self._name = name
         self._url = url
-        self._http = Http(name, reach, tells_urls=False)
-        self._http.client.headers.update(headers)
+        self._http = Http(name, reach, is_secret=secret_headers is not None)
+        self._http.client.headers.update(secret_headers or {})
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.wire import checked_url
 from task_app.errors import InvalidRequest, clipped
 
-# The one that is asked for, and those that a server may answer with: what is used here is the same in all.
+# The one that is asked for, and those that a server may answer with. Over HTTP the oldest is not spoken.
 VERSION = "2025-06-18"
 VERSIONS = ("2024-11-05", "2025-03-26", VERSION, "2025-11-25")
 _INVALID_PARAMS = -32602
@@ -44,7 +44,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
             # That the operator's file names it is the leave to reach it.
-            connect = partial(HttpLink, name, server.url, reach, headers=server.headers)
+            connect = partial(HttpLink, name, server.url, reach, secret_headers=server.headers)
     return remote_environment(name, McpPeer(name, connect, config), config)
 
 
@@ -56,6 +56,12 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
             f"it knows {', '.join(sorted(reach.mcp_servers)) or 'none'}",
             where="env_name",
             hint="mcp:http://127.0.0.1:9000/mcp, or a name in the operator's file TURNWISE_MCP_SERVERS",
+        )
+    if server.why_not:
+        raise InvalidRequest(
+            f"MCP server {clipped(argument)!r} {server.why_not}",
+            where="env_name",
+            hint="the operator's file TURNWISE_MCP_SERVERS says so",
         )
     return server
 

@@ -6,22 +6,36 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
+import httpx
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from shared_schemas.base import OpenBody
 from shared_schemas.json_text import read_json
 from shared_schemas.urls import is_http
 
+
+def _reachable(url: str) -> str:
+    """A URL as httpx takes it. No error tells it: its path may be a key."""
+    try:
+        if url.isascii() and url.isprintable() and " " not in url and is_http(urlsplit(url)):
+            httpx.URL(url)
+            return url
+    except (ValueError, httpx.InvalidURL):
+        pass
+    raise ValueError("it is no http or https URL with a host") from None
+
+
+_Url = Annotated[str, AfterValidator(_reachable)]
 # What httpx sends; an error of its own would tell the value.
 _HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
 _HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
-    """A server of the file. Keys that only other clients read (`disabled`, `autoApprove`) are ignored.
+    """A server of the file. Keys that only other clients read (`autoApprove`) are ignored.
 
     Attributes:
         command: the program; no shell reads it.
@@ -29,25 +43,31 @@ class McpServer(OpenBody):
             keys.
         cwd: where it runs; None: where the task app does.
         url: of a remote server; not read beside a command.
-        headers: of every request to it.
+        headers: of every request to it, as they stand: no variable is filled in.
+        type: of a remote server: what it speaks.
     """
 
+    model_config = ConfigDict(extra="ignore")
+
     command: str | None = Field(default=None, min_length=1)
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = Field(default=(), repr=False)
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     cwd: str | None = None
-    url: str | None = Field(default=None, repr=False)  # its path may be a key
+    url: _Url | None = Field(default=None, repr=False)
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
+    type: str | None = None
+    disabled: bool = False
 
-    @model_validator(mode="after")
-    def _is_reachable(self) -> Self:
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be reached; empty where it can."""
+        if self.disabled:
+            return "is disabled"
         if self.command is not None:
-            return self
+            return ""
         if self.url is None:
-            raise ValueError("it has neither a command nor a url")
-        if not is_http(urlsplit(self.url)):
-            raise ValueError("its url is no http or https URL with a host")
-        return self
+            return "has neither a command nor a url"
+        return "speaks sse, which is older than streamable HTTP" if self.type == "sse" else ""
 
 
 class _File(OpenBody):
@@ -70,9 +90,10 @@ def read_servers(value: Any) -> Any:
         raise ValueError(f"the file cannot be read: {exc.strerror}") from exc
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
-        place = ".".join(map(str, error["loc"]))
+        # What is no name of a header may be a whole header.
+        place = ".".join(map(str, error["loc"])).partition(".headers.")
         raise ValueError(
-            f"{place}: {error['msg']}; the file has the form "
+            f"{''.join(place[:2]).rstrip('.')}: {error['msg']}; the file has the form "
             '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}}, or {"url": …, "headers": {}}'
         ) from exc
 

@@ -40,7 +40,7 @@ class Reach:
         modules: imported for the environments that they register with gymnasium.
         python: the interpreter that has `verifiers`; None: none.
         tasksets: modules that it may import as tasksets.
-        mcp_servers: that start as processes, by name.
+        mcp_servers: of the operator's file, by name.
     """
 
     hosts: tuple[str, ...] = LOOPBACK
@@ -49,7 +49,7 @@ class Reach:
     modules: tuple[str, ...] = ()
     python: str | None = None
     tasksets: tuple[str, ...] = ()
-    mcp_servers: Servers = field(default_factory=dict)
+    mcp_servers: Servers = field(default_factory=dict, repr=False)
 
 
 LOCAL = Reach()

@@ -64,13 +64,14 @@ class Http:
     """Requests to one server; `client` keeps its connection and its headers.
 
     Args:
-        tells_urls: whether an error names the URL of its request.
+        is_secret: its URL and its headers are. Then errors tell neither, nor what a refusal or the connection
+            says, which may repeat them.
     """
 
-    def __init__(self, name: str, reach: Reach, *, tells_urls: bool = True) -> None:
+    def __init__(self, name: str, reach: Reach, *, is_secret: bool = False) -> None:
         self._name = name
         self._reach = reach
-        self._tells_urls = tells_urls
+        self._is_secret = is_secret
         self.client = httpx.Client(follow_redirects=False, trust_env=False)
 
     def close(self) -> None:
@@ -106,11 +107,12 @@ class Http:
         except httpx.TimeoutException as exc:
             raise late(self._name, deadline_s) from exc
         except httpx.HTTPError as exc:
-            raise ForeignFailed(f"{self._name}: {type(exc).__name__}: {clipped(str(exc), 200)}") from exc
+            said = "" if self._is_secret else f": {clipped(str(exc), 200)}"
+            raise ForeignFailed(f"{self._name}: {type(exc).__name__}{said}") from exc
         if response.status_code >= 300:
             text = clipped(bytes(content).decode("utf-8", "replace"), 200)
-            asked = f"{method} {url}" if self._tells_urls else method
-            raise ForeignFailed(f"{self._name} answered {response.status_code} to {asked}: {text}")
+            said = "" if self._is_secret else f" {url}: {text}"
+            raise ForeignFailed(f"{self._name} answered {response.status_code} to {method}{said}")
         return response, bytes(content)
 
     def json(self, method: str, url: str, *, body: Any = None) -> Any:

@@ -106,14 +106,16 @@ def main(how: str, file: str | None = None) -> None:
     results: dict[str, Any] = {"tools/list": {"tools": [TOOL]}}
     if how == "newer":
         results["initialize"] = {"protocolVersion": "2099-01-01"}
+    methods = []
     for line in sys.stdin:
         asked = json.loads(line)
+        methods.append(asked["method"])
         if asked["method"] == "tools/call":
             HOWS[how](asked["id"])
         elif "id" in asked:
             answer(asked["id"], results.get(asked["method"], {}))
     if file is not None:
-        Path(file).write_text("left")
+        Path(file).write_text("left" if how != "newer" else " ".join(methods))
 
 
 if __name__ == "__main__":

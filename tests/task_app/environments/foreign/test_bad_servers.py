@@ -164,11 +164,19 @@ class Mcp(BaseHTTPRequestHandler):
 
     Attributes:
         over: when the test ends, until which a handler may hang.
+        keys: the header X-Key of each request.
     """
 
     over: threading.Event
+    keys: list[str | None]
     call: "McpAnswer"
     leave: "McpAnswer"
+
+    def parse_request(self) -> bool:
+        is_one = super().parse_request()
+        if is_one:
+            self.keys.append(self.headers["x-key"])
+        return is_one
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -255,8 +263,15 @@ def a_byte_too_much(handler: Mcp, request_id: Any) -> None:
 
 
 @contextmanager
-def mcp(call: McpAnswer, leave: McpAnswer = results_in({})) -> Iterator[str]:  # noqa: B008
-    handler = type("Served", (Mcp,), {"call": call, "leave": leave, "over": threading.Event()})
+def mcp(
+    call: McpAnswer,
+    leave: McpAnswer = results_in({}),  # noqa: B008
+    keys: list[str | None] | None = None,
+) -> Iterator[str]:
+    answers = {"call": call, "leave": leave}
+    handler = type(
+        "Served", (Mcp,), {**answers, "over": threading.Event(), "keys": [] if keys is None else keys}
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
@@ -403,11 +418,11 @@ def test_what_an_mcp_process_forked_is_killed_with_it(tmp_path):
             assert select([end], [], [], 20)[0] and end.read() == "", "its last writer has ended"
 
 
-def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything():
-    with pytest.raises(
-        ForeignFailed, match=r"mcp:child speaks version 2099-01-01 of MCP; Turnwise speaks 2024"
-    ):
-        environment("mcp:child", mcp_servers=child("newer")).reset(0)
+def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything(tmp_path):
+    file = tmp_path / "asked"
+    with pytest.raises(ForeignFailed, match="speaks version 2099-01-01 of MCP; Turnwise speaks 2024"):
+        environment("mcp:child", mcp_servers=child("newer", str(file))).reset(0)
+    assert file.read_text() == "initialize", "it is written when its stdin closes"
 
 
 def test_an_mcp_process_that_does_not_start_is_told_as_such():
@@ -424,32 +439,47 @@ def test_an_mcp_process_that_does_not_start_is_told_as_such():
         environment("mcp:dies", mcp_servers=servers).reset(0)
 
 
-def test_a_request_starts_no_command_beyond_the_operators_file():
-    with pytest.raises(InvalidRequest, match="'files' is no URL, and no MCP server") as refused:
-        environment("mcp:files", mcp_servers=child("hangs"))
-    assert refused.value.where == "env_name" and "or a name in" in refused.value.hint
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("files", "'files' is no URL, and no MCP server"),
+        ("off", "MCP server 'off' is disabled"),
+        ("none", "MCP server 'none' has neither a command nor a url"),
+        ("old", "MCP server 'old' speaks sse"),
+    ],
+)
+def test_a_request_reaches_no_server_beyond_the_operators_file(name, detail):
+    servers = {
+        "off": child("hangs")["child"].model_copy(update={"disabled": True}),
+        "none": McpServer(),
+        "old": McpServer(url="https://far.example/mcp", type="sse"),
+    }
+    with pytest.raises(InvalidRequest) as refused:
+        environment(f"mcp:{name}", mcp_servers=servers)
+    assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
+    assert "far.example" not in refused.value.detail + refused.value.hint + repr(servers)
 
 
 def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_tells_either():
-    def opens(handler: Mcp, request_id: Any) -> None:
-        if handler.headers["x-key"] == "right":
-            pays(1.0)(handler, request_id)
-        else:
-            handler.send_error(403)
+    keys: list[str | None] = []
 
-    with mcp(opens) as name:
+    def refuses(handler: Mcp, request_id: Any) -> None:
+        said = f"{handler.headers['host']}{handler.path} {handler.headers['x-key']}"
+        handler.send_error(403, said, said)
+
+    with mcp(refuses, keys=keys) as name:
         url = name.removeprefix("mcp:")
-        for key in ("right", "wrong"):
-            servers = {"far": McpServer(url=url, headers={"X-Key": key})}
-            foreign = environment("mcp:far", hosts=(), mcp_servers=servers)
-            foreign.reset(0)
-            if key == "right":
-                assert foreign.step(CALL).env_rewards == (1.0,)
-            else:
-                with pytest.raises(ForeignFailed, match="mcp:far answered 403 to POST:") as failed:
-                    foreign.step(CALL)
-                assert url not in str(failed.value) and key not in str(failed.value)
-            foreign.close()
+        servers = {"far": McpServer(url=url, headers={"X-Key": "secret"})}
+        foreign = environment("mcp:far", hosts=(), mcp_servers=servers)
+        foreign.reset(0)
+        with pytest.raises(ForeignFailed) as failed:
+            foreign.step(CALL)
+        foreign.close()
+    assert str(failed.value) == "mcp:far answered 403 to POST"
+    assert keys == ["secret"] * 5, "initialize, initialized, tools/list, tools/call and the end"
+    with pytest.raises(ForeignFailed) as failed:  # nobody is there any more
+        environment("mcp:far", mcp_servers=servers).reset(0)
+    assert str(failed.value) == "mcp:far: ConnectError"
 
 
 @pytest.mark.parametrize(
