@@ -106,7 +106,7 @@ class Http:
                         break
         except httpx.TimeoutException as exc:
             raise late(self._name, deadline_s) from exc
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
             said = "" if self._is_secret else f": {clipped(str(exc), 200)}"
             raise ForeignFailed(f"{self._name}: {type(exc).__name__}{said}") from exc
         if response.status_code >= 300:

@@ -477,9 +477,11 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
         foreign.close()
     assert str(failed.value) == "mcp:far answered 403 to POST"
     assert keys == ["secret"] * 5, "initialize, initialized, tools/list, tools/call and the end"
-    with pytest.raises(ForeignFailed) as failed:  # nobody is there any more
-        environment("mcp:far", mcp_servers=servers).reset(0)
-    assert str(failed.value) == "mcp:far: ConnectError"
+    # Nobody is there any more, and nowhere.
+    for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
+        with pytest.raises(ForeignFailed) as failed:
+            environment("mcp:far", mcp_servers={"far": McpServer(url=place)}).reset(0)
+        assert str(failed.value) == f"mcp:far: {error}"
 
 
 @pytest.mark.parametrize(
