@@ -137,10 +137,9 @@ async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
 @contextmanager
 def stages(tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[], dict[str, float]]]:
     """Figures of one stage by a tree's code, for each call."""
-    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, str(Path(__file__).resolve()), "--work", *arguments]
     process = subprocess.Popen(
-        command, cwd=tree, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=tree, env=kit.environ_of(tree), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
 

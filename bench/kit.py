@@ -1,8 +1,9 @@
 """Shared parts of the scripts: options, the least time over repeats, the verdict and the exit code."""
 
 import argparse
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,12 @@ def options(
             text = f"{text} (default: {default})"
             parser.add_argument(flag, type=type(default), default=default, help=text)
     return parser.parse_args(arguments)
+
+
+def environ_of(tree: Path, variables: Mapping[str, str] = {}) -> dict[str, str]:
+    """Of a process that runs a tree's code, with further variables: each tree sets how its threads wait."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    return {**inherited, "PYTHONPATH": str(tree), **variables}
 
 
 def verdict(met: bool, missed: str = "MISSED") -> str:

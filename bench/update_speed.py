@@ -10,7 +10,6 @@ work that many times before they sleep (GOMP_SPINCOUNT). Without either it is ti
 where its time goes.
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -60,12 +59,14 @@ def work(run: Path) -> None:
 @contextmanager
 def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Callable[[], tuple[float, float]]]:
     """CPU seconds and the clock's of one update by a tree's code, for each call."""
-    # Each tree sets how its threads wait.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environ = {**inherited, "PYTHONPATH": str(tree), **variables}
     command = [sys.executable, str(Path(__file__).resolve()), "--work", str(run)]
     process = subprocess.Popen(
-        command, cwd=tree, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=tree,
+        env=kit.environ_of(tree, variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
 
