@@ -156,7 +156,11 @@ def _varlen_parameters() -> Set[str]:
 
 
 def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
-    """A `Kernel`: torch's FlashAttention over the segments, in bfloat16."""
+    """A `Kernel`: torch's FlashAttention over the segments, in bfloat16.
+
+    Not cuDNN's: torch 2.11 tells its backward pass the width of a head as the longest segment, and it writes
+    beyond its buffers (pytorch/pytorch#186142).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     # Norms and rotations of torch leave float32 behind under autocast, which does not know this kernel.
