@@ -3,15 +3,17 @@
     python -m bench.collect_rate [--model FOLDER] [--games 64] [--rounds 3] [--against TREE]
 
 Two players with the compact text and 4 actions a decision, from a new world until death: the scripted
-teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process.
-What is timed is a stage of a run: requests, episodes, answers, spool, Parquet file. The CPU time is that of
-both processes, the task app and the one that collects. Rounds alternate between the trees, with the same
-seeds, after one that is not counted. Linux only: the task app's clock is read from /proc.
+teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process,
+or with --set 'cluster.launcher="local"' at one of its own. What is timed is a stage of a run: requests,
+episodes, answers, spool, Parquet file. The CPU time is that of the process that collects, and that of its
+children: the task app, and a gateway of its own. Rounds alternate between the trees, with the same seeds,
+after one that is not counted. Linux only: the children's clocks are read from /proc.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -66,8 +68,8 @@ event_rewards_kind = "unique"
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
-def task_app_seconds() -> float:
-    """CPU seconds so far of the children of this process: the job's own task apps."""
+def children_seconds() -> float:
+    """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
     total = 0.0
     for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -88,7 +90,7 @@ class Stage:
         """Play all games; return the decisions, and the seconds of both processes and of the clock."""
         self._count += 1
         requests = self._plan(f"bench.{self._count}")
-        ours_s, apps_s, wall_s = time.process_time(), task_app_seconds(), time.monotonic()
+        ours_s, apps_s, wall_s = time.process_time(), children_seconds(), time.monotonic()
         spool = Spool.open(
             self._folder / "stage.spool.jsonl", requests, versions=range(1), gateway_urls=(), tell=print
         )
@@ -103,10 +105,20 @@ class Stage:
         return {
             "decisions": sum(len(game.steps) for game in games),
             "outcome": statistics.mean(game.outcome_reward for game in games),
-            "task_app_s": task_app_seconds() - apps_s,
+            "children_s": children_seconds() - apps_s,
             "trainer_s": time.process_time() - ours_s,
             "wall_s": time.monotonic() - wall_s,
         }
+
+
+class Published:
+    """What gateways of their own ask of a learner; its policy lies in a folder already."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+
+    def publish(self, folder: Path, what: str) -> None:
+        shutil.copytree(self._model, folder)
 
 
 @asynccontextmanager
@@ -116,6 +128,19 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
         collector = Collector(apps, timeout_s=job.services.iteration_timeout_s)
         if model is None:
             yield Stage(folder, collector, lambda run_id: Planner.of(job, run_id).warmup())
+            return
+        if job.cluster is not None:  # imported here, since the other tree may have none
+            from trainer_backend.run.fixed_setup import FixedSetup
+            from trainer_backend.run.gateways import actor_gateways
+            from trainer_backend.rundir.layout import RunDirectory
+
+            with actor_gateways(job, FixedSetup(), RunDirectory(folder, "bench"), print) as gateways:
+                async with gateways.serving(Published(model)) as processes:
+                    await processes.publish(0)
+                    inference = processes.inference
+                    yield Stage(
+                        folder, collector, lambda run_id: Planner.of(job, run_id, inference).training(1)
+                    )
             return
         with gateway_listener(job.services) as listener:
             server = PolicyServer(job.job.name, listener, job.inference)
@@ -180,13 +205,13 @@ def measured(
     result: dict[str, Any] = {"player": player, "load_1min": os.getloadavg()[0]}
     for name, sets in rows.items():
         micro = {
-            key: [1e6 * row[f"{key}_s"] / row["decisions"] for row in sets] for key in ("task_app", "trainer")
+            key: [1e6 * row[f"{key}_s"] / row["decisions"] for row in sets] for key in ("children", "trainer")
         }
         rates = [row["decisions"] / row["wall_s"] for row in sets]
         both = [sum(pair) for pair in zip(*micro.values(), strict=True)]
         print(
             f"{player}, {name} tree: {spread(rates)} decisions a second; CPU time of one in µs: "
-            f"{spread(both)}, of these task app {spread(micro['task_app'])}, "
+            f"{spread(both)}, of these children {spread(micro['children'])}, "
             f"trainer {spread(micro['trainer'])}; {sets[0]['decisions']:.0f} decisions, "
             f"outcome {sets[0]['outcome']:.2f}"
         )
