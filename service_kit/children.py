@@ -21,7 +21,8 @@ from typing import IO, Self
 # Variables that a program and its libraries need to run as they do here, and that hold no keys.
 _WITHOUT_KEYS = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HOME",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT", "HF_HOME",
 )  # fmt: skip
 # A service prints this with its address to stdout when it is ready.
 READY = "listening on "

@@ -14,7 +14,8 @@ from service_kit.keys import Keys
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import RolloutRequest
 from task_app.captures.door import Captures
-from task_app.environments.foreign.child import kill_all
+from task_app.environments.foreign.child import end_all
+from task_app.environments.foreign.wire import CLOSE_S
 from task_app.errors import boundary
 from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
@@ -231,7 +232,7 @@ class Services:
         for session in self.environments:
             session.begin_close()
         await asyncio.gather(*[session.wait_closed(_CLOSE_S) for session in self.environments])
-        kill_all()
+        await asyncio.to_thread(end_all, grace_s=CLOSE_S)
         await self.interactions.close()
         await self.session.close()
         self.database.close()

@@ -7,4 +7,5 @@ import os
 # pieces of under a millisecond. Threads that first spin for some 0.1 ms use it, and cost a quarter of the
 # time where both cores are busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if os.environ["OMP_WAIT_POLICY"].upper() == "PASSIVE":  # else the user wants threads that wait otherwise
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")

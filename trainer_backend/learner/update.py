@@ -57,10 +57,11 @@ class LogprobCache:
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
-        """Of the segments of these numbers alone, by rollout id."""
+        """Of the segments of these numbers alone, by rollout id; others may have been scored beside them."""
 
         def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
-            return {name: [rows[number] for number in numbers[name]] for name, rows in logprobs.items()}
+            known = logprobs.keys() & numbers.keys()
+            return {name: [logprobs[name][number] for number in numbers[name]] for name in known}
 
         return LogprobCache(of(self.proximal), of(self.reference))
 

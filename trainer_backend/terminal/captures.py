@@ -60,7 +60,7 @@ def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDir
 
 def _read(file: Path) -> Trajectory:
     try:
-        value = read_json(file.read_bytes())
+        value = read_json(file.read_bytes(), keeps_nul=True)
     except OSError as error:
         raise RunDirectoryError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:

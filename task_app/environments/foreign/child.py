@@ -133,10 +133,19 @@ class Child:
         return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")
 
 
-def kill_all() -> None:
-    """Kill what is still open when the service ends: a call that hangs holds the lock of its environment."""
-    for group in tuple(_open):
-        _signal(group, signal.SIGKILL)
+def end_all(*, grace_s: float) -> None:
+    """End what is still open when the service ends: a call that hangs holds the lock of its environment.
+
+    Args:
+        grace_s: those that are being closed have this long for it, and all others as long after a SIGTERM;
+            then they are killed.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until_s = time.monotonic() + grace_s
+        while _open and time.monotonic() < until_s:
+            time.sleep(0.02)
+        for group in tuple(_open):
+            _signal(group, number)
 
 
 def _signal(group: int, number: signal.Signals) -> None:

@@ -19,7 +19,13 @@ _EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
 
 class Link(Protocol):
-    """One session of a server."""
+    """One session of a server.
+
+    Attributes:
+        is_secret: the server's address is; no error then tells what it says, which may repeat that.
+    """
+
+    is_secret: bool
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request, which has an id and a method."""
@@ -43,7 +49,8 @@ class HttpLink:
     ) -> None:
         self._name = name
         self._url = url
-        self._http = Http(name, reach, is_secret=secret_headers is not None)
+        self.is_secret = secret_headers is not None
+        self._http = Http(name, reach, is_secret=self.is_secret)
         self._http.client.headers.update(secret_headers or {})
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
@@ -54,7 +61,8 @@ class HttpLink:
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
         answer = _answer(content, request["id"], self._name)
         if answer is None:
-            answer = object_in(json_of(content, self._name), f"the answer to {request['method']}")
+            value, what = json_of(content, self._name), f"the answer to {request['method']}"
+            answer = object_in(value, what, is_secret=self.is_secret)
         if request["method"] == INITIALIZE:
             self._agree(response.headers, request, answer.get("result"))
         return answer
@@ -84,6 +92,8 @@ class HttpLink:
 
 class ProcessLink:
     """A session of a process, which ends with it."""
+
+    is_secret = False
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
         assert server.command is not None, "one without a command is remote"

@@ -129,9 +129,9 @@ class McpPeer:
         asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
         agreed = self._request(INITIALIZE, asked).get("protocolVersion", VERSION)
         if agreed not in VERSIONS:
+            version = "another version" if self._link.is_secret else f"version {clipped(str(agreed), 300)}"
             raise ForeignFailed(
-                f"{self._name} speaks version {clipped(str(agreed), 300)} of MCP; "
-                f"Turnwise speaks {', '.join(VERSIONS)}"
+                f"{self._name} speaks {version} of MCP; Turnwise speaks {', '.join(VERSIONS)}"
             )
         self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
         self._is_fresh = True
@@ -170,11 +170,16 @@ class McpPeer:
         answer = self._link.ask({"jsonrpc": "2.0", "id": self._count, "method": method, "params": params})
         error = answer.get("error")
         if isinstance(error, dict):
-            message = f"{clipped(str(error.get('message')), 300)} ({error.get('code')})"
-            if method == "tools/call" and error.get("code") == _INVALID_PARAMS:
-                raise Refused(message)
-            raise ForeignFailed(f"{self._name} answered an error to {method}: {message}")
-        return object_in(answer.get("result"), f"the result of {method}")
+            code, said = error.get("code"), clipped(str(error.get("message")), 300)
+            if method == "tools/call" and code == _INVALID_PARAMS:
+                raise Refused(f"{said} ({code})")
+            told = (
+                f"{code if isinstance(code, int) else 'no code'}"
+                if self._link.is_secret
+                else f"{said} ({code})"
+            )
+            raise ForeignFailed(f"{self._name} answered an error to {method}: {told}")
+        return object_in(answer.get("result"), f"the result of {method}", is_secret=self._link.is_secret)
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:

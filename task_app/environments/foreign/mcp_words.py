@@ -43,7 +43,9 @@ def number(value: Any, name: str) -> float:
     return float(value)
 
 
-def object_in(value: Any, what: str) -> dict[str, Any]:
+def object_in(value: Any, what: str, *, is_secret: bool = False) -> dict[str, Any]:
+    """The value, if it is an object; an error tells another one unless that `is_secret`."""
     if not isinstance(value, dict):
-        raise ForeignFailed(f"{what} is no JSON object: {clipped(str(value), 200)}")
+        told = "" if is_secret else f": {clipped(str(value), 200)}"
+        raise ForeignFailed(f"{what} is no JSON object{told}")
     return value

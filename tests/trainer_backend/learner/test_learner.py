@@ -356,7 +356,9 @@ def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(toke
         ]
         episodes = [CreditedEpisode("r0", [first], [1.0]), CreditedEpisode("r1", of_both, [5.0, -1.0])]
         if is_scored:
-            learner.score({item.rollout_id: item.segments for item in episodes})
+            # beside what is trained: a branch of it, say, or an episode of a flat group
+            others = {"another": CERTAIN.segments}
+            learner.score({item.rollout_id: item.segments for item in episodes} | others)
         calls: list[int] = []
         learner.model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         found.append((learner.update(episodes, iteration=1), len(calls)))

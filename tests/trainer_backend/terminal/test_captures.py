@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service_kit.errors import ServiceError
-from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, PROMPT, WOOD, rollout
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollouts
@@ -22,6 +22,8 @@ def saved(folder: Path, name: str, seed: int, *decisions) -> Path:
 
 def test_captures_of_one_start_are_siblings_and_are_credited_against_each_other(tmp_path):
     files = [saved(tmp_path, "a", 1, WOOD), saved(tmp_path, "b", 2, WOOD), saved(tmp_path, "c", 1, (), COW)]
+    # What a model wrote is kept as it is.
+    files[1].write_text(files[1].read_text().replace(PROMPT, f"{PROMPT}\\u0000"))
     path = import_captures(files, job_of_captures("mine", ["algorithm.gamma=1.0"]), tmp_path / "run").path
     run = open_run(path)
     file = run.rollouts_file("iteration_1")
@@ -29,6 +31,7 @@ def test_captures_of_one_start_are_siblings_and_are_credited_against_each_other(
     ids = [item.rollout_id.removeprefix(f"{run.run_id}/") for item in stored]
     assert ids == ["train/1/0/0", "train/1/1/0", "train/1/0/1"]
     assert [item.trajectory.seed for item in stored] == [1, 2, 1]
+    assert stored[1].trajectory.steps[0].observation_data.messages[0].content == f"{PROMPT}\0"
     decisions = [read_decisions(file, item.rollout_id) for item in stored]
     first, _, second = [[decision["advantage"] for decision in one] for one in decisions]
     # Returns 1 and 1, 1 of one seed: an ended sibling has 0 at turn 2.

@@ -75,6 +75,12 @@ def goes_at_a_signal(request_id: Any) -> None:
     time.sleep(60)
 
 
+def ignores_a_signal(request_id: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pays(request_id)
+    time.sleep(60)
+
+
 def forks(request_id: Any) -> None:
     """What it forks holds FILE, a pipe, open for writing."""
     holder = f"pipe = open({sys.argv[2]!r}, 'w'); import time; print(flush=True); time.sleep(60)"
@@ -87,6 +93,7 @@ def forks(request_id: Any) -> None:
 
 HOWS = {
     "goes_at_a_signal": goes_at_a_signal,
+    "ignores_a_signal": ignores_a_signal,
     "forks": forks,
     "did_not_read": lambda request_id: say('{"jsonrpc": "2.0", "id": null, "error": {"message": "what?"}}'),
     "shows": shows_its_place,

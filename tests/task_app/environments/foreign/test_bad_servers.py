@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
-from task_app.environments.foreign.child import kill_all
+from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
@@ -365,15 +365,19 @@ def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
     foreign.close()
 
 
-def test_the_end_of_the_service_kills_a_process_amid_a_call_that_hangs():
-    foreign = environment("mcp:child", deadline_s=60.0, mcp_servers=child("hangs"))
+@pytest.mark.parametrize("how", ["goes_at_a_signal", "ignores_a_signal"])
+def test_the_end_of_the_service_tells_a_process_amid_a_call_that_hangs_to_end_and_kills_it(how, tmp_path):
+    file = tmp_path / "left"
+    foreign = environment("mcp:child", deadline_s=60.0, mcp_servers=child(how, str(file)))
     foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(foreign.step, CALL)
-        kill_all()
+        end_all(grace_s=1.0)
         with pytest.raises(ForeignFailed, match="has ended its process"):
             step.result(20)
     foreign.close()
+    assert file.exists() == (how == "goes_at_a_signal")
 
 
 def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(tmp_path, monkeypatch):
@@ -462,21 +466,35 @@ def test_a_request_reaches_no_server_beyond_the_operators_file(name, detail):
 
 def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_tells_either():
     keys: list[str | None] = []
+    says = {
+        "mcp:far answered 403 to POST": lambda said, _: None,
+        "mcp:far answered an error to tools/call: -32001": lambda said, _: json.dumps(
+            {"error": {"code": -32001, "message": said}}
+        ),
+        "the answer to tools/call is no JSON object": lambda said, _: json.dumps([said]),
+        "the result of tools/call is no JSON object": lambda said, request_id: message(request_id, said),
+    }
+    answers = iter(says.values())
 
     def refuses(handler: Mcp, request_id: Any) -> None:
         said = f"{handler.headers['host']}{handler.path} {handler.headers['x-key']}"
-        handler.send_error(403, said, said)
+        text = next(answers)(said, request_id)
+        if text is None:
+            handler.send_error(403, said, said)
+        else:
+            handler.answers(text)
 
     with mcp(refuses, keys=keys) as name:
         url = name.removeprefix("mcp:")
         servers = {"far": McpServer(url=url, headers={"X-Key": "secret"})}
         foreign = environment("mcp:far", hosts=(), mcp_servers=servers)
-        foreign.reset(0)
-        with pytest.raises(ForeignFailed) as failed:
-            foreign.step(CALL)
+        for sentence in says:
+            foreign.reset(0)
+            with pytest.raises(ForeignFailed) as failed:
+                foreign.step(CALL)
+            assert str(failed.value) == sentence
         foreign.close()
-    assert str(failed.value) == "mcp:far answered 403 to POST"
-    assert keys == ["secret"] * 5, "initialize, initialized, tools/list, tools/call and the end"
+    assert set(keys) == {"secret"}
     # Nobody is there any more, and nowhere.
     for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
         with pytest.raises(ForeignFailed) as failed:
