@@ -29,7 +29,7 @@ from task_app.sessions.registry import Sessions
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
 from task_app.snapshots.envelope import ByteCache
-from task_app.threads import Threads
+from task_app.threads import Threads, begin
 
 log = structlog.get_logger("task_app")
 
@@ -232,7 +232,7 @@ class Services:
         for session in self.environments:
             session.begin_close()
         await asyncio.gather(*[session.wait_closed(_CLOSE_S) for session in self.environments])
-        await asyncio.to_thread(end_all, grace_s=CLOSE_S)
+        await begin("end of processes", end_all, CLOSE_S)  # the loop may have shut its pool
         await self.interactions.close()
         await self.session.close()
         self.database.close()

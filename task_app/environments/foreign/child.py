@@ -133,7 +133,7 @@ class Child:
         return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")
 
 
-def end_all(*, grace_s: float) -> None:
+def end_all(grace_s: float) -> None:
     """End what is still open when the service ends: a call that hangs holds the lock of its environment.
 
     Args:

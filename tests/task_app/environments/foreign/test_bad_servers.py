@@ -373,7 +373,7 @@ def test_the_end_of_the_service_tells_a_process_amid_a_call_that_hangs_to_end_an
     assert foreign.step(CALL).env_rewards == (1.0,)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(foreign.step, CALL)
-        end_all(grace_s=1.0)
+        end_all(1.0)
         with pytest.raises(ForeignFailed, match="has ended its process"):
             step.result(20)
     foreign.close()
