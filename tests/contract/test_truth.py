@@ -333,6 +333,15 @@ def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_a
     assert all(item.pairs + item.failed == 8 for item in truths.values())
     assert not any(item.failed for item in truths.values() if item.turn == 1), "it ends before a world breaks"
     assert {item.turn for item in truths.values()} == {1, 2}, "no choice is left of a third decision"
+    path, budget = tmp_path / "short.jsonl", 400
+    shown = command(
+        run, "--set", "rollout.env_config.frail=true", "--set", "rollout.max_concurrent_rollouts=8",
+        "--decisions", 24, "--continuations", 8, "--horizon", 1, "--budget", budget, "--out", path,
+    )  # fmt: skip
+    lost = int(re.search(r"(\d+) decisions could not be played", shown)[1])
+    played = sum(item.decisions for item in TruthFile.read(path, directory).truths.values())
+    assert lost > 0, "their choices, 32 each, are of the budget too; the last two may go beyond it"
+    assert played + 32 * lost < budget + 2 * 48
     rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
     chances = chance_of_a_vowel(directory, rollouts.values())
     for (rollout_id, turn), truth in truths.items():

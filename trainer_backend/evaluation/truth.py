@@ -329,9 +329,9 @@ class _Measurer:
         """Whether what is open will use up the budget, where each costs as much as those before it."""
         if self._options.budget is None:
             return False
-        measured = len(self._file.truths)
-        each = self._played / measured if measured else (CHOICES + 1) * self._options.continuations
-        return self._played + self._open * each >= self._options.budget
+        tried, played = len(self._file.truths) + self._lost, self._played + self._player.lost_decisions
+        each = played / tried if tried else (CHOICES + 1) * self._options.continuations
+        return played + self._open * each >= self._options.budget
 
     def _report(self, total: int) -> None:
         if self._tell is not None:

@@ -89,15 +89,21 @@ class _Played(NamedTuple):
     too_long: set[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContinuationPlayer:
-    """Plays on from before and after a decision."""
+    """Plays on from before and after a decision.
+
+    Attributes:
+        lost_decisions: that were played for decisions whose truth is not known for all that; of what was
+            lost on the way, one each.
+    """
 
     planner: Planner
     collector: Collector
     apps: TaskApps
     rewards: Rewards
     setting: TruthSetting
+    lost_decisions: int = 0
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
         """The measured truth of a decision; None where too few of its pairs were played.
@@ -113,6 +119,7 @@ class ContinuationPlayer:
         before, after = moments
         sides = await self._choices(item, before)
         if not sides:
+            self.lost_decisions += CHOICES * self.setting.continuations
             return None
         seed = derived_seed("truth choices", *self._seed_parts(item, 0))
         strata = choice_strata([side.choice for side in sides], self.setting.continuations, seed)
@@ -124,7 +131,9 @@ class ContinuationPlayer:
         differences = {n: 0.0 for n in pairs if n not in others}
         differences |= {n: mine - its for n, (mine, its) in returns.items()}
         parts = [part for stratum in strata for part in _without_lost(stratum, others, differences)]
+        played = len(sides) + sum(len(e.steps) - 1 for e in (*own.values(), *other.values()))
         if len(differences) < 2 or not all(values for _, values in parts):
+            self.lost_decisions += played + 2 * len(others) - len(own) - len(other)
             return None
         advantage, error = mean_difference(parts, len(sides))
         values = [mine for mine, _ in returns.values()]
@@ -138,7 +147,7 @@ class ContinuationPlayer:
             pairs=len(differences),
             failed=self.setting.continuations - len(differences),
             others=len(returns),
-            decisions=len(sides) + sum(len(e.steps) - 1 for e in (*own.values(), *other.values())),
+            decisions=played,
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
