@@ -165,11 +165,15 @@ class Call:
         self._news = asyncio.Event()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Its newest progress as it comes, then its answer."""
-        while not self.is_done:
-            news = self._news
-            if self._progress:
-                yield self._progress
+        """Its newest progress as it comes, the last one in any case, then its answer."""
+        told = b""
+        while True:
+            news, is_done = self._news, self.is_done
+            if self._progress != told:
+                told = self._progress
+                yield told
+            if is_done:
+                break
             await news.wait()
         yield self._answer
 

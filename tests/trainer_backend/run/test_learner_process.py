@@ -37,7 +37,7 @@ from trainer_backend.errors import (
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, ErrorBody
 from trainer_backend.learner.factory import LocalFactory
-from trainer_backend.learner.process import Calls, create_app
+from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
 from trainer_backend.protocols import CreditedEpisode, Learner, LearnerFactory, Progress
@@ -138,6 +138,15 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
     assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
     assert "iteration_2/training_state/optimizer.safetensors" in files_of(tmp_path / "there")
     assert "Traceback" in (tmp_path / "learner.log").read_text()
+
+
+async def test_the_last_progress_of_a_call_is_told_also_where_its_answer_comes_at_once():
+    call = Call(1, "warm_up", b"")
+    for done in range(3):
+        call.tell(done, 2)
+    call.end(b"result 1\n")
+    lines = [line async for line in call.lines()]
+    assert lines == [b"progress [2, 2]\n", b"result 1\n"]
 
 
 async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(played, tmp_path: Path):
