@@ -19,13 +19,7 @@ _EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
 
 class Link(Protocol):
-    """One session of a server.
-
-    Attributes:
-        is_secret: the server's address is; no error then tells what it says, which may repeat that.
-    """
-
-    is_secret: bool
+    """One session of a server."""
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request, which has an id and a method."""
@@ -40,18 +34,16 @@ class HttpLink:
     """A session over streamable HTTP.
 
     Args:
-        secret_headers: of every request to a server of the operator's file, whose URL is as secret; None: a
-            request has named the server.
+        headers: of every request.
     """
 
     def __init__(
-        self, name: str, url: str, reach: Reach, *, secret_headers: Mapping[str, str] | None = None
+        self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] | None = None
     ) -> None:
         self._name = name
         self._url = url
-        self.is_secret = secret_headers is not None
-        self._http = Http(name, reach, is_secret=self.is_secret)
-        self._http.client.headers.update(secret_headers or {})
+        self._http = Http(name, reach)
+        self._http.client.headers.update(headers or {})
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,8 +53,7 @@ class HttpLink:
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
         answer = _answer(content, request["id"], self._name)
         if answer is None:
-            value, what = json_of(content, self._name), f"the answer to {request['method']}"
-            answer = object_in(value, what, is_secret=self.is_secret)
+            answer = object_in(json_of(content, self._name), f"the answer to {request['method']}")
         if request["method"] == INITIALIZE:
             self._agree(response.headers, request, answer.get("result"))
         return answer
@@ -92,8 +83,6 @@ class HttpLink:
 
 class ProcessLink:
     """A session of a process, which ends with it."""
-
-    is_secret = False
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
         assert server.command is not None, "one without a command is remote"

@@ -11,6 +11,7 @@ Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlunsplit
@@ -23,7 +24,7 @@ from task_app.environments.foreign.environment import ForeignEnvironment, remote
 from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
-from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Reach, Shown
 from task_app.environments.foreign.wire import checked_url
 from task_app.errors import InvalidRequest, clipped
 
@@ -37,15 +38,17 @@ _MAX_PAGES = 100
 def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEnvironment:
     name = f"mcp:{argument}"
     connect: Callable[[], Link]
+    is_secret = False
     if "://" in argument:
         connect = partial(HttpLink, name, urlunsplit(checked_url(argument, reach)), reach)
     else:
         server = _server_of(argument, reach)
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
-            # That the operator's file names it is the leave to reach it.
-            connect = partial(HttpLink, name, server.url, reach, secret_headers=server.headers)
-    return remote_environment(name, McpPeer(name, connect, config), config)
+            # That the operator's file names it is the leave to reach it. Its URL and its headers are secret.
+            connect, is_secret = partial(HttpLink, name, server.url, reach, headers=server.headers), True
+    peer = McpPeer(name, connect, config)
+    return remote_environment(name, SecretPeer(peer) if is_secret else peer, config)
 
 
 def _server_of(argument: str, reach: Reach) -> McpServer:
@@ -108,9 +111,8 @@ class McpPeer:
         if self._config.reset_tool is not None:
             shown = self._call(Call(self._config.reset_tool, {"seed": seed}))
             if shown.refused or shown.terminated:
-                raise ForeignFailed(
-                    f"{self._name}: {self._config.reset_tool} fails: {shown.refused or 'done'}"
-                )
+                what = f"{self._name}: {self._config.reset_tool} fails"
+                raise ForeignFailed(f"{what}: {shown.refused or 'done'}", unquoted=what)
             texts.append(shown.text)
         return Shown("\n\n".join(filter(None, texts)))
 
@@ -129,9 +131,10 @@ class McpPeer:
         asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
         agreed = self._request(INITIALIZE, asked).get("protocolVersion", VERSION)
         if agreed not in VERSIONS:
-            version = "another version" if self._link.is_secret else f"version {clipped(str(agreed), 300)}"
+            ours = f"of MCP; Turnwise speaks {', '.join(VERSIONS)}"
             raise ForeignFailed(
-                f"{self._name} speaks {version} of MCP; Turnwise speaks {', '.join(VERSIONS)}"
+                f"{self._name} speaks version {clipped(str(agreed), 300)} {ours}",
+                unquoted=f"{self._name} speaks another version {ours}",
             )
         self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
         self._is_fresh = True
@@ -170,16 +173,44 @@ class McpPeer:
         answer = self._link.ask({"jsonrpc": "2.0", "id": self._count, "method": method, "params": params})
         error = answer.get("error")
         if isinstance(error, dict):
-            code, said = error.get("code"), clipped(str(error.get("message")), 300)
+            code = error.get("code")
+            message = f"{clipped(str(error.get('message')), 300)} ({code})"
             if method == "tools/call" and code == _INVALID_PARAMS:
-                raise Refused(f"{said} ({code})")
-            told = (
-                f"{code if isinstance(code, int) else 'no code'}"
-                if self._link.is_secret
-                else f"{said} ({code})"
-            )
-            raise ForeignFailed(f"{self._name} answered an error to {method}: {told}")
-        return object_in(answer.get("result"), f"the result of {method}", is_secret=self._link.is_secret)
+                raise Refused(message)
+            what = f"{self._name} answered an error to {method}"
+            known = code if isinstance(code, int) else "no code"
+            raise ForeignFailed(f"{what}: {message}", unquoted=f"{what}: {known}")
+        return object_in(answer.get("result"), f"the result of {method}")
+
+
+class SecretPeer:
+    """A peer whose errors tell nothing that the server says, which may repeat what is secret."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def open(self) -> tuple[ToolSpec, ...]:
+        with _unquoted():
+            return self._peer.open()
+
+    def reset(self, seed: int) -> Shown:
+        with _unquoted():
+            return self._peer.reset(seed)
+
+    def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
+        with _unquoted():
+            yield from self._peer.carry_out(calls)
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+@contextmanager
+def _unquoted() -> Iterator[None]:
+    try:
+        yield
+    except ForeignFailed as failed:
+        raise type(failed)(failed.unquoted) from None  # what caused it quotes too
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:

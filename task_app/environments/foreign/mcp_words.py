@@ -39,13 +39,15 @@ def number(value: Any, name: str) -> float:
     if value is None:
         return 0.0
     if not isinstance(value, int | float):
-        raise ForeignFailed(f"{name} pays a reward of {clipped(str(value))!r}, which is no number")
+        raise ForeignFailed(
+            f"{name} pays a reward of {clipped(str(value))!r}, which is no number",
+            unquoted=f"{name} pays a reward that is no number",
+        )
     return float(value)
 
 
-def object_in(value: Any, what: str, *, is_secret: bool = False) -> dict[str, Any]:
-    """The value, if it is an object; an error tells another one unless that `is_secret`."""
+def object_in(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        told = "" if is_secret else f": {clipped(str(value), 200)}"
-        raise ForeignFailed(f"{what} is no JSON object{told}")
+        fault = f"{what} is no JSON object"
+        raise ForeignFailed(f"{fault}: {clipped(str(value), 200)}", unquoted=fault)
     return value

@@ -16,10 +16,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ForeignFailed(EpisodeFailed):
-    """The foreign side hangs, has closed, or breaks its protocol: the rollout fails, and earns nothing."""
+    """The foreign side hangs, has closed, or breaks its protocol: the rollout fails, and earns nothing.
+
+    Attributes:
+        unquoted: the sentence without what the foreign side said; absent: it quotes nothing.
+    """
 
     code = "foreign_environment_failed"
     status = 502
+
+    def __init__(self, detail: str, *, unquoted: str | None = None) -> None:
+        super().__init__(detail)
+        self.unquoted = detail if unquoted is None else unquoted
 
 
 class ForeignDeadline(ForeignFailed):

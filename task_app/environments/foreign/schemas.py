@@ -25,7 +25,8 @@ def tool(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as exc:
-        raise ForeignFailed(f"the schema of tool {clipped(name)!r} is none: {exc.message[:200]}") from exc
+        what = f"the schema of tool {clipped(name)!r} is none"
+        raise ForeignFailed(f"{what}: {exc.message[:200]}", unquoted=what) from exc
     return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 

@@ -61,17 +61,11 @@ def below(parts: SplitResult, path: str, *, websocket: bool = False) -> str:
 
 
 class Http:
-    """Requests to one server; `client` keeps its connection and its headers.
+    """Requests to one server; `client` keeps its connection and its headers."""
 
-    Args:
-        is_secret: its URL and its headers are. Then errors tell neither, nor what a refusal or the connection
-            says, which may repeat them.
-    """
-
-    def __init__(self, name: str, reach: Reach, *, is_secret: bool = False) -> None:
+    def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
         self._reach = reach
-        self._is_secret = is_secret
         self.client = httpx.Client(follow_redirects=False, trust_env=False)
 
     def close(self) -> None:
@@ -107,12 +101,12 @@ class Http:
         except httpx.TimeoutException as exc:
             raise late(self._name, deadline_s) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            said = "" if self._is_secret else f": {clipped(str(exc), 200)}"
-            raise ForeignFailed(f"{self._name}: {type(exc).__name__}{said}") from exc
+            what = f"{self._name}: {type(exc).__name__}"
+            raise ForeignFailed(f"{what}: {clipped(str(exc), 200)}", unquoted=what) from exc
         if response.status_code >= 300:
             text = clipped(bytes(content).decode("utf-8", "replace"), 200)
-            said = "" if self._is_secret else f" {url}: {text}"
-            raise ForeignFailed(f"{self._name} answered {response.status_code} to {method}{said}")
+            what = f"{self._name} answered {response.status_code} to {method}"
+            raise ForeignFailed(f"{what} {url}: {text}", unquoted=what)
         return response, bytes(content)
 
     def json(self, method: str, url: str, *, body: Any = None) -> Any:
@@ -177,7 +171,8 @@ def json_of(text: bytes | str, name: str) -> Any:
     try:
         return read_json(text)
     except ValueError as exc:
-        raise ForeignFailed(f"{name} answered no JSON: {clipped(str(exc), 200)}") from exc
+        what = f"{name} answered no JSON"
+        raise ForeignFailed(f"{what}: {clipped(str(exc), 200)}", unquoted=what) from exc
 
 
 def too_much(name: str, reach: Reach) -> ForeignFailed:

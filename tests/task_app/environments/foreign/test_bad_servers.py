@@ -473,6 +473,10 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
         ),
         "the answer to tools/call is no JSON object": lambda said, _: json.dumps([said]),
         "the result of tools/call is no JSON object": lambda said, request_id: message(request_id, said),
+        "mcp:far pays a reward that is no number": lambda said, request_id: message(
+            request_id, {"structuredContent": {"reward": said}}
+        ),
+        "mcp:far answered no JSON": lambda said, _: said,
     }
     answers = iter(says.values())
 
@@ -494,7 +498,7 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
                 foreign.step(CALL)
             assert str(failed.value) == sentence
         foreign.close()
-    assert set(keys) == {"secret"}
+    assert keys == ["secret"] * 5 * 6, "initialize, initialized, tools/list, tools/call and the end"
     # Nobody is there any more, and nowhere.
     for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
         with pytest.raises(ForeignFailed) as failed:
