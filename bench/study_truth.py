@@ -9,7 +9,7 @@ rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 
     crafter     the demo: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
-    whole       whole games, by a policy that imitates some
+    whole       configs/crafter_laptop.toml in groups of four: whole games, after imitation of a teacher's
     rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
                 chance in its world, few states, by a policy that imitates a teacher of random pace
     sokoban     configs/sokoban.toml: boards of 5 by 5 with two boxes, which a push may make impossible
@@ -23,28 +23,23 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.console import Console
+
 from bench.kit import ROOT, options
 from bench.study_results import IN_GROUPS
 from bench.study_runs import finished
-from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.credit.recredit import (
-    advantages_by_rollout,
-    groups_of,
-    recredited,
-    stored_iterations,
-    stored_measured,
-)
-from trainer_backend.credit.truth_scores import TruthScores
+from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.evaluation.truth import TruthOptions, measure_truth
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.truth_file import TruthFile, truth_of
+from trainer_backend.rundir.truth_file import truth_of
+from trainer_backend.terminal.progress import ConsoleReporter
 from trainer_backend.terminal.templates import write_environment
 
 ITERATIONS = 4
@@ -59,65 +54,58 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         *IN_GROUPS,
         "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1", "rollout.max_turns=100",
     ),
-    "whole": (
-        *IN_GROUPS,
-        "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000", "rollout.timeout_s=7200",
-        "services.iteration_timeout_s=7200", "algorithm.gamma=0.95",
-    ),
+    "whole": ("training.group_size=4", "training.max_staleness=0"),
     "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
     "sokoban": (),
 }  # fmt: skip
+_JOBS = {"sokoban": "sokoban.toml", "whole": "crafter_laptop.toml"}
 _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
 GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # beside the job's own
-FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share")
+FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share", "gradient_cosine")
 
 
 def scored(
     run: RunDirectory, setting: str, seed: int, *, decisions: int, continuations: int
 ) -> dict[str, Any]:
-    """Measure what is not measured yet, and score all estimators."""
-    job = run.job()
+    """Measure what is not measured yet, and score all estimators, their gradients too."""
     started = time.monotonic()
-    asyncio.run(
-        measure_truth(
-            run,
-            job,
-            TruthOptions(
-                decisions=decisions,
-                continuations=continuations,
-                horizon=None,
-                budget=None,
-                iteration=ITERATIONS,
-                checkpoint=None,
-                out=truth_of(run.path),
-                seed=seed,
-            ),
-            lambda done, total: print(f"{setting} {seed}: {done}/{total}", end="\r", flush=True),
-        )
+    asked = TruthOptions(
+        decisions=decisions,
+        continuations=continuations,
+        horizon=None,
+        budget=None,
+        iteration=ITERATIONS,
+        checkpoint=None,
+        out=truth_of(run.path),
+        seed=seed,
     )
+    tell = partial(print, f"{setting} {seed}:", end="\r", flush=True)
+    measured = asyncio.run(measure_truth(run, run.job(), asked, tell))
     seconds = time.monotonic() - started
-    stored = stored_iterations(run, [ITERATIONS])
-    measured = stored_measured(run, [ITERATIONS])
-    credit = CreditAssignment.of(job)
-    credited = recredited(credit, stored, list(ESTIMATORS), measured)
+    checkpoint = run.checkpoints / measured.file.setting.checkpoint
+    figures = _figures(run, list(ESTIMATORS), checkpoint)
+    found = figures["truth"]
     for weight in GAE_LAMBDAS:
-        other = replace(credit, algorithm=credit.algorithm.model_copy(update={"gae_lambda": weight}))
-        credited.credits[f"gae, lambda {weight:g}"] = recredited(other, stored, ["gae"], measured).credits[
-            "gae"
-        ]
-    scores = TruthScores(
-        TruthFile.read(truth_of(run.path), run), advantages_by_rollout(credited), groups_of(credited)
-    )
-    return {**scores.figures(), "refused": dict(credited.refused), "last_call_s": round(seconds, 1)}
+        other = _figures(run, ["gae"], checkpoint, f"algorithm.gae_lambda={weight:g}")
+        found["estimators"][f"gae, lambda {weight:g}"] = other["truth"]["estimators"]["gae"]
+    return {**found, "refused": figures["refused"], "last_call_s": round(seconds, 1)}
+
+
+def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrides: str) -> dict[str, Any]:
+    """What `turnwise recredit --truth --checkpoint` writes as numbers."""
+    told, truth = ConsoleReporter(Console()), truth_of(run.path)
+    _, folder = recredit_run(run.path, names, (), checkpoint, None, overrides, truth=truth, reporter=told)
+    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    return figures
 
 
 def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
     """The job, that of an environment written to `folder` first included, and what finds it there."""
     if setting != "rooms":
-        return ROOT / "configs" / ("sokoban.toml" if setting == "sokoban" else "crafter_cpu.toml"), ()
+        return ROOT / "configs" / _JOBS.get(setting, "crafter_cpu.toml"), ()
     package = folder / "rooms"
     plugins = package / "src" / "plugins.py"  # in place of the package's entry points: it is not installed
     if not package.exists():
@@ -127,11 +115,11 @@ def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
 
 
 def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By estimator and figure, [median, least, greatest] over the seeds that have it."""
+    """By estimator and figure, [median, least, greatest, how many] of the seeds that have it."""
     names = {name for found in seeds.values() for name in found["estimators"]}
     return {
         name: {
-            figure: [median(values), min(values), max(values)]
+            figure: [median(values), min(values), max(values), len(values)]
             for figure in FIGURES
             if (values := _values(seeds, name, figure))
         }

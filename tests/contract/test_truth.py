@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
+from shutil import rmtree
 
 import pytest
 import torch
@@ -168,13 +169,26 @@ def url(plugins):
 @pytest.fixture(scope="module")
 def run(model_folders, tmp_path_factory, plugins, url):
     """A run, and its job at that task app; its folder names the plug-in, so a command starts a process."""
+    return coins_run(model_folders, tmp_path_factory, plugins, url)
+
+
+@pytest.fixture
+def ahead(model_folders, tmp_path_factory, plugins, url):
+    """The same, of three iterations that are collected while the one before is learned from."""
+    return coins_run(
+        model_folders, tmp_path_factory, plugins, url, training__iterations=3, training__max_staleness=1,
+        training__checkpoint_every=1, training__keep_checkpoints=5,
+    )  # fmt: skip
+
+
+def coins_run(model_folders, tmp_path_factory, plugins, url, **changes):
     job = tiny_job(
         model={"path": str(model_folders["qwen3"]), "device": "cpu"}, warmup=None,
         rollout__env_name="coins", rollout__env_config={}, rollout__max_turns=DECISIONS,
         rollout__max_tokens=1, rollout__episodes_per_batch=16, rollout__max_concurrent_rollouts=96,
         rollout__max_invalid_decisions=DECISIONS + 1, services__task_plugins=[str(plugins)],
-        inference__max_running=96, training__step_rewards_mode="env_sparse", training__iterations=1,
-        algorithm__gamma=GAMMA, evaluation__instances=1,
+        inference__max_running=96, training__step_rewards_mode="env_sparse",
+        algorithm__gamma=GAMMA, evaluation__instances=1, **({"training__iterations": 1} | changes),
     )  # fmt: skip
     there = at_the_task_app(job.model_copy(update={"services": tiny_job().services}), url)
     directory, _, _ = train_job(there, tmp_path_factory.mktemp("runs") / "run")
@@ -411,6 +425,37 @@ def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_tru
     )  # fmt: skip
     cosines = json.loads((tmp_path / "figures.json").read_text())["truth"]["estimators"]
     assert all(-1 <= item["gradient_cosine"] <= 1 for item in cosines.values())
+    with pytest.raises(RunDirectoryError, match=r"give --checkpoint .*/iteration_0"):
+        recredit_run(
+            directory.path, ["stepwise"], [], directory.checkpoints / "iteration_1", tmp_path, (),
+            truth=truth_of(directory.path), reporter=ListReporter(),
+        )  # fmt: skip
+
+
+def test_the_policy_that_sampled_an_iteration_ahead_is_found_by_its_version(ahead, tmp_path):
+    """Iteration 3 was asked for when iteration 2 was learned from, so checkpoint 1 sampled it."""
+    directory, job = ahead
+    asked = {"decisions": 2, "continuations": 2}
+    found = measure(ahead, out=tmp_path / "newest", **asked).file.setting
+    assert (found.iteration, found.checkpoint) == (3, "iteration_1")
+    asked["iteration"] = 1
+    assert measure(ahead, out=tmp_path / "first", **asked).file.setting.checkpoint == "iteration_0"
+    turns = job.model_copy(update={"training": job.training.model_copy(update={"max_staleness": 0})})
+    with pytest.raises(RunDirectoryError, match=r"iteration 3 was sampled by others than .*iteration_2"):
+        measure((directory, turns), out=tmp_path / "x", iteration=3)
+    rmtree(directory.checkpoints / "iteration_0")
+    with pytest.raises(RunDirectoryError, match="sampled iteration 1 is gone: it was iteration_0;"):
+        measure(ahead, out=tmp_path / "x", iteration=1)
+
+
+def test_commands_that_begin_the_same_file_lose_no_line(run, tmp_path):
+    directory, _ = run
+    stored = measure(run).file
+    first, second = (TruthFile.open(tmp_path / "truth.jsonl", stored.setting) for _ in range(2))
+    one, other = list(stored.truths.values())[:2]
+    first.add(one)
+    second.add(other)
+    assert list(TruthFile.read(first.path, directory).truths.values()) == [one, other]
 
 
 def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
@@ -421,7 +466,7 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
             asyncio.run(measure_truth(directory, job, options(directory, out=tmp_path / "x", **changes)))
 
     refused(JobError, "--budget 119 is too small for a single decision", budget=119)
-    refused(RunDirectoryError, "sampled iteration 2 is gone: it was checkpoint iteration_1", iteration=2)
+    refused(RunDirectoryError, "no rollouts of iteration 2; stored: 1$", iteration=2)
     training = job.training.model_copy(update={"kl_reward_coef": 0.1})
     refused(JobError, "kl_reward_coef is 0.1", job=job.model_copy(update={"training": training}))
     judged = job.model_copy(update={"rollout": job.rollout.model_copy(update={"reward_function": "lively"})})

@@ -20,7 +20,7 @@ from trainer_backend.credit.recredit import (
     recredited,
     stored_iterations,
 )
-from trainer_backend.errors import RunDirectoryError
+from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.rollout_files import finished_rows
 
@@ -85,9 +85,13 @@ def test_the_ranks_of_a_jobs_learner_find_the_same_cosines(trained, tmp_path):
 def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained, tmp_path):
     directory, _, _ = trained
     shown, figures, _ = recredit(directory, tmp_path, names=["stepwise", "gae", "gae_token"])
-    assert "0 values for 8 decisions; gae needs a critic's" in figures["refused"]["gae"]
+    assert "0 values of a critic for 8 decisions" in figures["refused"]["gae"]
     assert "no values of its tokens" in figures["refused"]["gae_token"]
     assert "gae_token: rollout" in shown
+    with pytest.raises(
+        AdvantageError, match=r"no estimator can be computed anew\. gae: .*They are stored while"
+    ):
+        recredit(directory, tmp_path, names=["gae"])
 
 
 def met_in(*keys_by_episode):

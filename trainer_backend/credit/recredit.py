@@ -28,6 +28,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.protocols import CreditedEpisode, Reporter
+from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import (
@@ -69,7 +70,8 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
     files = run.iterations()
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
-        stored = ", ".join(map(str, files)) or "none"
+        listed = ", ".join(map(str, files)) or "none"
+        stored = listed if len(files) < 9 else f"{len(files)}, {min(files)} to {max(files)}"
         which = f"iteration {', '.join(missing)}" if missing else "any iteration"
         raise RunDirectoryError(f"{run.path}: no rollouts of {which}; stored: {stored}")
     return [files[number] for number in sorted(set(iterations) or files)]
@@ -380,9 +382,14 @@ def recredit_run(
     file = None if truth is None else _truth_of(truth, run, job, iterations)
     if file is not None:
         iterations = [file.setting.iteration]
+        if checkpoint is not None:
+            _refuse_other_policy(file, run, checkpoint)
     stored = stored_iterations(run, iterations)
     credit = CreditAssignment.of(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
+    if not credited.credits:
+        told = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
+        raise AdvantageError(f"{path}: no estimator can be computed anew. {told}")
     cosines = None
     if checkpoint is not None:
         from trainer_backend.run.gradient_cosines import cosines_at
@@ -392,7 +399,7 @@ def recredit_run(
     scores = (
         None
         if file is None
-        else TruthScores(file, advantages_by_rollout(credited), groups_of(credited), cosines)
+        else TruthScores(file, _advantages_by_rollout(credited), _groups_of(credited), cosines)
     )
     folder = out or run.path / "recredit"
     write_recredit(credited, folder, cosines, scores)
@@ -421,12 +428,23 @@ def _truth_of(path: Path, run: RunDirectory, job: JobConfig, iterations: Sequenc
     return file
 
 
-def groups_of(credited: Recredited) -> dict[str, str]:
+def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -> None:
+    """Refuse to compare gradients at another policy than the one whose truth was measured."""
+    known, found = file.setting.digest, digest_of(checkpoint)
+    if known and found and known != found:
+        own = run.checkpoints / file.setting.checkpoint
+        raise RunDirectoryError(
+            f"{file.path} is the truth of the policy {own}, and at another one, {checkpoint}, the gradient "
+            f"of these advantages says nothing; give --checkpoint {own}"
+        )
+
+
+def _groups_of(credited: Recredited) -> dict[str, str]:
     """By rollout id."""
     return {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
 
 
-def advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
+def _advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
     names = [rollout.rollout_id for rollout in credited.rollouts]
     return {
         name: {rollout_id: item.advantages_T for rollout_id, item in zip(names, credits, strict=True)}

@@ -90,11 +90,7 @@ async def measure_truth(
     """
     _refuse_options(job, options)
     configure_logs_from()
-    iteration, checkpoint = _policy_of(run, options)
-    (rollouts,) = stored_iterations(run, [iteration])
-    rollouts = Policies(job.job.name, job.fixed_policies, job.rollout.temperature).by_actor(rollouts)
-    if options.checkpoint is None:
-        _refuse_other_versions(rollouts, checkpoint)
+    iteration, rollouts, checkpoint = _played(run, job, options)
     _refuse_longer(rollouts, job.max_decisions)
     data = await asyncio.to_thread(data_of, job)
     with task_app_log() as log:
@@ -172,7 +168,8 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
         raise JobError(
             f"--budget {options.budget} is too small for a single decision: it takes "
             f"{least - options.continuations} decisions to see what the policy does there, and "
-            f"{options.continuations} continuations of at least one"
+            f"{options.continuations} continuations of at least one, so {least} at least",
+            hint="What an earlier command played for the same file counts too.",
         )
     if training.kl_reward_coef > 0:
         raise JobError(
@@ -194,36 +191,68 @@ def _why_to_the_end(job: JobConfig) -> str | None:
     return "pays by the length of an episode" if looks_ahead else None
 
 
-def _policy_of(run: RunDirectory, options: TruthOptions) -> tuple[int, Path]:
-    """The iteration to measure, and the checkpoint that sampled it, or the one that is asked for."""
+def _played(run: RunDirectory, job: JobConfig, options: TruthOptions) -> tuple[int, list[Rollout], Path]:
+    """The iteration to measure, its episodes by the actor, and the checkpoint that plays on.
+
+    That is the one that sampled them, `training.max_staleness` iterations before at most, or the one that is
+    asked for.
+    """
     stored = list(run.iterations())
-    checkpoints = dict(whole_checkpoints(run.checkpoints))
     if not stored:
         raise RunDirectoryError(f"{run.path}: no rollouts of any iteration are stored")
     if options.checkpoint is not None:
-        return options.iteration or stored[-1], options.checkpoint
-    known = [number for number in stored if number - 1 in checkpoints]
-    number = options.iteration or (known[-1] if known else stored[-1])
-    if number not in known:
-        having = ", ".join(f"iteration_{item}" for item in checkpoints) or "none"
-        raise RunDirectoryError(
-            f"{run.path}: the policy that sampled iteration {number} is gone: it was checkpoint "
-            f"iteration_{number - 1}; there are {having}. --checkpoint names another policy, whose truth is "
-            f"another; training.keep_checkpoints and checkpoint_every keep more"
-        )
-    return number, checkpoints[number - 1]
+        number = options.iteration or stored[-1]
+        return number, _by_actor(run, job, number), options.checkpoint
+    checkpoints = dict(whole_checkpoints(run.checkpoints))
+    others = None
+    for number in [options.iteration] if options.iteration else reversed(stored):
+        oldest = max(number - 1 - job.training.max_staleness, 0)
+        near = [checkpoints[item] for item in range(number - 1, oldest - 1, -1) if item in checkpoints]
+        rollouts = _by_actor(run, job, number) if near or number == options.iteration else []
+        for checkpoint in near:
+            if not any(_staleness(rollouts, checkpoint).values()):
+                return number, rollouts, checkpoint
+            others = others or (number, rollouts, checkpoint)
+    if others is not None:
+        raise _sampled_by_others(run, *others)
+    raise _is_gone(run, options.iteration or stored[-1], job.training.max_staleness, list(checkpoints))
 
 
-def _refuse_other_versions(rollouts: Sequence[Rollout], checkpoint: Path) -> None:
+def _by_actor(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:
+    (rollouts,) = stored_iterations(run, [number])
+    return Policies(job.job.name, job.fixed_policies, job.rollout.temperature).by_actor(rollouts)
+
+
+def _staleness(rollouts: Sequence[Rollout], checkpoint: Path) -> dict[str, float]:
+    """By how many versions the tokens are older than a checkpoint."""
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     played = [item.trajectory for item in rollouts if item.trajectory is not None]
-    staleness = staleness_metrics(played, int(state["policy_version"]))
-    if any(staleness.values()):
-        raise RunDirectoryError(
-            f"{checkpoint} has version {state['policy_version']}, and the rollouts were sampled by others "
-            f"(up to {staleness['policy/staleness_max']:g} before it), as with training.max_staleness; "
-            f"--checkpoint {checkpoint} measures them by this policy all the same"
-        )
+    return staleness_metrics(played, int(state["policy_version"]))
+
+
+def _sampled_by_others(
+    run: RunDirectory, number: int, rollouts: Sequence[Rollout], checkpoint: Path
+) -> RunDirectoryError:
+    found = _staleness(rollouts, checkpoint)
+    mean, most = found["policy/staleness_mean"], found["policy/staleness_max"]
+    return RunDirectoryError(
+        f"{run.path}: iteration {number} was sampled by others than {checkpoint.name} (by policies "
+        f"{mean:.2g} versions older on average, {most:g} at most), as with training.max_staleness; "
+        f"--checkpoint {checkpoint} measures it by this policy all the same"
+    )
+
+
+def _is_gone(
+    run: RunDirectory, number: int, max_staleness: int, checkpoints: Sequence[int]
+) -> RunDirectoryError:
+    newest, oldest = number - 1, max(number - 1 - max_staleness, 0)
+    names = f"iteration_{newest}" if newest == oldest else f"one of iteration_{oldest} to iteration_{newest}"
+    having = ", ".join(f"iteration_{item}" for item in checkpoints) or "none"
+    return RunDirectoryError(
+        f"{run.path}: the policy that sampled iteration {number} is gone: it was {names}; the checkpoints "
+        f"are {having}. --checkpoint names another policy, whose truth is another; training.keep_checkpoints "
+        "and checkpoint_every keep more"
+    )
 
 
 def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:

@@ -126,7 +126,7 @@ class TruthFile:
         return file
 
     def add(self, truth: TrueAdvantage) -> None:
-        if not self.truths:
+        if not self.truths and not type(self).open(self.path, self.setting).truths:  # nor by another command
             with write_errors(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_lines(self.path, [self.setting.model_dump(mode="json")], durable=True)

@@ -191,8 +191,10 @@ def _token_values(episode: EpisodeRewards) -> Sequence[Sequence[float]]:
 def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
     if len(episode.values_T) != len(episode.rewards_T):
         raise AdvantageError(
-            f"{len(episode.values_T)} values for {len(episode.rewards_T)} decisions; {name} needs a critic's",
+            f"{len(episode.values_T)} values of a critic for {len(episode.rewards_T)} decisions, and {name} "
+            "needs one for each",
             where=place(episode.rollout_id),
+            hint="They are stored while a run trains with 'gae' or 'gae_token'.",
         )
     for t, value in enumerate(episode.values_T):
         if not math.isfinite(value):
