@@ -286,12 +286,19 @@ def inspect_rollout(
     ] = None,
     full: Annotated[bool, typer.Option(help="show whole prompts, not only their new parts")] = False,
     tokens: Annotated[bool, typer.Option(help="show token ids, and their segments")] = False,
+    advantage: Annotated[
+        str | None,
+        typer.Option(
+            help="credit by this estimator, which `turnwise recredit` wrote; absent: what was trained",
+            autocompletion=lambda: list(ESTIMATORS),
+        ),
+    ] = None,
 ) -> None:
     """Show one stored episode, decision by decision: observation, action, rewards and credit."""
     from trainer_backend.credit.inspect import episode_view, find_rollout
 
     folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
-    rollout_record, credits = find_rollout([open_run(folder) for folder in folders], rollout)
+    rollout_record, credits = find_rollout([open_run(folder) for folder in folders], rollout, advantage)
     _out.print(episode_view(rollout_record, credits, full=full, tokens=tokens), soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from shutil import copytree
 
 import pytest
 from rich.console import Console
@@ -22,6 +23,7 @@ from trainer_backend.credit.recredit import (
 )
 from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows
 
 
@@ -197,6 +199,19 @@ def test_an_episode_is_shown_decision_by_decision(trained):
     assert f"{credits[0]['return_to_go']:+.3f}" in shown
     unique, every = (sum(row[name] for row in credits) for name in ("unique_delta", "ach_delta"))
     assert f"achievements over its decisions: unique {unique}, all {every}\n" in shown
+
+
+def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(trained, tmp_path):
+    directory, _, _ = trained
+    run = open_run(copytree(directory.path, tmp_path / "run"))
+    with pytest.raises(RunDirectoryError, match=r"turnwise recredit .*/run --advantage rloo` writes it"):
+        find_rollout([run], "train/1/0/1", "rloo")
+    recredit_run(run.path, ["rloo"], [], None, None, (), reporter=ListReporter())
+    rollout, credits = find_rollout([run], "train/1/0/1", "rloo")
+    console = Console(width=200, record=True)
+    console.print(episode_view(rollout, credits, full=False))
+    assert len(re.findall("advantage .* = .*mean of .* siblings", console.export_text())) == len(credits)
+    assert credits[0]["estimator"] == "rloo" != find_rollout([run], "train/1/0/1")[1][0]["estimator"]
 
 
 def test_an_id_that_fits_several_rollouts_is_refused_with_some_of_them(trained):

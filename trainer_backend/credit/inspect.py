@@ -29,8 +29,14 @@ from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, r
 _KEY_SHOWN = 10
 
 
-def find_rollout(runs: Sequence[RunDirectory], rollout_id: str) -> tuple[Rollout, list[dict[str, Any]]]:
-    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions."""
+def find_rollout(
+    runs: Sequence[RunDirectory], rollout_id: str, advantage: str | None = None
+) -> tuple[Rollout, list[dict[str, Any]]]:
+    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
+
+    Args:
+        advantage: the estimator whose credit is wanted, by `turnwise recredit`; None: the run's own.
+    """
     found = [
         (path, known)
         for run in runs
@@ -45,7 +51,15 @@ def find_rollout(runs: Sequence[RunDirectory], rollout_id: str) -> tuple[Rollout
         some = f"; such as {', '.join(known for _, known in chosen[:3])}" if chosen else ""
         raise RunDirectoryError(f"{len(chosen) or 'no'} stored rollouts are {rollout_id!r} in {looked}{some}")
     path, known = chosen[0]
-    return read_rollout(path, known), read_decisions(path, known)
+    rollout = read_rollout(path, known)
+    if advantage is not None:
+        run = path.parent.parent
+        path = run / "recredit" / f"{advantage}.parquet"
+        if not path.exists() or known not in rollout_ids(path):
+            raise RunDirectoryError(
+                f"{path} does not have {known}; `turnwise recredit {run} --advantage {advantage}` writes it"
+            )
+    return rollout, read_decisions(path, known)
 
 
 def episode_view(
