@@ -97,12 +97,12 @@ _CRAFTER = EnvironmentJob(
             "learning_rate": 3e-3,
         },
         "training": {
-            "iterations": 36, "group_size": 1, "learning_rate_rise": 0.05, "learning_rate_final": 0.0,
+            "iterations": 46, "group_size": 1, "learning_rate_rise": 0.05, "learning_rate_final": 0.0,
             "update_passes": 1, "batch_decisions": 256, "entropy_coef": 0.0, "critic": "own",
-            "critic_warmup": 2, "critic_passes": 1, "checkpoint_every": 12,
+            "critic_warmup": 2, "critic_learning_rate": 1.5e-3, "critic_passes": 1, "checkpoint_every": 12,
         },
         "algorithm": {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.9},
-        "evaluation": {"every_n_iters": 18},
+        "evaluation": {"every_n_iters": 23},
     },
 )  # fmt: skip
 
