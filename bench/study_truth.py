@@ -7,7 +7,7 @@ hold values and state keys beside everything else. `turnwise truth` then measure
 iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
 rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 
-    crafter     the demo: 50 decisions of at most 4 actions
+    crafter     the demo's environment, in groups of four: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
     whole       configs/crafter_laptop.toml in groups of four: whole games, after imitation of a teacher's
     rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
@@ -72,7 +72,7 @@ def scored(
 ) -> dict[str, Any]:
     """Measure what is not measured yet, and score all estimators, their gradients too."""
     started = time.monotonic()
-    asked = TruthOptions(
+    truth_options = TruthOptions(
         decisions=decisions,
         continuations=continuations,
         horizon=None,
@@ -82,8 +82,8 @@ def scored(
         out=truth_of(run.path),
         seed=seed,
     )
-    tell = partial(print, f"{setting} {seed}:", end="\r", flush=True)
-    measured = asyncio.run(measure_truth(run, run.job(), asked, tell))
+    tell = partial(print, f"{setting} {seed}, decisions done and in all:", end="\r", flush=True)
+    measured = asyncio.run(measure_truth(run, run.job(), truth_options, tell))
     seconds = time.monotonic() - started
     checkpoint = run.checkpoints / measured.file.setting.checkpoint
     figures = _figures(run, list(ESTIMATORS), checkpoint)
@@ -96,8 +96,10 @@ def scored(
 
 def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrides: str) -> dict[str, Any]:
     """What `turnwise recredit --truth --checkpoint` writes as numbers."""
-    told, truth = ConsoleReporter(Console()), truth_of(run.path)
-    _, folder = recredit_run(run.path, names, (), checkpoint, None, overrides, truth=truth, reporter=told)
+    _, folder = recredit_run(
+        run.path, names, (), checkpoint, run.path / "scores" / "_".join(overrides), overrides,
+        truth=truth_of(run.path), reporter=ConsoleReporter(Console()),
+    )  # fmt: skip
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return figures
 

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
-from shutil import rmtree
+from shutil import copytree
 
 import pytest
 import torch
@@ -24,9 +24,10 @@ from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, ser
 from trainer_backend.__main__ import app
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
-from trainer_backend.evaluation.truth import TruthOptions, horizon_of, measure_truth
+from trainer_backend.evaluation.truth import TruthOptions, horizon_of, measure_truth, source_of
 from trainer_backend.models.folder import load_model_folder
-from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.truth_file import TruthFile, truth_of
 
 GAMMA = 0.8
@@ -169,26 +170,13 @@ def url(plugins):
 @pytest.fixture(scope="module")
 def run(model_folders, tmp_path_factory, plugins, url):
     """A run, and its job at that task app; its folder names the plug-in, so a command starts a process."""
-    return coins_run(model_folders, tmp_path_factory, plugins, url)
-
-
-@pytest.fixture
-def ahead(model_folders, tmp_path_factory, plugins, url):
-    """The same, of three iterations that are collected while the one before is learned from."""
-    return coins_run(
-        model_folders, tmp_path_factory, plugins, url, training__iterations=3, training__max_staleness=1,
-        training__checkpoint_every=1, training__keep_checkpoints=5,
-    )  # fmt: skip
-
-
-def coins_run(model_folders, tmp_path_factory, plugins, url, **changes):
     job = tiny_job(
         model={"path": str(model_folders["qwen3"]), "device": "cpu"}, warmup=None,
         rollout__env_name="coins", rollout__env_config={}, rollout__max_turns=DECISIONS,
         rollout__max_tokens=1, rollout__episodes_per_batch=16, rollout__max_concurrent_rollouts=96,
         rollout__max_invalid_decisions=DECISIONS + 1, services__task_plugins=[str(plugins)],
-        inference__max_running=96, training__step_rewards_mode="env_sparse",
-        algorithm__gamma=GAMMA, evaluation__instances=1, **({"training__iterations": 1} | changes),
+        inference__max_running=96, training__step_rewards_mode="env_sparse", training__iterations=1,
+        algorithm__gamma=GAMMA, evaluation__instances=1,
     )  # fmt: skip
     there = at_the_task_app(job.model_copy(update={"services": tiny_job().services}), url)
     directory, _, _ = train_job(there, tmp_path_factory.mktemp("runs") / "run")
@@ -432,23 +420,50 @@ def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_tru
         )  # fmt: skip
 
 
-def test_the_policy_that_sampled_an_iteration_ahead_is_found_by_its_version(ahead, tmp_path):
-    """Iteration 3 was asked for when iteration 2 was learned from, so checkpoint 1 sampled it."""
-    directory, job = ahead
-    asked = {"decisions": 2, "continuations": 2}
-    found = measure(ahead, out=tmp_path / "newest", **asked).file.setting
-    assert (found.iteration, found.checkpoint) == (3, "iteration_1")
-    asked["iteration"] = 1
-    assert measure(ahead, out=tmp_path / "first", **asked).file.setting.checkpoint == "iteration_0"
-    turns = job.model_copy(update={"training": job.training.model_copy(update={"max_staleness": 0})})
-    with pytest.raises(RunDirectoryError, match=r"iteration 3 was sampled by others than .*iteration_2"):
-        measure((directory, turns), out=tmp_path / "x", iteration=3)
-    rmtree(directory.checkpoints / "iteration_0")
-    with pytest.raises(RunDirectoryError, match="sampled iteration 1 is gone: it was iteration_0;"):
-        measure(ahead, out=tmp_path / "x", iteration=1)
+def sampled_by(version):
+    """The change of a rollout whose tokens are all of that version."""
+
+    def changed(rollout):
+        steps = [
+            step.model_copy(
+                update={
+                    "policy_logprobs": step.policy_logprobs.model_copy(update={"versions": ((0, version),)})
+                }
+            )
+            for step in rollout.trajectory.steps
+        ]
+        trajectory = rollout.trajectory.model_copy(update={"steps": tuple(steps)})
+        return rollout.model_copy(update={"trajectory": trajectory})
+
+    return changed
 
 
-def test_commands_that_begin_the_same_file_lose_no_line(run, tmp_path):
+def test_the_policy_that_sampled_an_iteration_is_found_by_its_version(run, tmp_path):
+    """As with training.max_staleness, where it is not the checkpoint just before."""
+    directory, job = run
+    copied = open_run(copytree(directory.path, tmp_path / "run"))
+
+    def source(iteration=None):
+        found = source_of(copied, job, options(copied, iteration=iteration))
+        return found.iteration, found.checkpoint.name
+
+    played = read_rollouts(copied.rollouts_file("iteration_1"))
+    mixed = [played[0], *map(sampled_by(1), played[1:])]
+    write_rollouts(copied.rollouts_file("iteration_2"), list(map(sampled_by(0), played)))
+    write_rollouts(copied.rollouts_file("iteration_3"), list(map(sampled_by(0), played)))
+    write_rollouts(copied.rollouts_file("iteration_4"), mixed)
+    write_rollouts(copied.rollouts_file("iteration_5"), list(map(sampled_by(4), played)))
+    assert source() == (3, "iteration_0"), "the newest of a stored policy"
+    assert source(1) == (1, "iteration_0")
+    with pytest.raises(RunDirectoryError, match="policies of the versions 0 to 1 sampled iteration 4"):
+        source(4)
+    with pytest.raises(
+        RunDirectoryError, match=r"version 4 that sampled iteration 5 is gone.*1 \(version 1\)"
+    ):
+        source(5)
+
+
+def test_a_file_that_another_command_has_begun_meanwhile_keeps_its_lines(run, tmp_path):
     directory, _ = run
     stored = measure(run).file
     first, second = (TruthFile.open(tmp_path / "truth.jsonl", stored.setting) for _ in range(2))

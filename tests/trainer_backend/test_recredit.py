@@ -24,7 +24,7 @@ from trainer_backend.credit.recredit import (
 from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.rollout_files import finished_rows
+from trainer_backend.rundir.rollout_files import finished_rows, rollout_ids
 
 
 def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=()):
@@ -204,8 +204,10 @@ def test_an_episode_is_shown_decision_by_decision(trained):
 def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(trained, tmp_path):
     directory, _, _ = trained
     run = open_run(copytree(directory.path, tmp_path / "run"))
-    with pytest.raises(RunDirectoryError, match=r"turnwise recredit .*/run --advantage rloo` writes it"):
+    with pytest.raises(RunDirectoryError, match=r"turnwise recredit .*/run --advantage rloo` credits"):
         find_rollout([run], "train/1/0/1", "rloo")
+    with pytest.raises(RunDirectoryError, match="and training's rollouts alone are credited"):
+        find_rollout([run], rollout_ids(run.rollouts_file("evaluation_0"))[0], "rloo")
     recredit_run(run.path, ["rloo"], [], None, None, (), reporter=ListReporter())
     rollout, credits = find_rollout([run], "train/1/0/1", "rloo")
     console = Console(width=200, record=True)

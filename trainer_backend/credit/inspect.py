@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,6 +24,7 @@ from trainer_backend.pages.episode_view import (
     reward_parts,
     whole_prompts,
 )
+from trainer_backend.plugins import estimator
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, rollout_ids
 
@@ -52,14 +54,22 @@ def find_rollout(
         raise RunDirectoryError(f"{len(chosen) or 'no'} stored rollouts are {rollout_id!r} in {looked}{some}")
     path, known = chosen[0]
     rollout = read_rollout(path, known)
-    if advantage is not None:
-        run = path.parent.parent
-        path = run / "recredit" / f"{advantage}.parquet"
-        if not path.exists() or known not in rollout_ids(path):
-            raise RunDirectoryError(
-                f"{path} does not have {known}; `turnwise recredit {run} --advantage {advantage}` writes it"
-            )
-    return rollout, read_decisions(path, known)
+    return rollout, read_decisions(path if advantage is None else _recredited(path, known, advantage), known)
+
+
+def _recredited(path: Path, rollout_id: str, advantage: str) -> Path:
+    """The file of `turnwise recredit` with that estimator's credit of a rollout of this one."""
+    estimator(advantage)
+    run = path.parent.parent
+    found = run / "recredit" / f"{advantage}.parquet"
+    if not path.name.startswith("iteration_"):
+        raise RunDirectoryError(f"{rollout_id} is in {path.name}, and training's rollouts alone are credited")
+    if not found.exists() or rollout_id not in rollout_ids(found):
+        raise RunDirectoryError(
+            f"{found} does not have {rollout_id}; `turnwise recredit {run} --advantage {advantage}` credits "
+            "every finished rollout of training"
+        )
+    return found
 
 
 def episode_view(

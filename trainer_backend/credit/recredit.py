@@ -71,7 +71,7 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
         listed = ", ".join(map(str, files)) or "none"
-        stored = listed if len(files) < 9 else f"{len(files)}, {min(files)} to {max(files)}"
+        stored = listed if len(files) < 9 else f"{len(files)} iterations from {min(files)} to {max(files)}"
         which = f"iteration {', '.join(missing)}" if missing else "any iteration"
         raise RunDirectoryError(f"{run.path}: no rollouts of {which}; stored: {stored}")
     return [files[number] for number in sorted(set(iterations) or files)]

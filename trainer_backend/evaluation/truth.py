@@ -6,7 +6,7 @@ The definition of the measured advantage is in `core.truth`.
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,14 +14,13 @@ from uuid import uuid4
 
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from shared_schemas.trajectory import StepData, StopReason
+from shared_schemas.trajectory import StepData, StopReason, exact_tokens
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.core.truth import even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
@@ -33,6 +32,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, play_of, rewards_of
 
 
@@ -90,19 +90,17 @@ async def measure_truth(
     """
     _refuse_options(job, options)
     configure_logs_from()
-    iteration, rollouts, checkpoint = _played(run, job, options)
-    _refuse_longer(rollouts, job.max_decisions)
+    source = source_of(run, job, options)
+    _refuse_longer(source.rollouts, job.max_decisions)
     data = await asyncio.to_thread(data_of, job)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
             environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
             setting = TruthSetting(
                 run_id=run.run_id,
-                iteration=iteration,
-                checkpoint=(
-                    checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
-                ),
-                digest=digest_of(checkpoint),
+                iteration=source.iteration,
+                checkpoint=_name(source.checkpoint, run),
+                digest=digest_of(source.checkpoint),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
                 horizon=horizon_of(job) if options.horizon is None else options.horizon or None,
@@ -124,11 +122,15 @@ async def measure_truth(
                 player = ContinuationPlayer(
                     planner, collector, apps, Rewards(job.training, job.max_decisions), setting
                 )
-                chosen = list(islice(_chosen(rollouts, options.seed), options.decisions))
+                chosen = list(islice(_chosen(source.rollouts, options.seed), options.decisions))
                 lanes = max(2, 2 * job.rollout.max_concurrent_rollouts // options.continuations)
                 return await _Measurer(player, file, options, tell).all(chosen, lanes)
 
-            return await by_checkpoint(job, checkpoint, measure)
+            return await by_checkpoint(job, source.checkpoint, measure)
+
+
+def _name(checkpoint: Path, run: RunDirectory) -> str:
+    return checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
 
 
 # A reward at the horizon counts by so much, where the user names no other horizon.
@@ -191,67 +193,93 @@ def _why_to_the_end(job: JobConfig) -> str | None:
     return "pays by the length of an episode" if looks_ahead else None
 
 
-def _played(run: RunDirectory, job: JobConfig, options: TruthOptions) -> tuple[int, list[Rollout], Path]:
-    """The iteration to measure, its episodes by the actor, and the checkpoint that plays on.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is measured: an iteration's episodes by the actor, and the checkpoint that plays on."""
 
-    That is the one that sampled them, `training.max_staleness` iterations before at most, or the one that is
-    asked for.
+    iteration: int
+    rollouts: Sequence[Rollout]
+    checkpoint: Path
+
+
+def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Source:
+    """What is asked for, or the newest iteration that a single policy sampled, of which a checkpoint is left.
+
+    Raises:
+        RunDirectoryError: nothing is stored; no checkpoint has the version of all tokens.
     """
     stored = list(run.iterations())
     if not stored:
         raise RunDirectoryError(f"{run.path}: no rollouts of any iteration are stored")
     if options.checkpoint is not None:
         number = options.iteration or stored[-1]
-        return number, _by_actor(run, job, number), options.checkpoint
+        return Source(number, _by_actor(run, job, number), options.checkpoint)
     checkpoints = dict(whole_checkpoints(run.checkpoints))
-    others = None
-    for number in [options.iteration] if options.iteration else reversed(stored):
-        oldest = max(number - 1 - job.training.max_staleness, 0)
-        near = [checkpoints[item] for item in range(number - 1, oldest - 1, -1) if item in checkpoints]
-        rollouts = _by_actor(run, job, number) if near or number == options.iteration else []
-        for checkpoint in near:
-            if not any(_staleness(rollouts, checkpoint).values()):
-                return number, rollouts, checkpoint
-            others = others or (number, rollouts, checkpoint)
-    if others is not None:
-        raise _sampled_by_others(run, *others)
-    raise _is_gone(run, options.iteration or stored[-1], job.training.max_staleness, list(checkpoints))
+    newest_first = reversed(stored) if options.iteration is None else [options.iteration]
+    for number in newest_first:
+        if options.iteration is None and _sampler(_one_of(run, job, number), number, checkpoints) is None:
+            continue
+        rollouts = _by_actor(run, job, number)
+        sampler = _sampler(rollouts, number, checkpoints)
+        if sampler is not None:
+            return Source(number, rollouts, sampler)
+    number = options.iteration or stored[-1]
+    raise _no_sampler_error(run, number, _by_actor(run, job, number), checkpoints)
 
 
 def _by_actor(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:
     (rollouts,) = stored_iterations(run, [number])
-    return Policies(job.job.name, job.fixed_policies, job.rollout.temperature).by_actor(rollouts)
+    return _policies(job).by_actor(rollouts)
 
 
-def _staleness(rollouts: Sequence[Rollout], checkpoint: Path) -> dict[str, float]:
-    """By how many versions the tokens are older than a checkpoint."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    played = [item.trajectory for item in rollouts if item.trajectory is not None]
-    return staleness_metrics(played, int(state["policy_version"]))
+def _one_of(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:
+    """The first finished episode by the actor, or none: read in a fraction of the time."""
+    path = run.rollouts_file(f"iteration_{number}")
+    rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))
+    finished = (item for item in rollouts if item.trajectory is not None and _policies(job).by_actor([item]))
+    return list(islice(finished, 1))
 
 
-def _sampled_by_others(
-    run: RunDirectory, number: int, rollouts: Sequence[Rollout], checkpoint: Path
+def _policies(job: JobConfig) -> Policies:
+    return Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
+
+
+def _versions(rollouts: Sequence[Rollout]) -> set[int]:
+    """Of the policies that sampled the tokens; empty where the tokens are not stored."""
+    steps = (step for item in rollouts if item.trajectory is not None for step in item.trajectory.steps)
+    return {sampler for step in steps if (call := exact_tokens(step)) for _, sampler in call.versions}
+
+
+def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
+    """The newest checkpoint from before the iteration that has the version of all tokens; None: none has.
+
+    Tokens without a version were sampled by the checkpoint just before.
+    """
+    versions = _versions(rollouts)
+    if not versions:
+        return checkpoints.get(iteration - 1) if rollouts else None
+    before = (checkpoints[number] for number in sorted(checkpoints, reverse=True) if number < iteration)
+    return next((path for path in before if versions == {_version(path)}), None)
+
+
+def _version(checkpoint: Path) -> int:
+    return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["policy_version"])
+
+
+def _no_sampler_error(
+    run: RunDirectory, iteration: int, rollouts: Sequence[Rollout], checkpoints: Mapping[int, Path]
 ) -> RunDirectoryError:
-    found = _staleness(rollouts, checkpoint)
-    mean, most = found["policy/staleness_mean"], found["policy/staleness_max"]
+    versions = sorted(_versions(rollouts))
+    having = ", ".join(f"{path.name} (version {_version(path)})" for path in checkpoints.values()) or "none"
+    if len(versions) > 1:
+        why = f"policies of the versions {versions[0]} to {versions[-1]} sampled iteration {iteration}"
+    else:
+        of_version = f" of version {versions[0]}" if versions else ""
+        why = f"the policy{of_version} that sampled iteration {iteration} is gone"
     return RunDirectoryError(
-        f"{run.path}: iteration {number} was sampled by others than {checkpoint.name} (by policies "
-        f"{mean:.2g} versions older on average, {most:g} at most), as with training.max_staleness; "
-        f"--checkpoint {checkpoint} measures it by this policy all the same"
-    )
-
-
-def _is_gone(
-    run: RunDirectory, number: int, max_staleness: int, checkpoints: Sequence[int]
-) -> RunDirectoryError:
-    newest, oldest = number - 1, max(number - 1 - max_staleness, 0)
-    names = f"iteration_{newest}" if newest == oldest else f"one of iteration_{oldest} to iteration_{newest}"
-    having = ", ".join(f"iteration_{item}" for item in checkpoints) or "none"
-    return RunDirectoryError(
-        f"{run.path}: the policy that sampled iteration {number} is gone: it was {names}; the checkpoints "
-        f"are {having}. --checkpoint names another policy, whose truth is another; training.keep_checkpoints "
-        "and checkpoint_every keep more"
+        f"{run.path}: {why}; the checkpoints are {having}. --iteration {iteration} --checkpoint PATH "
+        "plays on by another policy, whose truth is another; training.keep_checkpoints and checkpoint_every "
+        "keep more"
     )
 
 

@@ -53,8 +53,11 @@ def _numbers(stored: Columns) -> dict[str, float | None]:
     return {name: stored.get(name) for name in names} | (stored.get("advantage_parts") or {})
 
 
+_ROUNDING = 1e-12  # of sums in double precision, which is shown as 0
+
+
 def _shown(value: float) -> str:
-    """Three decimals, so that sums can be checked by eye; small numbers with three digits, rounding as 0."""
-    value = 0.0 if abs(value) < 1e-12 else value
-    text = f"{value + 0.0:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
+    """Three decimals, so that sums can be checked by eye; small numbers with three digits."""
+    value = 0.0 if abs(value) < _ROUNDING else value
+    text = f"{value:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text

@@ -51,7 +51,7 @@ def test_a_critic_that_knows_the_returns_leaves_nothing_to_learn(pairs, gae_lamb
 
 
 def test_a_decision_without_a_value_is_refused_by_name():
-    with pytest.raises(AdvantageError, match="rollout r-7: 0 values for 1 decisions"):
+    with pytest.raises(AdvantageError, match="rollout r-7: 0 values of a critic for 1 decisions"):
         gae([EpisodeRewards("r-7", "g", [1.0])], AdvantageConfig())
 
 

@@ -194,7 +194,7 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
             f"{len(episode.values_T)} values of a critic for {len(episode.rewards_T)} decisions, and {name} "
             "needs one for each",
             where=place(episode.rollout_id),
-            hint="They are stored while a run trains with 'gae' or 'gae_token'.",
+            hint="They are stored while a run trains with an estimator that needs a critic.",
         )
     for t, value in enumerate(episode.values_T):
         if not math.isfinite(value):
