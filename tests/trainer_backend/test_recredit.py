@@ -1,6 +1,7 @@
 """`turnwise recredit` and `turnwise inspect` on the tiny trained run."""
 
 import json
+import math
 import re
 from shutil import copytree
 
@@ -23,6 +24,8 @@ from trainer_backend.credit.recredit import (
 )
 from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.run.gradient_cosines import cosines_at
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows, rollout_ids
 
@@ -231,3 +234,27 @@ def test_the_commands_print_and_name_the_folder(trained, tmp_path):
     shown = CliRunner().invoke(app, ["inspect", "train/2/0/0", "--run", str(directory.path)])
     assert shown.exit_code == 0 and "decision 1" in shown.output
     assert re.search(r"advantage \S+ = return \S+ - baseline \S+; baseline: mean of 3 siblings", shown.output)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "episode_equal", "constant"])
+def test_gradients_of_two_parts_of_the_decisions_lie_in_one_plane_with_that_of_all(trained, aggregation):
+    """g = a g' + b g'' with a, b > 0, so the cosines' Gram determinant is 0; decisions without advantages are
+    left out of a gradient, and change its length alone."""
+    directory, _, _ = trained
+    job = directory.job_of_stored([f'training.aggregation="{aggregation}"']).config
+    credit = CreditAssignment.of(job)
+    (played,) = stored_iterations(directory, [1])
+    advantages = [item.advantages_T for item in credit.credits(played)]
+    episodes = [CreditedEpisode(item.rollout_id, credit.policies.segments_by(item), ()) for item in played]
+
+    def of_turns(parity):
+        return [[value * (t % 2 == parity) for t, value in enumerate(own)] for own in advantages]
+
+    cosines = cosines_at(
+        directory.checkpoints / "iteration_0", job, directory, episodes,
+        {"all": advantages, "even": of_turns(0), "odd": of_turns(1)}, reporter=ListReporter(),
+    )  # fmt: skip
+    even, odd, parts = cosines["all", "even"], cosines["all", "odd"], cosines["even", "odd"]
+    assert max(even, odd) < 0.999
+    assert 1 + 2 * even * odd * parts - even**2 - odd**2 - parts**2 == pytest.approx(0, abs=1e-5)
+    assert math.acos(even) + math.acos(odd) == pytest.approx(math.acos(parts), abs=1e-2), "between the two"

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_backend.core.critic import OfEpisode
+from trainer_backend.core.critic import OfEpisode, column_of
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
@@ -49,11 +50,13 @@ def gradient_cosines(
     shares: dict[str, Tensor] = {}
     for name, of_episodes in advantages.items():
         tell(len(shares), len(advantages))
+        own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
         credited = {
-            episode.rollout_id: replace(episode, advantages=own)
-            for episode, own in zip(episodes, of_episodes, strict=True)
+            episode.rollout_id: replace(episode, advantages=own[episode.rollout_id]) for episode in episodes
         }
-        update.gradient(scored, credited)
+        # What has no advantage has no gradient, and weights of the rest change by a common factor at most.
+        counted = [item for item in scored if np.any(column_of(item.segment, own, "advantage"))]
+        update.gradient(counted or scored[:1], credited)
         shares[name] = _share(learner, ranks)
     return _cosines(shares, ranks)
 
