@@ -90,7 +90,7 @@ study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialo
 study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_ahead
 
-study-truth: $(VENV)/.ready ## every estimator against 300 measured advantages, 5 seeds of five settings (a day; resumable by seed; docs/truth.md has 150 of four)
+study-truth: $(VENV)/.ready ## every estimator against 300 measured advantages, 5 seeds of five settings (a day; resumable by seed; docs/truth.md has 150 of four and 600 of the fifth, 3 seeds)
 	$(BIN)/python -m bench.study_truth
 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
