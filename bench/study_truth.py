@@ -22,10 +22,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, pstdev, pvariance
 from typing import Any
 
 from rich.console import Console
@@ -33,11 +33,13 @@ from rich.console import Console
 from bench.kit import ROOT, options
 from bench.study_results import IN_GROUPS
 from bench.study_runs import finished
+from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.evaluation.truth import TruthOptions, measure_truth
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import finished_rows
 from trainer_backend.rundir.truth_file import truth_of
 from trainer_backend.terminal.progress import ConsoleReporter
 from trainer_backend.terminal.templates import write_environment
@@ -91,13 +93,36 @@ def scored(
     for weight in GAE_LAMBDAS:
         other = _figures(run, ["gae"], checkpoint, f"algorithm.gae_lambda={weight:g}")
         found["estimators"][f"gae, lambda {weight:g}"] = other["truth"]["estimators"]["gae"]
-    return {**found, "refused": figures["refused"], "last_call_s": round(seconds, 1)}
+    hesitant = _where_it_hesitates(run, measured.file.truths.values())
+    return {**found, "hesitant": hesitant, "refused": figures["refused"], "last_call_s": round(seconds, 1)}
+
+
+def _where_it_hesitates(run: RunDirectory, truths: Collection[TrueAdvantage]) -> dict[str, float]:
+    """Share of the decisions of which a choice was another than stored, and standard deviations there.
+
+    Of true advantages, less their standard errors' share of it; and of those of `gae`.
+    """
+    rows = finished_rows(_scores_of(run) / "gae.parquet", ["rollout_id", "decisions"])
+    gae = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
+    hesitant = [item for item in truths if item.others]
+    if not hesitant:
+        return {"share": 0.0}
+    noise = fmean(item.error**2 for item in hesitant)
+    return {
+        "share": len(hesitant) / len(truths),
+        "true_std": max(pvariance(item.advantage for item in hesitant) - noise, 0.0) ** 0.5,
+        "gae_std": pstdev(gae[item.rollout_id][item.turn - 1] for item in hesitant),
+    }
+
+
+def _scores_of(run: RunDirectory) -> Path:
+    return run.path / "scores"
 
 
 def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrides: str) -> dict[str, Any]:
     """What `turnwise recredit --truth --checkpoint` writes as numbers."""
     _, folder = recredit_run(
-        run.path, names, (), checkpoint, run.path / "scores" / "_".join(overrides), overrides,
+        run.path, names, (), checkpoint, _scores_of(run) / "_".join(overrides), overrides,
         truth=truth_of(run.path), reporter=ConsoleReporter(Console()),
     )  # fmt: skip
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
