@@ -40,34 +40,33 @@ def find_rollout(
         advantage: the estimator whose credit is wanted, by `turnwise recredit`; None: the run's own.
     """
     found = [
-        (path, known)
+        (run, path, known)
         for run in runs
-        for path in sorted((run.path / "rollouts").glob("*.parquet"))
+        for path in sorted(run.rollouts.glob("*.parquet"))
         for known in rollout_ids(path)
         if known == rollout_id or known.endswith(rollout_id)
     ]
-    exact = [item for item in found if item[1] == rollout_id]
+    exact = [item for item in found if item[2] == rollout_id]
     chosen = exact or found
     if len(chosen) != 1:
         looked = ", ".join(str(run.path) for run in runs) or "runs/"
-        some = f"; such as {', '.join(known for _, known in chosen[:3])}" if chosen else ""
+        some = f"; such as {', '.join(known for _, _, known in chosen[:3])}" if chosen else ""
         raise RunDirectoryError(f"{len(chosen) or 'no'} stored rollouts are {rollout_id!r} in {looked}{some}")
-    path, known = chosen[0]
-    rollout = read_rollout(path, known)
-    return rollout, read_decisions(path if advantage is None else _recredited(path, known, advantage), known)
+    run, path, known = chosen[0]
+    credited = path if advantage is None else _credited(run, path, known, advantage)
+    return read_rollout(path, known), read_decisions(credited, known)
 
 
-def _recredited(path: Path, rollout_id: str, advantage: str) -> Path:
+def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) -> Path:
     """The file of `turnwise recredit` with that estimator's credit of a rollout of this one."""
     estimator(advantage)
-    run = path.parent.parent
-    found = run / "recredit" / f"{advantage}.parquet"
-    if not path.name.startswith("iteration_"):
+    found = run.recredit / f"{advantage}.parquet"
+    if path not in run.iteration_files():
         raise RunDirectoryError(f"{rollout_id} is in {path.name}, and training's rollouts alone are credited")
     if not found.exists() or rollout_id not in rollout_ids(found):
         raise RunDirectoryError(
-            f"{found} does not have {rollout_id}; `turnwise recredit {run} --advantage {advantage}` credits "
-            "every finished rollout of training"
+            f"{found} does not have {rollout_id}; `turnwise recredit {run.path} --advantage {advantage}` "
+            "credits every finished rollout of training"
         )
     return found
 

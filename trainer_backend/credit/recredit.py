@@ -401,7 +401,7 @@ def recredit_run(
         if file is None
         else TruthScores(file, _advantages_by_rollout(credited), _groups_of(credited), cosines)
     )
-    folder = out or run.path / "recredit"
+    folder = out or run.recredit
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder
 

@@ -82,6 +82,11 @@ class RunDirectory:
         return self.path / "report"
 
     @property
+    def recredit(self) -> Path:
+        """What `turnwise recredit` writes, unless another folder is named."""
+        return self.path / "recredit"
+
+    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
