@@ -33,12 +33,14 @@ class ServiceError(Exception):
         where: the place of the fault: a header, a body path, a setting.
         hint: the likely remedy.
         retry_after_s: when a client should try again, if that may help.
+        recurs: whether another try would fail too, because the cause is in code, data or a setting.
     """
 
     code = "service_error"
     status = 500
     title: str | None = None
     retry_after_s: int | None = None
+    recurs = False
 
     def __init__(
         self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None

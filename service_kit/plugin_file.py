@@ -15,12 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import structlog
-
+from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError, SettingsError
-from shared_schemas.json_text import encodable
-
-log = structlog.get_logger("service_kit")
 
 # Folders of files that were imported, whose modules others may import by their names.
 _FOLDERS: set[Path] = set()
@@ -117,11 +113,8 @@ def _changed_at(place: str) -> tuple[str, int]:
 
 
 def _run(load: Callable[[], Any], place: str) -> Any:
-    try:
-        return load()
-    except ServiceError as error:
-        raise SettingsError(f"{place}: {error}") from error
-    except (Exception, SystemExit) as error:
-        log.exception("plugin", place=place)
-        first_line = (str(error).splitlines() or [""])[0][:200]
-        raise SettingsError(encodable(f"{place} raised {type(error).__name__}: {first_line}")) from error
+    with Boundary(place, SettingsError):
+        try:
+            return load()
+        except ServiceError as error:
+            raise SettingsError(f"{place}: {error}") from error

@@ -6,12 +6,15 @@ of a model or an environment, which nobody could correct, is made encodable inst
 """
 
 import json
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
+
+from shared_schemas.base import shown
 
 # Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
@@ -90,6 +93,80 @@ def encodable_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encodable_json(one) for one in value]
     return value
+
+
+def plain_json(value: Any, place: str) -> Any:
+    """JSON-able data of a plug-in: the same object, or where it holds arrays or scalars of numpy, a copy with
+    lists and numbers.
+
+    Raises:
+        TypeError: it holds what JSON cannot; the message says where, below `place`.
+        ValueError: it holds NaN or infinity.
+    """
+    try:
+        text = to_json(value, inf_nan_mode="constants")
+    except PydanticSerializationError:  # also for a lone surrogate, which stays
+        try:
+            value = to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain)
+            text = b"NaN"
+        except (TypeError, PydanticSerializationError) as exc:
+            raise TypeError(f"{place}{_first(value, _is_no_json)}, which JSON cannot hold") from exc
+    if (b"NaN" in text or b"Infinity" in text) and (fault := _first(value, _is_no_number)):
+        raise ValueError(f"{place}{fault}; a finite number is needed")
+    return value
+
+
+def plain_number(value: Any, place: str) -> int | float:
+    """A plug-in's number, also a scalar of numpy or torch, as a finite number of Python.
+
+    Raises:
+        TypeError: it is no number; the message begins with `place`.
+        ValueError: it is NaN or infinite.
+    """
+    number: Any = value
+    if type(value) is not float and type(value) is not int:
+        try:
+            number = value.item() if hasattr(value, "item") else value
+        except (ValueError, RuntimeError):  # an array of several
+            number = None
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{place} is {shown(value)}; a number is needed")
+    plain: int | float = int(number) if isinstance(number, int) else float(number)
+    if not math.isfinite(plain):
+        raise ValueError(f"{place} is {plain}; a finite number is needed")
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """The lists and numbers of a value that has numpy's `tolist`, or torch's."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(shown(value))
+    return value.tolist()
+
+
+def _is_no_json(value: Any) -> bool:
+    try:
+        to_jsonable_python(value, fallback=_plain)
+    except (TypeError, PydanticSerializationError):
+        return True
+    return False
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _first(value: Any, test: Callable[[Any], bool]) -> str:
+    """Where the first part that passes the test is below this value, and what it is; empty without one."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for name, part in parts:
+        if found := _first(part, test):
+            return f".{str(name)[:80]}{found}"
+    return f" is {shown(value)}" if test(value) else ""
 
 
 def _is_suspect(raw: bytes) -> bool:

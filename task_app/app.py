@@ -50,7 +50,7 @@ OPEN_PATHS = frozenset({"/", "/health"})
 # Whole rollouts and long polls take longer, within limits of their own.
 LONG = frozenset({"/rollout", "/rollouts"})
 # Statuses of errors that a route may answer with.
-ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)
+ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
 
 
 _ROUTERS = (

@@ -19,32 +19,25 @@
     ├── SessionBusy                     session_busy                  503  an earlier request holds it
     ├── JournalFailed                   journal_failed                507  --state-dir cannot be written
     ├── JournalDamaged                  journal_damaged               500  at start only, never in a reply
-    └── EpisodeFailed                   episode_failed                500  a rollout without a trajectory
+    └── EpisodeFailed                   episode_failed                424  a rollout without a trajectory
         ├── PolicyUnavailable           inference_unavailable         502  or inference_protocol, _refused
         │   └── PromptRefused           inference_refused             422  by its server, for what it says
         ├── ContextLengthExceeded       context_length_exceeded       422  fails only a first decision
         ├── DeadlineExceeded            deadline_exceeded             504  fails only a first decision
-        ├── RewardFunctionFailed        reward_function_failed        500  or reward_function_deadline
-        ├── InteractionFailed           interaction_failed            500  or interaction_deadline
-        ├── AgentFailed                 agent_failed                  500  no model call, or a wrong exit code
-        └── CriticalError               critical_error                500  the environment or policy broke
+        ├── RewardFunctionFailed        reward_function_failed        424  or reward_function_deadline
+        ├── InteractionFailed           interaction_failed            424  or interaction_deadline
+        ├── AgentFailed                 agent_failed                  424  no model call, or a wrong exit code
+        └── CriticalError               critical_error                424  a plug-in broke
 
 Every message says where, what was found, what is allowed and the likely intent. `service_kit.problems` turns
-errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one
-broad except.
+errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
 from collections.abc import Iterable
-from types import TracebackType
 
-import structlog
-
+from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
 from shared_schemas.base import did_you_mean
-from shared_schemas.json_text import encodable
-from shared_schemas.problem import Problem
-
-log = structlog.get_logger("task_app")
 
 
 def clipped(name: str, at_most: int = 80) -> str:
@@ -203,12 +196,12 @@ class EpisodeFailed(TaskAppError):
 
     Attributes:
         decisions_done: how many were complete when it failed.
-        recurs: whether the same seeds would fail again, since the cause is in the job or a plug-in.
     """
 
     code = "episode_failed"
+    # No 5xx: the service works, and what it depends on does not. A client need not repeat the request.
+    status = 424
     decisions_done = 0
-    recurs = False
 
 
 class PolicyUnavailable(EpisodeFailed):
@@ -253,36 +246,12 @@ class AgentFailed(EpisodeFailed):
 
 
 class CriticalError(EpisodeFailed):
-    """A plug-in raised an unexpected error; only the log shows its details."""
+    """A plug-in raised an unexpected error, or gave what no plug-in may give."""
 
     code = "critical_error"
     recurs = True
 
-    def problem(self) -> Problem:
-        detail = "a plug-in of this task app failed; its log says how"
-        return super().problem().model_copy(update={"detail": detail})
 
-
-class boundary:
-    """Turn an error of a plug-in into a CriticalError, so that it ends one rollout and not the service.
-
-    This is the only broad except of the task app. Errors of the service pass unchanged. The log gets the
-    traceback; the reply gets the type and the first line of the message.
-    """
-
-    # A class, because it surrounds every step, and @contextmanager costs three times as much.
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(exc, Exception) and not isinstance(exc, ServiceError):
-            log.exception("boundary", what=self._what)
-            first_line = (str(exc).splitlines() or [""])[0][:200]
-            error = CriticalError(encodable(f"{self._what} raised {type(exc).__name__}: {first_line}"))
-            error.recurs = not isinstance(exc, OSError | MemoryError)  # the machine, or a service of its own
-            raise error from exc
+def boundary(what: str) -> Boundary:
+    """Turn whatever a plug-in raises within it into a CriticalError; `what` names the call."""
+    return Boundary(what, CriticalError)

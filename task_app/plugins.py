@@ -22,7 +22,7 @@ from task_app.environments.foreign.peer import LOCAL, Reach
 from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
 from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
-from task_app.errors import InvalidRequest, TaskAppError, UnknownName
+from task_app.errors import InvalidRequest, TaskAppError, UnknownName, boundary
 from task_app.policies.babyai_teacher import BabyAITeacher
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.labelled import LabelledConfig, LabelledPolicy
@@ -236,7 +236,8 @@ class PlugBoards:
         plugin = self.environment_plugin(name, where=where)
         settings = validated(plugin.config, config, where=where + "config")
         try:
-            return plugin.build(settings)
+            with boundary(f"environment {name!r}"):
+                return plugin.build(settings)
         except InvalidRequest as exc:
             exc.where = where + (exc.where or "env_name")
             raise
@@ -266,7 +267,8 @@ class PlugBoards:
             complete["seed"] = context.seed
         settings = validated(plugin.config, complete, where=where + "config")
         try:
-            return plugin.build(settings, replace(context, boards=self))
+            with boundary(f"policy {name!r}"):
+                return plugin.build(settings, replace(context, boards=self))
         except TaskAppError as exc:
             exc.where = ".".join(filter(None, [f"{where}config", exc.where]))
             raise

@@ -5,9 +5,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 from uuid import uuid4
 
+from shared_schemas.base import shown
+from shared_schemas.json_text import plain_json, plain_number
 from shared_schemas.messages import Message, ToolSpec
 
 PAST_DECISIONS_SHOWN = 3
@@ -17,7 +20,7 @@ RewardMode = Literal["pointwise", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows after a reset or a decision.
+    """What an environment shows after a reset or a decision; scalars and arrays of numpy become plain values.
 
     Attributes:
         text: the observation as a person or a model reads it.
@@ -32,10 +35,18 @@ class Observation:
     achievements_counts: Mapping[str, int] = field(default_factory=dict)
     reward_last_step: float = 0.0
 
+    def __post_init__(self) -> None:
+        # Here, where the plug-in makes it: an error has the plug-in's line, and no route meets such a value.
+        _set(self, "data", plain_json(self.data, "data"))
+        counts = self.achievements_counts
+        if any([type(count) is not int for count in counts.values()]):
+            _set(self, "achievements_counts", {name: _count(name, count) for name, count in counts.items()})
+        _set_number(self, "reward_last_step")
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What the tool calls of one decision did.
+    """What the tool calls of one decision did; scalars and arrays of numpy become plain values.
 
     Attributes:
         observation: after the last env step of the decision.
@@ -59,6 +70,44 @@ class DecisionOutcome:
     invalid_reason: str | None = None
     result: str = ""
     results: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rewards: Any = self.env_rewards
+        if type(rewards) is not tuple or any([type(reward) is not float for reward in rewards]):
+            if not isinstance(rewards, Iterable):
+                raise TypeError(f"env_rewards is {shown(rewards)}; a tuple with a number a step is needed")
+            numbers = [plain_number(reward, f"env_rewards[{s}]") for s, reward in enumerate(rewards)]
+            _set(self, "env_rewards", tuple(numbers))
+        elif not all(map(isfinite, rewards)):
+            raise ValueError(f"env_rewards is {shown(rewards)}; finite numbers are needed")
+        for name in ("terminated", "truncated"):
+            if type(flag := getattr(self, name)) is not bool:
+                _set(self, name, _flag(name, flag))
+
+
+def _set(made: object, name: str, value: object) -> None:
+    """Set a field of an object that is being made."""
+    object.__setattr__(made, name, value)
+
+
+def _set_number(made: object, name: str) -> None:
+    value = getattr(made, name)
+    if type(value) is not float or not isfinite(value):
+        _set(made, name, plain_number(value, name))
+
+
+def _count(name: str, value: Any) -> int:
+    count = plain_number(value, f"achievements_counts[{name!r}]")
+    if count != int(count):
+        raise TypeError(f"achievements_counts[{name!r}] is {count}; a whole number is needed")
+    return int(count)
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A flag, which may be numpy's. Text is refused: "False" would count as true."""
+    if isinstance(value, str | bytes) or value not in (0, 1):
+        raise TypeError(f"{name} is {shown(value)}; a bool is needed")
+    return bool(value)
 
 
 @dataclass(frozen=True, slots=True)

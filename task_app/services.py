@@ -16,7 +16,7 @@ from shared_schemas.rollouts import RolloutRequest
 from task_app.captures.door import Captures
 from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.wire import CLOSE_S
-from task_app.errors import boundary
+from task_app.episode.prompts import list_tools
 from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
 from task_app.observing.spans import Spans
@@ -173,10 +173,9 @@ class Services:
 
     async def tools_of(self, environment: Environment) -> tuple[ToolSpec, ...]:
         """The environment's tools; a foreign one may have to ask for them first."""
-        with boundary("environment.tools"):
-            if steps_quickly(environment):
-                return environment.tools()
-            return await self.threads.run("environment.tools", environment.tools)
+        if steps_quickly(environment):
+            return list_tools(environment)
+        return await self.threads.run("environment.tools", environment.tools)
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
         """Remove the training switches of a forgotten policy from its environment, if that still exists."""

@@ -1,4 +1,4 @@
-"""Runs calls that take milliseconds in threads of their own, so that one that hangs blocks no other."""
+"""Runs slow calls of plug-ins in threads of their own, so that one that hangs blocks no other."""
 
 import asyncio
 import contextvars
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from task_app.errors import CapacityReached
+from service_kit.errors import ServiceError
+from task_app.errors import CapacityReached, boundary
 
 T = TypeVar("T")
 
@@ -61,22 +62,32 @@ class Threads:
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Run the call in `threads`, or in the event loop's own thread pool without them."""
+    """Run the call of a plug-in in a thread: one of `threads`, or one more without them.
+
+    Raises:
+        CriticalError: the call raised what is no error of the service.
+    """
     if threads is None:
-        return await asyncio.to_thread(call, *arguments)
+        return await begin(what, call, *arguments)
     return await threads.run(what, call, *arguments)
 
 
 def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Start the call in a thread of its own, which ends with the process."""
+    """Start the call of a plug-in in a thread of its own, which ends with the process; see `in_thread`."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
+    def guarded() -> T:
+        # Here and not where the result is awaited: a future takes no StopIteration, and a SystemExit or
+        # CancelledError in it would end the service or look like our own cancellation.
+        with boundary(what):
+            return call(*arguments)
+
     def run() -> None:
         try:
-            settle = partial(future.set_result, context.run(call, *arguments))
-        except BaseException as exc:
+            settle = partial(future.set_result, context.run(guarded))
+        except ServiceError as exc:
             settle = partial(future.set_exception, exc)
         with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle)

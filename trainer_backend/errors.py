@@ -57,12 +57,9 @@ from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 class TrainerError(ServiceError):
     """The base of the tree.
 
-    Attributes:
-        recurs: whether another start probably meets it again, since it depends on the job's data or on code,
-            not on the machine or a service elsewhere; errors with a status below 500 certainly do.
+    An error with a status below 500 certainly recurs, whatever its `recurs` says.
     """
 
-    recurs = False
     code = "trainer_error"
     title = "Trainer error"
 

@@ -13,6 +13,7 @@ from task_app.dialects.openenv_wire import (
     step_data,
     tools_data,
 )
+from task_app.episode.prompts import list_tools
 from task_app.errors import UnknownId
 from task_app.routes.env import open_session
 from task_app.services import Services
@@ -68,7 +69,7 @@ class OpenEnvSession:
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
         """Carry out one decision, or list the tools."""
         session = self.session
-        tools = session.environment.tools()
+        tools = list_tools(session.environment)
         if is_list_tools(action):
             return tools_data(tools, done=session.over, metadata=self._metadata(ignored))
         at_most = self.services.settings.max_calls_per_step

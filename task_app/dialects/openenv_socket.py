@@ -22,7 +22,6 @@ from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys
 from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset
 from task_app.errors import (
     CapacityReached,
-    CriticalError,
     EpisodeOver,
     InvalidRequest,
     TaskAppError,
@@ -185,8 +184,7 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 def error_frame(error: TaskAppError) -> str:
     """An error in the form that OpenEnv's client reads: `message` and `code`, with `where` beside them."""
-    internal = isinstance(error, CriticalError)
-    detail = "a plug-in of this task app failed; its log says how" if internal else encodable(error.detail)
+    detail = encodable(error.detail)
     data = {
         "message": f"{detail} ({error.hint})" if error.hint else detail,
         "code": _code(error),

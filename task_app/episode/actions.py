@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from shared_schemas.json_text import encodable, encodable_json
+from shared_schemas.json_text import encodable, encodable_json, plain_json, plain_number
 from shared_schemas.messages import FunctionCall, ToolCall
 from task_app.protocols import ToolRequest
 
@@ -32,6 +32,12 @@ class Choice:
     raw_output: str | None = None
     log_probs: Mapping[str, Any] = field(default_factory=dict)
     value: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "action", plain_json(self.action, "action"))
+        object.__setattr__(self, "log_probs", plain_json(self.log_probs, "log_probs"))
+        if self.value is not None:
+            object.__setattr__(self, "value", plain_number(self.value, "value_estimate"))
 
 
 @dataclass(frozen=True, slots=True)

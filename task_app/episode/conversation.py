@@ -20,7 +20,7 @@ from shared_schemas.trajectory import StepData, UserAnswer
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget, apply, context_specs
 from task_app.episode.history import Change, History
-from task_app.episode.prompts import DecisionEffect, Execute, Prompt, open_with
+from task_app.episode.prompts import DecisionEffect, Execute, Prompt, list_tools, open_with
 from task_app.errors import CriticalError, boundary
 from task_app.interactions.replies import InteractionReply
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision
@@ -84,7 +84,7 @@ class Conversation:
             yield
 
     def begin(self, past: Sequence[PastDecision]) -> None:
-        self.tools = self._environment.tools() + context_specs(self._context_tools)
+        self.tools = list_tools(self._environment) + context_specs(self._context_tools)
         with boundary("environment.opening"):
             opening = open_with(self._opening, self._environment.opening())
             self.history = History.start(opening, shows_ids=self._multi_turn.statelm_enabled)

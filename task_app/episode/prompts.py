@@ -126,6 +126,12 @@ def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Messa
     return (*opening, *own)
 
 
+def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
+    """The tools that the environment offers a model."""
+    with boundary("environment.tools"):
+        return environment.tools()
+
+
 class FreshPrompts:
     """Prompts that the environment renders from its observation and the last decisions.
 
@@ -146,7 +152,7 @@ class FreshPrompts:
         return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
-        self.tools = self._environment.tools()
+        self.tools = list_tools(self._environment)
         self.past.extend(past)
 
     def prompt(self, observation: Observation) -> Prompt:

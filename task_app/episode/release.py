@@ -1,6 +1,7 @@
 """The end of an environment's life: what it holds outside of this process is given back."""
 
 import asyncio
+from contextlib import suppress
 
 from task_app.errors import TaskAppError, boundary
 from task_app.protocols import ClosableEnvironment, Environment
@@ -8,14 +9,10 @@ from task_app.threads import begin
 
 
 def close(environment: Environment) -> None:
-    """Close it, if it can be closed; an error is logged, since nobody can do anything about it."""
-    if not isinstance(environment, ClosableEnvironment):
-        return
-    try:
-        with boundary("environment.close"):
+    """Close it, if it can be closed; an error is logged, since it has no other effect."""
+    if isinstance(environment, ClosableEnvironment):
+        with suppress(TaskAppError), boundary("environment.close"):
             environment.close()
-    except TaskAppError:
-        pass  # boundary() has logged it
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:

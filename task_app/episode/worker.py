@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from shared_schemas.json_text import encodable
+from shared_schemas.json_text import encodable, plain_number
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
@@ -25,7 +25,7 @@ from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.context_tools import Budget
 from task_app.episode.conversation import Conversation
 from task_app.episode.prompts import DecisionEffect, FreshPrompts, Prompt, Prompts, TokenCount
-from task_app.episode.records import Decision, finite, mark_end, policy_logprobs, step_data
+from task_app.episode.records import Decision, mark_end, policy_logprobs, step_data
 from task_app.episode.release import begin_close
 from task_app.episode.state_keys import EpisodeStateKeys
 from task_app.episode.termination import EpisodeFacts, stop_reason, termination_signal
@@ -223,7 +223,7 @@ class RLRolloutWorker:
         if not definition:
             return self._prompts.outcome()
         with boundary("environment.outcome_reward"):
-            return finite(self._environment.outcome_reward()), definition
+            return plain_number(self._environment.outcome_reward(), "it"), definition
 
     async def _start(self) -> None:
         """Bring the environment to the start of the episode."""
@@ -442,14 +442,14 @@ async def execute(
         step = partial(environment.answer, action.text)
     else:
         step = partial(environment.step, action.requests, invalid_reason=action.invalid_reason)
-    with boundary("environment.step"):
-        if steps_quickly(environment):
+    if steps_quickly(environment):
+        with boundary("environment.step"):
             return step()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await in_thread(threads, "environment.step", step)
-        except TimeoutError as exc:
-            raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await in_thread(threads, "environment.step", step)
+    except TimeoutError as exc:
+        raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
 
 async def ask(

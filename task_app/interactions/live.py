@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from shared_schemas.messages import Message
-from task_app.errors import EpisodeFailed, InteractionFailed, TaskAppError, boundary
+from task_app.errors import EpisodeFailed, InteractionFailed, boundary
 from task_app.interactions.replies import InteractionReply, read_instance_id, read_reply, read_score
 from task_app.plugins import InteractionEntry
 from task_app.protocols import BaseInteraction
@@ -55,18 +55,15 @@ class Calls:
             self._connect(interaction)
             # The object may hold resources from here on, even if the call fails.
             self._interaction = interaction
-            answer = await _answer_of(interaction.start_interaction, self.instance_id, **_copy(self._kwargs))
+            answer = await _wait(interaction.start_interaction(self.instance_id, **_copy(self._kwargs)))
             self.instance_id = read_instance_id(answer, self.instance_id, name=self._entry.name)
             self.is_started = True
 
     async def respond(self, messages: Sequence[dict[str, Any]]) -> InteractionReply:
         async with self._its_turn():
-            answer = await _answer_of(
-                self._require_started().generate_response,
-                self.instance_id,
-                [_copy(message) for message in messages],
-                **_copy(self._kwargs),
-            )
+            copies = [_copy(message) for message in messages]
+            respond = self._require_started().generate_response
+            answer = await _wait(respond(self.instance_id, copies, **_copy(self._kwargs)))
             return read_reply(answer, name=self._entry.name, at_most_bytes=self._at_most_bytes)
 
     async def score(self) -> float:
@@ -109,22 +106,13 @@ class Calls:
         try:
             inspect.signature(method).bind(self.instance_id)
         except TypeError:
-            return await _answer_of(method)
-        return await _answer_of(method, self.instance_id)
+            return await _wait(method())
+        return await _wait(method(self.instance_id))
 
 
-async def _answer_of(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a method of the class; what it raises cannot end the loop or look like our own cancellation."""
-    try:
-        answer = method(*arguments, **keywords)
-        return await answer if inspect.isawaitable(answer) else answer
-    except (SystemExit, KeyboardInterrupt) as exc:
-        raise RuntimeError(f"{type(exc).__name__}({exc})") from exc
-    except asyncio.CancelledError as exc:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise RuntimeError("it cancelled itself") from exc
+async def _wait(answer: Any) -> Any:
+    """The answer of a method, which may be async."""
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def _copy(value: Any) -> Any:
@@ -207,9 +195,15 @@ class LiveInteraction:
         """Log an event for tracing; log lines never contain the conversation."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+    def _submit(self, where: str, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
         """Start a call on the interaction's loop; cancelling the returned future cancels the call."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+        async def guarded() -> T:
+            # Here and not where the result is awaited: a SystemExit would end the loop and its thread.
+            with boundary(where):
+                return await work
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(guarded(), self._loop))
 
     def _stop_loop(self) -> None:
         if self._loop is not asyncio.get_running_loop():
@@ -219,8 +213,7 @@ class LiveInteraction:
         where = f"interaction {self.name!r}: {what}"
         try:
             async with asyncio.timeout(self._deadline_s):
-                with boundary(where):
-                    return await self._submit(work)
+                return await self._submit(where, work)
         except TimeoutError as exc:
             detail = f"{where} gave no answer within {self._deadline_s:g} s"
             raise InteractionFailed(detail, code=DEADLINE) from exc
@@ -231,7 +224,8 @@ class LiveInteraction:
             raise InteractionFailed(exc.detail if has_name else f"{where}: {exc.detail}") from exc
 
     async def _end(self) -> None:
-        task = self._submit(self._calls.finalise(self._deadline_s))
+        where = f"interaction {self.name!r}: finalize_interaction"
+        task = self._submit(where, self._calls.finalise(self._deadline_s))
         # Both waits in `finalise`, and a moment for the threads.
         await asyncio.wait({task}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not task.done()
@@ -240,27 +234,16 @@ class LiveInteraction:
             log.error("interaction_hangs", interaction=self.name, after_s=self._deadline_s)
             task.add_done_callback(self._end_late)
         else:
-            self._tell_failure(task)
+            task.exception()  # boundary() has logged it
             self._stop_loop()
             self._log("interaction_finalised")
         self._on_end(self)
 
     def _end_late(self, task: "asyncio.Future[None]") -> None:
         self.hangs = False
-        self._tell_failure(task)
+        task.exception()  # boundary() has logged it
         self._stop_loop()
         self._on_end(self)
-
-    def _tell_failure(self, task: "asyncio.Future[None]") -> None:
-        """Log an error of finalize_interaction, unless the start failed: such a class knows no instance."""
-        if not self._calls.is_started:
-            task.exception()
-            return
-        try:
-            with boundary(f"interaction {self.name!r}: finalize_interaction"):
-                task.result()
-        except TaskAppError:
-            pass  # boundary() has logged it with its traceback
 
 
 def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:

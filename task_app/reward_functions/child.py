@@ -35,6 +35,8 @@ def main(source: str, name: str) -> None:
     """Serve until the service ends."""
     requests, replies = _exchange()
     configure_logs("info")
+    # The service ends this process by other means, so that a KeyboardInterrupt here is the function's own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner() as runner:
         try:
             with boundary(f"{source}: reward function {name!r}"):

@@ -329,14 +329,14 @@ class SnapshotTaker:
 
     async def _state(self, environment: RestorableEnvironment) -> bytes:
         """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""
-        with boundary("environment.snapshot"):
-            if steps_quickly(environment):
+        if steps_quickly(environment):
+            with boundary("environment.snapshot"):
                 return environment.snapshot()
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    return await in_thread(self.threads, "environment.snapshot", environment.snapshot)
-            except TimeoutError as exc:
-                raise DeadlineExceeded("environment.snapshot did not return within limits.timeout_s") from exc
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await in_thread(self.threads, "environment.snapshot", environment.snapshot)
+        except TimeoutError as exc:
+            raise DeadlineExceeded("environment.snapshot did not return within limits.timeout_s") from exc
 
 
 def refuse_unrestorable(environment: Environment, *, where: str) -> None:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.captures.agents import AgentEnvironment
+from task_app.episode.prompts import list_tools
 from task_app.protocols import (
     ConversationalEnvironment,
     ReseedableEnvironment,
@@ -59,7 +60,7 @@ async def create_session(services: Services, body: EnvCreate) -> dict[str, Any]:
         seed=body.seed,
         rl_run_id=body.rl_run_id,
     )
-    tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
+    tools = [tool.model_dump(mode="json") for tool in list_tools(session.environment)]
     conversation = isinstance(session.environment, ConversationalEnvironment)
     return {
         "env_id": env_id,

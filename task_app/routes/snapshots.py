@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import InferenceKey
+from task_app.episode.prompts import list_tools
 from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
 from task_app.routes.wire import EnvId, ForeignBody, ReplyJSON, observation_json
 from task_app.services import Services, services_of
@@ -73,7 +74,7 @@ async def restore_environment(request: Request, body: Restore) -> Response:
     snapshot = EnvironmentSnapshot.open(data, at_most_bytes=services.settings.max_snapshot_bytes)
     session = await services.threads.run("environment.restore", snapshot.session, services.boards)
     env_id = services.environments.add(session)
-    tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
+    tools = [tool.model_dump(mode="json") for tool in list_tools(session.environment)]
     return ReplyJSON(
         {
             "env_id": env_id,

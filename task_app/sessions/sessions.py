@@ -156,10 +156,9 @@ class EnvironmentSession:
     async def _reset(self, seed: int) -> Observation:
         async with self.lock:
             self._write_backlog()
-            with boundary("environment.reset"):
-                self.observation = await in_thread(
-                    self.threads, "environment.reset", self.environment.reset, seed
-                )
+            self.observation = await in_thread(
+                self.threads, "environment.reset", self.environment.reset, seed
+            )
             self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
             self.over = False
             self.past.clear()
@@ -172,8 +171,7 @@ class EnvironmentSession:
         async with self.lock:
             self._write_backlog()
             before = self.observation
-            with boundary("environment.step"):
-                outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
+            outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
             return self._finish_step(before, requests, outcome)
 
     def _finish_step(

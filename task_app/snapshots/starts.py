@@ -46,8 +46,7 @@ def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
     """Start in the world of a seed, which a thread makes, because that takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
-        with boundary("environment.reset"):
-            return StartView(await in_thread(threads, "environment.reset", environment.reset, seed))
+        return StartView(await in_thread(threads, "environment.reset", environment.reset, seed))
 
     return EpisodeStart(begin)
 
@@ -112,8 +111,7 @@ class Worlds:
         """Make the world; if this fails, the next sibling tries."""
         event = self._events[name] = asyncio.Event()
         try:
-            with boundary("environment.reset"):
-                observation = await in_thread(threads, "environment.reset", environment.reset, seed)
+            observation = await in_thread(threads, "environment.reset", environment.reset, seed)
             with boundary("environment.snapshot"):
                 self._cache.put(name, environment.snapshot())
             return StartView(observation)

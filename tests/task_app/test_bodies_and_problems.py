@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutAck, RolloutBatch
 from task_app.dialects.one_call.request import LegacyRollout
+from task_app.plugins import PlugBoards
 from task_app.routes.interaction import InteractionRespond
 from task_app.routes.snapshots import Branch
 from task_app.routes.steps import EnvStepMany
@@ -64,8 +65,8 @@ async def test_a_body_without_a_length_is_counted():
         assert ok.status_code == 422, "exactly the bound is read"
 
 
-async def test_an_error_inside_shows_nothing_of_the_inside():
-    async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("hidden detail")))) as client:
+async def test_a_broken_policy_is_named_unless_the_caller_gave_it_what_broke_it():
+    async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("its text")))) as client:
         env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
         told = []
         for body in ({"bound_env_id": env_id}, {}):
@@ -73,15 +74,19 @@ async def test_an_error_inside_shows_nothing_of_the_inside():
             step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
             told.append(problem(await client.post("/policy/step", json=step)))
     # Of the second the observation is the caller's.
-    assert [(one.status, one.code) for one in told] == [(500, "critical_error"), (422, "invalid_request")]
-    assert "hidden" not in str(told)
+    assert [(one.status, one.code) for one in told] == [(424, "critical_error"), (422, "invalid_request")]
+    assert "KeyError: 'its text'" in told[0].detail and "its text" not in told[1].detail
 
 
-async def test_an_error_that_nobody_foresaw_is_a_problem_too():
-    def make():
+class BrokenBoards(PlugBoards):
+    """Fails where no plug-in is called."""
+
+    def policy_name(self, name, *, where=""):
         raise RuntimeError("hidden detail")
 
-    async with running_app(boards(broken=make)) as client:
+
+async def test_an_error_of_the_service_itself_is_a_problem_that_hides_its_inside():
+    async with running_app(BrokenBoards({}, {})) as client:
         one = problem(await client.post("/policy/create", json={"policy_name": "broken"}))
     assert (one.status, one.code) == (500, "internal_error")
     assert "hidden" not in one.model_dump_json()

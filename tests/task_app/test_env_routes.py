@@ -1,6 +1,7 @@
 """/env: an environment that the caller steps itself."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -207,12 +208,14 @@ async def test_a_decision_has_a_bounded_number_of_calls_and_each_names_a_tool():
         assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
 
 
-async def test_a_broken_environment_is_a_500_that_hides_its_inside():
+async def test_a_broken_environment_is_named_with_file_and_line():
     async with running_app() as client:
         made = await created(client)
         answer = await stepped(client, made["env_id"], calls("boom"))
-    assert (answer.status_code, answer.json()["code"]) == (500, "critical_error")
-    assert "boom" not in answer.text
+    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
+    assert re.fullmatch(
+        r"environment\.step raised KeyError: 'boom' \(counting\.py:\d+\)", answer.json()["detail"]
+    )
 
 
 async def test_concurrent_steps_of_one_environment_happen_one_after_the_other():

@@ -120,11 +120,6 @@ def contract_of(**changes: Any) -> EnvironmentContract:
             "0 executed_actions, but 1 env_rewards",
         ),
         (
-            {"env_rewards": (float("nan"),)},
-            "every_decision_says_what_ran_and_what_it_earned",
-            "env_rewards are not finite",
-        ),
-        (
             {"terminated": True, "truncated": True},
             "every_decision_says_what_ran_and_what_it_earned",
             "terminated and truncated at once",

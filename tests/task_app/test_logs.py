@@ -25,10 +25,10 @@ async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs):
         logs.clear()
         step = {"env_id": env_id, "tool_calls": BOOM}
         answer = await client.post("/env/step", json=step, headers={"X-Request-ID": "mine-1"})
-    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine-1")
+    assert (answer.status_code, answer.headers["x-request-id"]) == (424, "mine-1")
     assert [line["event"] for line in logs] == ["boundary", "request"]
     assert all((line["request_id"], line["env_id"]) == ("mine-1", env_id) for line in logs)
-    assert (logs[1]["route"], logs[1]["status"]) == ("/env/step", 500)
+    assert (logs[1]["route"], logs[1]["status"]) == ("/env/step", 424)
 
 
 async def test_a_rollout_logs_its_own_ids_and_not_those_of_whoever_started_it(logs):

@@ -153,7 +153,7 @@ def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_pat
     (tmp_path / "mine.py").write_text("1 / 0")
     assert main(["--port", "0", "--plugins", str(tmp_path / "mine.py")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith("mine.py raised ZeroDivisionError: division by zero")
+    assert said.endswith("mine.py raised ZeroDivisionError: division by zero (mine.py:1)")
 
 
 PACKAGE = """

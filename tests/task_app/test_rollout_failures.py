@@ -31,19 +31,6 @@ async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
     assert all(one.trajectory is None for name, one in found.items() if name != "good")
 
 
-class Unstoppable(BaseException):
-    """What no `except Exception` holds."""
-
-
-async def test_even_what_no_boundary_holds_ends_its_rollout_and_no_other():
-    plug_boards = boards(broken=lambda: PlannedPolicy(Unstoppable()))
-    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
-        await accept(client, rollout("broken", policy={"policy_name": "broken"}), rollout("good"))
-        found = await all_of(client, 2)
-    assert (found["broken"].status, found["good"].status) == ("failed", "finished")
-    assert found["broken"].failure.code == "internal_error"
-
-
 async def test_failures_of_the_inference_server_are_recorded_with_their_code():
     def asking(rollout_id, url, **config):
         config = {"inference_url": url, "model": "m", "max_attempts": 1, **config}

@@ -20,6 +20,7 @@ from shared_schemas.trajectory import StopReason
 from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
 from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, reply
 from task_app.dialects.one_call.request import LegacyRollout
+from task_app.episode.prompts import list_tools
 from task_app.episode.release import close
 from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import EpisodeOver, SessionBusy, ShuttingDown
@@ -245,7 +246,7 @@ class SessionEnvironment:
         return outcome
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        return self._session.environment.tools()
+        return list_tools(self._session.environment)
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """The messages with the session's own history, which may be older than this rollout."""
@@ -275,7 +276,7 @@ class ObservationRecorder:
         return outcome
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        return self._inner.tools()
+        return list_tools(self._inner)
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         return self._inner.messages(observation, past)

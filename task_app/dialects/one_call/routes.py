@@ -13,6 +13,7 @@ from starlette.responses import Response
 from shared_schemas.rollouts import Seed
 from task_app.dialects.one_call.request import LegacyRollout, legacy_calls
 from task_app.dialects.one_call.rollout import legacy_rollout
+from task_app.episode.prompts import list_tools
 from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.env import EnvCreate, create_session
 from task_app.routes.steps import decide
@@ -62,7 +63,7 @@ async def step(request: Request, env_name: EnvName, body: StepBody) -> Response:
     services = services_of(request)
     session = _session(services, env_name, body.env_id)
     try:
-        calls = legacy_calls(body.action, session.environment.tools())
+        calls = legacy_calls(body.action, list_tools(session.environment))
     except ValueError as exc:
         raise InvalidRequest(str(exc), where="action") from exc
     return ReplyJSON(_legacy(await decide(services, session, calls, where="action.")))

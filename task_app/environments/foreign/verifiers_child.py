@@ -91,7 +91,7 @@ def main(module: str, config: str) -> None:
             ((name, argument),) = json.loads(line).items()
             reply = tasks.reset(argument) if name == "reset" else tasks.say(argument)
             print(json.dumps(reply), file=replies, flush=True)
-    except Exception as exc:
+    except BaseException as exc:  # a SystemExit of the taskset too: the service must hear the cause
         message = str(exc) if isinstance(exc, Unplayable) else f"{type(exc).__name__}: {exc}"
         print(json.dumps({"error": message[:500]}), file=replies, flush=True)
 

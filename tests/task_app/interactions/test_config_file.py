@@ -214,7 +214,7 @@ def test_a_module_that_fails_half_way_is_told_and_forgotten(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "half.py").write_text("from verl.interactions.base import BaseInteraction\n1 / 0\n")
     told = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
-    assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero")
+    assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero (half.py:2)")
     assert "half" not in sys.modules
 
 

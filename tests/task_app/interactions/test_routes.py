@@ -100,7 +100,7 @@ async def test_without_a_file_there_is_nothing_to_start():
 
 async def test_a_start_that_fails_leaves_no_session():
     async with app_with(users.StartsNever, interaction_deadline_s=0.1) as client:
-        assert (await refused(client, "/interaction/start"))[:2] == (500, "interaction_deadline")
+        assert (await refused(client, "/interaction/start"))[:2] == (424, "interaction_deadline")
         assert 'kind="interaction"} 0.0' in (await client.get("/metrics")).text
     assert users.counts() == {"start": 1, "finalise": 1}
 

@@ -123,7 +123,7 @@ async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why():
                 "reward function 'no_reward' returned the float 0.5; EvaluateResult(score=...) is needed",
             ),
             ("nan", "made no EvaluateResult: score: a reward is nan; it must be a finite number"),
-            ("leaves", "reward function 'no_reward' ended its process (exit code 3) before it answered"),
+            ("leaves", "reward function 'no_reward' raised SystemExit: 3 (judges.py:"),
             ("huge", "reward function 'no_reward' answered more than 1048576 bytes"),
         ):
             with pytest.raises(RewardFunctionFailed) as caught:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from task_app.errors import CapacityReached
+from task_app.errors import CapacityReached, CriticalError
 from task_app.threads import Threads
 from tests.task_app.counting import WaitingPolicy, running_app
 from tests.task_app.served import served_app
@@ -102,5 +102,5 @@ async def test_calls_that_hang_lose_their_place_and_too_many_of_them_stop_new_on
 
 
 async def test_what_a_call_in_a_thread_raises_is_raised():
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(CriticalError, match=r"int raised ValueError: invalid literal"):
         await Threads(most=1, stuck_after_s=1.0).run("int", int, "seven")

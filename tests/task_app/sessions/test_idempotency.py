@@ -85,7 +85,7 @@ async def test_a_step_that_broke_the_environment_is_not_taken_again():
     async with running_app() as client:
         env_id = await made(client)
         first, again = await stepped(client, env_id, "k", boom), await stepped(client, env_id, "k", boom)
-    assert (first.status_code, again.status_code) == (500, 500)
+    assert (first.status_code, again.status_code) == (424, 424)
     assert again.headers["idempotency-replayed"] == "true"
 
 

@@ -118,7 +118,7 @@ async def test_a_model_that_cannot_be_asked_is_a_soft_failure_with_the_steps_so_
 async def test_a_broken_environment_is_no_soft_failure():
     async with running_app(with_policy(add("boom"))) as client:
         answer = await client.post("/rollout", json=body(policy=SCRIPTED))
-    assert (answer.status_code, answer.json()["code"]) == (500, "critical_error")
+    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
 
 
 async def test_max_time_s_ends_a_slow_policy_and_also_a_wait_for_a_place():

@@ -1,0 +1,120 @@
+"""The boundary around foreign code: whatever a plug-in raises becomes one error of the service.
+
+Every call of an operator's code goes through it: environments, policies, interactions, reward functions,
+estimators, losses, schedules and sinks. It is the one broad except around foreign code.
+"""
+
+import asyncio
+import signal
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from service_kit.errors import ServiceError
+from shared_schemas.json_text import encodable
+
+log = structlog.get_logger("service_kit")
+
+_MOST_CHARS = 200
+_OURS = tuple(
+    f"{Path(__file__).parents[1] / package}/"
+    for package in ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
+)
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
+# Code without a file, such as that of the import system.
+_NO_FILE = "<"
+_SIGINT_RAISES = f"{Path(asyncio.__file__).parent}/runners.py"
+
+
+class Boundary:
+    """Turn an error of foreign code into an error of the service, so that it ends one piece of work alone.
+
+    Errors of the service pass unchanged, and so do a cancellation, the end of a coroutine and a Ctrl-C that
+    others requested. Everything else becomes `error`, also SystemExit, a CancelledError of the plug-in's own,
+    and an exception whose text cannot be read. The log gets the traceback. The new error names exception,
+    file and line; its `recurs` is False where the machine may be the cause.
+
+    Args:
+        what: the call, as the error names it: "environment.step".
+        error: class of the new error.
+    """
+
+    # A class, because it surrounds every step, and @contextmanager costs three times as much.
+    __slots__ = ("_error", "_task", "_what")
+
+    def __init__(self, what: str, error: type[ServiceError]) -> None:
+        self._what, self._error = what, error
+        self._task = _current_task()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc is None or isinstance(exc, ServiceError) or self._was_requested(exc):
+            return
+        # As text: a logger may read an exception whose own text raises.
+        log.error("boundary", what=self._what, exception="".join(traceback.format_exception(exc)).rstrip())
+        error = self._error(encodable(f"{self._what} raised {describe_error(exc)}"))
+        error.recurs = not isinstance(exc, OSError | MemoryError)
+        raise error from exc
+
+    def _was_requested(self, exc: BaseException) -> bool:
+        """Whether others than the plug-in want the call to end."""
+        if isinstance(exc, asyncio.CancelledError):
+            return self._task is not None and self._task.cancelling() > 0
+        if isinstance(exc, GeneratorExit):
+            # A coroutine is closed from outside its task; what a plug-in raises is raised inside.
+            return _current_task() is not self._task
+        return isinstance(exc, KeyboardInterrupt) and _is_of_signal(exc)
+
+
+def describe_error(exc: BaseException) -> str:
+    """Describe an exception in a line: `KeyError: 'oops' (plug.py:14)`."""
+    text = _first_line(exc)
+    # A SyntaxError's own text has the place; its frames are those of the import system.
+    place = "" if isinstance(exc, SyntaxError) else _place(exc)
+    return f"{type(exc).__name__}{': ' * bool(text)}{text}{f' ({place})' if place else ''}"
+
+
+def _first_line(exc: BaseException) -> str:
+    try:
+        return (str(exc).splitlines() or [""])[0][:_MOST_CHARS]
+    except BaseException as error:
+        return f"its text cannot be read, which raises {type(error).__name__}"
+
+
+def _place(exc: BaseException) -> str:
+    """The file and line where foreign code raised: the innermost frame that is neither ours nor a library's.
+
+    A plug-in of a package lies among the libraries, and a built-in one among our packages.
+    """
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
+    for known in ((*_OURS, *_LIBRARIES), _OURS, ()):
+        for file, line in reversed(places):
+            if not file.startswith((_NO_FILE, *known)):
+                return f"{Path(file).name}:{line}"
+    return ""
+
+
+def _current_task() -> "asyncio.Task[object] | None":
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+def _is_of_signal(exc: KeyboardInterrupt) -> bool:
+    """Whether a person's Ctrl-C raised it: only the main thread gets signals, and a handler may turn them
+    into something else."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    frames = list(traceback.walk_tb(exc.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename == _SIGINT_RAISES

@@ -1,0 +1,110 @@
+"""The boundary around foreign code: all that it raises becomes one error; a stop of our own stays one."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from service_kit.boundary import Boundary
+from service_kit.errors import ServiceError
+
+
+class Failed(ServiceError):
+    code = "failed"
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise SystemExit(4)
+
+
+KINDS = {
+    "KeyError: 'oops'": lambda: KeyError("oops"),
+    "StopIteration": StopIteration,
+    "SystemExit: 3": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "CancelledError": asyncio.CancelledError,
+    "GeneratorExit": GeneratorExit,
+    "TimeoutError: of its own": lambda: TimeoutError("of its own"),
+    "BaseExceptionGroup: two (1 sub-exception)": lambda: BaseExceptionGroup("two", [SystemExit(1)]),
+    "Unreadable: its text cannot be read, which raises SystemExit": Unreadable,
+    "ValueError: first": lambda: ValueError("first\nsecond"),
+}
+
+
+def step(make: Callable[[], BaseException]) -> None:
+    raise make()
+
+
+async def decide(make: Callable[[], BaseException]) -> None:
+    await asyncio.sleep(0)
+    raise make()
+
+
+@pytest.mark.parametrize("told", KINDS)
+async def test_all_that_a_plug_in_raises_is_one_error_with_file_and_line(told):
+    failures: list[str] = []
+
+    def call() -> None:
+        try:
+            with Boundary("plug.step", Failed):
+                step(KINDS[told])
+        except Failed as failure:
+            failures.append(failure.detail)
+
+    async def wait() -> None:
+        with Boundary("plug.step", Failed):
+            await decide(KINDS[told])
+
+    call()  # on the event loop
+    await asyncio.to_thread(call)
+    line = step.__code__.co_firstlineno + 1
+    assert failures == [f"plug.step raised {told} (test_boundary.py:{line})"] * 2
+    with pytest.raises(Failed) as caught:
+        await wait()
+    # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError.
+    expected = f"RuntimeError: coroutine raised {told}" if told == "StopIteration" else told
+    assert caught.value.detail.startswith(f"plug.step raised {expected} (test_boundary.py:")
+
+
+async def wait_within(entered: asyncio.Event) -> None:
+    with Boundary("plug.step", Failed):
+        entered.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_cancellation_and_a_deadline_of_others_stay_what_they_are():
+    entered = asyncio.Event()
+    task = asyncio.create_task(wait_within(entered))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.0):
+            await wait_within(entered)
+
+
+def test_a_coroutine_that_is_closed_from_outside_ends():
+    with asyncio.Runner() as runner:
+        entered = asyncio.Event()
+
+        async def start() -> Coroutine[Any, Any, None]:
+            task = asyncio.create_task(wait_within(entered))
+            await entered.wait()
+            return task.get_coro()
+
+        runner.run(start()).close()
+
+
+def test_ctrl_c_stays_one_where_a_signal_raises_it():
+    with pytest.raises(KeyboardInterrupt), Boundary("plug.step", Failed):
+        raise KeyboardInterrupt  # outside an event loop the main thread's handler raises just this
+
+
+@pytest.mark.parametrize(("error", "recurs"), [(KeyError("a"), True), (OSError("disk"), False)])
+def test_an_error_of_code_recurs_and_one_of_the_machine_may_not(error, recurs):
+    with pytest.raises(Failed) as caught, Boundary("plug.step", Failed):
+        step(lambda: error)
+    assert caught.value.recurs is recurs

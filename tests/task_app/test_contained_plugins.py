@@ -1,0 +1,209 @@
+"""Whatever a plug-in raises fails one rollout at once, and names the exception, file and line."""
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared_schemas.base import Body
+from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
+from task_app.protocols import DecisionOutcome, Observation
+from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
+from tests.task_app.rollout_client import accept, all_of
+
+KINDS: dict[str, type[BaseException]] = {
+    kind.__name__: kind
+    for kind in (StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
+}
+
+
+class FaultyConfig(Body):
+    place: str = ""
+    kind: str = "StopIteration"
+    quick: bool = False
+
+
+class Faulty(CountingEnvironment):
+    """Raises in the method `place`."""
+
+    def __init__(self, config: FaultyConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.quick_step = config.quick
+        self._raise_in("__init__")
+
+    def _raise_in(self, place: str) -> None:
+        if self._config.place == place:
+            raise KINDS[self._config.kind]
+
+    def reset(self, seed: int) -> Observation:
+        self._raise_in("reset")
+        return super().reset(seed)
+
+    def step(self, calls: Any, *, invalid_reason: str | None = None) -> DecisionOutcome:
+        self._raise_in("step")
+        return super().step(calls, invalid_reason=invalid_reason)
+
+    def tools(self) -> Any:
+        self._raise_in("tools")
+        return super().tools()
+
+    def messages(self, observation: Any, past: Any) -> Any:
+        self._raise_in("messages")
+        return super().messages(observation, past)
+
+    def outcome_reward(self) -> float:
+        self._raise_in("outcome_reward")
+        return super().outcome_reward()
+
+
+class FaultyPolicy(PlannedPolicy):
+    """Raises before it is asked, or when it is."""
+
+    def __init__(self, config: FaultyConfig) -> None:
+        if config.place == "policy":
+            raise KINDS[config.kind]
+        super().__init__(KINDS[config.kind]() if config.place == "get_action" else add("a"))
+
+
+BOARDS = PlugBoards(
+    {"faulty": EnvironmentPlugin(FaultyConfig, Faulty)},
+    {"faulty": PolicyPlugin(FaultyConfig, lambda config, context: FaultyPolicy(config))},
+)
+PLACES = ("reset", "step", "tools", "messages", "outcome_reward", "get_action")
+
+
+async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named():
+    requests = {
+        f"{place}-{kind}-{quick}": {"place": place, "kind": kind, "quick": quick}
+        for place in PLACES for kind in KINDS for quick in (False, True)
+    }  # fmt: skip
+    async with running_app(BOARDS, max_plugin_threads=2) as client:
+        answer = await accept(
+            client,
+            *(
+                rollout(
+                    name,
+                    env={"env_name": "faulty", "config": config},
+                    policy={"policy_name": "faulty", "config": config},
+                )
+                for name, config in {**requests, "good": {}}.items()
+            ),
+        )
+        assert answer.status_code == 202, answer.text
+        found = await all_of(client, len(requests) + 1)
+    assert found.pop("good").status == "finished"
+    for name, one in found.items():
+        place, kind, _ = name.split("-")
+        what = "policy planned" if place == "get_action" else f"environment.{place}"
+        raised = (
+            f"RuntimeError: coroutine raised {kind}"
+            if (place, kind) == ("get_action", "StopIteration")
+            else kind
+        )
+        assert one.failure.code == "critical_error"
+        assert re.fullmatch(rf"{re.escape(what)} raised {raised} \(\w+\.py:\d+\)", one.failure.detail), (
+            one.failure.detail
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_constructor_that_raises_refuses_its_request_alone(kind):
+    config = {"place": "__init__", "kind": kind}
+    async with running_app(BOARDS) as client:
+        created = await client.post("/env/create", json={"env_name": "faulty", "config": config})
+        policy = await client.post(
+            "/policy/create", json={"policy_name": "faulty", "config": {**config, "place": "policy"}}
+        )
+    assert (created.status_code, policy.status_code) == (424, 424)
+    assert f"environment 'faulty' raised {kind} (test_contained_plugins.py:" in created.json()["detail"]
+    assert f"policy 'faulty' raised {kind} (test_contained_plugins.py:" in policy.json()["detail"]
+
+
+class Numpy(CountingEnvironment):
+    """Shows and pays values of numpy wherever it may."""
+
+    def _observe(self, reward: float) -> Observation:
+        seen = super()._observe(reward)
+        counts = {name: np.int64(count) for name, count in seen.achievements_counts.items()}
+        data = {
+            "step": np.int64(3),
+            "view": np.arange(4).reshape(2, 2),
+            "near": [np.float32(0.5)],
+            "up": np.bool_(True),
+        }
+        return Observation(seen.text, data, counts, np.float32(reward))
+
+    def step(self, calls: Any, *, invalid_reason: str | None = None) -> DecisionOutcome:
+        outcome = super().step(calls, invalid_reason=invalid_reason)
+        return replace(outcome, env_rewards=np.array([0.5]), terminated=np.bool_(False))
+
+    def outcome_reward(self) -> Any:
+        return np.float32(0.5)
+
+    def snapshot(self) -> bytes:
+        return b"{}"
+
+    def restore(self, state: bytes) -> Observation:
+        return self.reset(0)
+
+
+class NumpyPolicy(PlannedPolicy):
+    async def get_action(self, observation: Any, available_tools_specs: Any = None) -> Any:
+        await super().get_action(observation)
+        return add("a"), None, {"margins": np.array([0.5, 1.0])}, np.float32(0.25)
+
+
+async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
+    plug_boards = PlugBoards(
+        {"counting": EnvironmentPlugin(NoConfig, lambda config: Numpy())},
+        {"planned": PolicyPlugin(NoConfig, lambda config, context: NumpyPolicy(add("a")))},
+    )
+    calls = [{"tool": "add", "args": {"names": ["a"]}}]
+    data = {"step": 3, "view": [[0, 1], [2, 3]], "near": [0.5], "up": True}
+    async with running_app(plug_boards) as client:
+        made = (await client.post("/env/create", json={"env_name": "counting"})).json()
+        step = (await client.post("/env/step", json={"env_id": made["env_id"], "tool_calls": calls})).json()
+        kept = await client.post("/env/snapshot", json={"env_id": made["env_id"]})
+        policy = (
+            await client.post(
+                "/policy/create", json={"policy_name": "planned", "bound_env_id": made["env_id"]}
+            )
+        ).json()
+        asked = (await client.post("/policy/step", json={"policy_id": policy["policy_id"]})).json()
+        await accept(client, rollout("a"))
+        played = (await all_of(client, 1))["a"]
+    assert made["observation"]["data"] == data
+    assert made["observation"]["achievements_counts"] == {"a": 0, "b": 0}
+    assert (step["env_rewards"], step["reward"], step["observation"]["data"]) == ([0.5], 0.5, data)
+    assert kept.status_code == 200, kept.text
+    assert asked["meta"]["margins"] == [0.5, 1.0]
+    assert played.trajectory.outcome_reward == 0.5
+    assert played.trajectory.steps[0].policy_value_estimate == 0.25
+    assert played.trajectory.steps[0].policy_logprobs == {"margins": [0.5, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"env_rewards": (float("nan"),)}, "env_rewards is (nan,) (tuple); finite numbers are needed"),
+        ({"env_rewards": 0.5}, "env_rewards is 0.5 (float); a tuple"),
+        ({"env_rewards": ("1",)}, "env_rewards[0] is '1' (str); a number is needed"),
+        ({"terminated": "no"}, "terminated is 'no' (str); a bool is needed"),
+    ],
+)
+async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told):
+    class Odd(CountingEnvironment):
+        def step(self, calls: Any, *, invalid_reason: str | None = None) -> DecisionOutcome:
+            return replace(super().step(calls, invalid_reason=invalid_reason), **changes)
+
+    plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: Odd())}, {})
+    async with running_app(plug_boards) as client:
+        made = (await client.post("/env/create", json={"env_name": "counting"})).json()
+        body = {"env_id": made["env_id"], "tool_calls": [{"tool": "add", "args": {"names": ["a"]}}]}
+        answer = await client.post("/env/step", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
+    assert told in answer.json()["detail"] and "(test_contained_plugins.py:" in answer.json()["detail"]
