@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, get_args
 
+from service_kit.boundary import Boundary
 from service_kit.errors import SettingsError
 from service_kit.plugin_file import module_of, package_plugs
 from shared_schemas.base import did_you_mean
@@ -143,13 +144,8 @@ def _with_checks(
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
 
     def advantages_of(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
-        try:
+        with Boundary(f"the estimator {name!r}", AdvantageError):
             result = _as_advantages(compute(episodes, config))
-        except AdvantageError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise AdvantageError(f"the estimator {name!r} raised {reason}") from error
         _refuse_rows(name, "", episodes, result.per_episode)
         for part, rows in result.parts.items():
             _refuse_rows(name, f" as its part {part!r}", episodes, rows)
@@ -227,10 +223,8 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, config: LossConfig) -> Any:
         # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
-        try:
+        with Boundary(f"the loss {name!r}", JobError):
             found = compute(own, before, credit, weights, config)
-        except Exception as error:
-            raise JobError(f"the loss {name!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(found, type(own)):
             raise JobError(f"the loss {name!r} returned a {type(found).__name__}; return a tensor")
         if found.shape:

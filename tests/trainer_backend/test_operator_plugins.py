@@ -99,7 +99,9 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
         ("[[0.0] * 3]", "'mine' returned 1 rows for 2 episodes"),
         ("[[0.0] * 3, [0.0] * 3]", "rollout b: the estimator 'mine' returned 3 advantages for 2 decisions"),
         ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "rollout a, turn 3: the estimator 'mine' returned nan"),
-        ("1 / 0", "'mine' raised ZeroDivisionError: division by zero"),
+        ("1 / 0", "'mine' raised ZeroDivisionError: division by zero (mine.py:"),
+        ("next(iter([]))", "'mine' raised StopIteration (mine.py:"),
+        ("exit(3)", "'mine' raised SystemExit: 3 (mine.py:"),
         ("None", "'mine' raised TypeError"),
         ("Advantages(None)", "'mine' raised TypeError"),
         (
@@ -136,6 +138,7 @@ def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):
         ("1.0", "the loss 'raw' returned a float; return a tensor"),
         ("lp.sum().detach()", "the loss 'raw' has no gradient"),
         ("1 / 0", "the loss 'raw' raised ZeroDivisionError: division by zero"),
+        ("exit(3)", "the loss 'raw' raised SystemExit: 3"),
     ],
 )
 def test_what_is_no_loss_is_refused(tmp_path, result, words):

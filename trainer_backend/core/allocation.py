@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from service_kit.boundary import Boundary
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.seeds import derived_seed
+from trainer_backend.errors import JobError
 
 # Who of several fixed policies samples: by weight (an ensemble), or by what each has shown so far. Pure.
 
@@ -230,9 +232,10 @@ class _Chosen(DrawnSchedule):
     by: RolloutAllocationSchedule
 
     def alpha_at(self, step: int) -> float:
-        choice = self.by.get_policy_choice(step)
+        where = f"{type(self.by).__name__}.get_policy_choice({step})"
+        with Boundary(where, JobError):
+            choice = self.by.get_policy_choice(step)
         if choice not in (ACTOR, FIXED):
-            where = f"{type(self.by).__name__}.get_policy_choice({step})"
             raise ValueError(f"{where} is {choice!r}{did_you_mean(str(choice), (ACTOR, FIXED))}")
         return float(choice == ACTOR)
 

@@ -10,8 +10,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
-from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.errors import JobError, RunDirectoryError, TrainerError
 from trainer_backend.job.tables import SinksTable
 from trainer_backend.plugins import SINKS
 from trainer_backend.protocols import Reporter
@@ -205,10 +206,11 @@ class SinkReporter:
         for name, open_sink in self._board.items():
             if getattr(self._sink_options.table, name):
                 try:
-                    self._sinks[name] = open_sink(self._sink_options)
-                except Exception as error:
+                    with Boundary(f"sinks.{name} cannot be opened: it", JobError):
+                        self._sinks[name] = open_sink(self._sink_options)
+                except JobError:
                     self._close()
-                    raise JobError(f"sinks.{name} cannot be opened: {_sentence(error)}") from error
+                    raise
         return self
 
     def __exit__(
@@ -241,18 +243,15 @@ class SinkReporter:
         self._sinks = {}
 
     def _tolerantly(self, name: str, call: Callable[[], object]) -> None:
-        # Somebody else's library, a network, a disk: whatever it is, the run is worth more.
+        # A library, a network, a disk: whatever it is, the run is worth more.
         try:
-            call()
-        except Exception as error:
+            with Boundary(f"sinks.{name}", TrainerError):
+                call()
+        except TrainerError as error:
             self._sinks.pop(name, None)
-            self._reporter.say(f"sinks.{name} failed and gets no further rows: {_sentence(error)}")
+            self._reporter.say(f"{error}; it gets no further rows")
 
 
 def _write(sink: Sink, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         sink.write(row)
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -19,6 +19,7 @@ from trainer_backend.core.allocation import (
     Weighted,
 )
 from trainer_backend.core.policies import ACTOR, FIXED, model_of, policy_of
+from trainer_backend.errors import JobError
 
 DRAWS = 10_000
 SHARES = st.floats(0.0, 1.0)
@@ -189,6 +190,12 @@ def test_a_choice_that_is_neither_of_the_two_is_refused_by_the_name_of_its_class
     told = r"EveryThird.get_policy_choice\(2\) is 'Actor'; known: actor, fixed. Did you mean 'actor'"
     with pytest.raises(ValueError, match=told):
         schedule.choices(2, [()])
+
+
+def test_a_schedule_that_raises_is_named_with_its_line():
+    schedule = AllocationPlug(EveryThird).schedule({}, seed=0, selection=Weighted())
+    with pytest.raises(JobError, match=r"EveryThird.get_policy_choice\(a\) raised TypeError: .*\(test_alloc"):
+        schedule.choices("a", [()])
 
 
 def test_the_four_take_what_is_published_by_name_and_by_place():

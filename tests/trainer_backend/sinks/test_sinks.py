@@ -105,21 +105,29 @@ def test_without_sinks_nothing_is_opened(tmp_path: Path):
 class Breaking:
     """Takes one row, then fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
         self.rows: list[Mapping[str, Any]] = []
         self.closed = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self.rows:
-            raise ConnectionError("the network is gone\nand more")
+            raise self.error
         self.rows.append(row)
 
     def close(self) -> None:
         self.closed += 1
 
 
-def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_path: Path):
-    breaking = Breaking()
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("the network is gone\nand more"), "ConnectionError: the network is gone"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_path: Path, error, told):
+    breaking = Breaking(error)
     board = {**plugins.SINKS, "wandb": lambda opening: breaking}
     job = tiny_job(sinks__tensorboard=True, sinks__wandb={"project": "p"})
     directory = create_run(job, tmp_path / "run")
@@ -128,9 +136,9 @@ def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_pat
         for row in (FIRST, SECOND, {**SECOND, "iteration": 3}):
             directory.append_metrics(row)
             sinks.metrics(row)
-    assert reporter.lines == [
-        "sinks.wandb failed and gets no further rows: ConnectionError: the network is gone"
-    ]
+    (line,) = reporter.lines
+    assert line.startswith(f"sinks.wandb raised {told} (test_sinks.py:")
+    assert line.endswith("); it gets no further rows")
     assert (breaking.rows, breaking.closed) == ([FIRST], 0)
     assert len(read_back(directory.path / "tensorboard")["loss/entropy"]) == 3
 
@@ -140,7 +148,7 @@ def test_a_sink_that_cannot_be_opened_is_an_error_at_once(tmp_path: Path):
     directory = create_run(job, tmp_path / "run")
     (directory.path / "tensorboard").write_text("a file where the folder belongs")
     with (
-        pytest.raises(JobError, match=r"^sinks\.tensorboard cannot be opened: FileExistsError"),
+        pytest.raises(JobError, match=r"^sinks\.tensorboard cannot be opened: it raised FileExistsError"),
         opened(job, directory, ListReporter()),
     ):
         raise AssertionError("entered")
