@@ -179,12 +179,16 @@ def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose
     assert places[-1] < next(place for place, line in enumerate(said) if line.startswith("gateway: "))
     lines = [said[place] for place in places]
     stored = [read_rollouts(directory.rollouts_file(name)) for name in ("iteration_1", "evaluation_0")]
-    for line, rollouts, (kind, row) in zip(lines, stored, (("training", "b"), ("held-out", "f")), strict=True):
+    for line, rollouts, (kind, row) in zip(
+        lines, stored, (("training", "b"), ("held-out", "f")), strict=True
+    ):
         lost = {row_of(item.group_id): item.failure for item in rollouts if item.failure is not None}
         assert {row_of(item.group_id) for item in rollouts} > lost.keys() == {row}
         tokens = re.search(r"a prompt of (\d+) tokens \+ max_tokens 8", lost[row].detail)
         assert f"1 of {4 if kind == 'training' else 2} {kind} rows do not fit" in line
-        assert f": {row} ({int(tokens[1]):,} tokens); 248 tokens fit: inference.max_model_len 256 less" in line
+        assert (
+            f": {row} ({int(tokens[1]):,} tokens); 248 tokens fit: inference.max_model_len 256 less" in line
+        )
         assert lost[row].code == "context_length_exceeded"
         assert re.search(rf"\('dialogue', seed \d+ in group '[^']*/{row}'\)", lost[row].detail)
         assert "inference.max_model_len" in lost[row].detail

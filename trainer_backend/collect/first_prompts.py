@@ -27,7 +27,7 @@ class Room(NamedTuple):
     """The tokens that a first prompt may have: prompt and answer share a limit.
 
     Attributes:
-        limit, answer: tokens, each with its key in the job.
+        limit, answer: tokens, each with its key in the job, or its keys where they are equal.
     """
 
     limit: int
@@ -45,7 +45,7 @@ class Room(NamedTuple):
         answers = [(rollout.max_tokens, "rollout.max_tokens")]
         if table.max_episode_tokens is not None:
             answers.append((table.max_episode_tokens, "multi_turn.max_episode_tokens"))
-        return cls(*min(limits), *min(answers))
+        return cls(*_lowest(limits), *_lowest(answers))
 
     @property
     def tokens(self) -> int:
@@ -56,6 +56,11 @@ class Room(NamedTuple):
             f"{self.tokens:,} tokens fit: {self.limit_key} {self.limit:,} less {self.answer_key} "
             f"{self.answer:,}"
         )
+
+
+def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    lowest, _ = min(numbers)
+    return lowest, " and ".join(key for number, key in numbers if number == lowest)
 
 
 class _Part(NamedTuple):
@@ -89,7 +94,10 @@ class FirstPrompts:
             return None
         data, table = source.data, source.table
         held_out_key = "data.path" if table.evaluation_path is None else "data.evaluation_path"
-        parts = (_Part(data.training, "data.path", "training"), _Part(data.evaluation, held_out_key, "held-out"))
+        parts = (
+            _Part(data.training, "data.path", "training"),
+            _Part(data.evaluation, held_out_key, "held-out"),
+        )
         return cls(parts, system, Room.of(players))
 
     def report(
@@ -116,9 +124,7 @@ class FirstPrompts:
         return lines
 
     def _messages(self, row: Row) -> Messages:
-        prompt = row.prompt
-        if not isinstance(prompt, str):
-            prompt = tuple(Message(**message) for message in prompt)
+        prompt = row.prompt if isinstance(row.prompt, str) else tuple(map(Message.model_validate, row.prompt))
         return [message.model_dump(exclude_none=True) for message in dialogue_opening(prompt, self.system)]
 
     def _line(self, part: _Part, long: dict[str, LongPrompt]) -> str:

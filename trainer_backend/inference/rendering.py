@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.core.prompt_lengths import LongPrompt
+from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 
 JsonObject = Mapping[str, Any]
