@@ -67,6 +67,18 @@ def refuse_no_opening(value: Any, name: str) -> None:
         raise ValueError(f"{name} ends with a message of {role!r}; the last is the user's")
 
 
+def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tuple[Message, ...]:
+    """The messages of a `dialogue` before the first answer; the trainer measures them before it plays rows.
+
+    Args:
+        system: stands before a prompt that is text alone.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    first = (Message(role="system", content=system),) if system else ()
+    return (*first, Message(role="user", content=prompt))
+
+
 def refuse_unanswerable(value: Any, name: str) -> None:
     """Check that an interaction can answer: the last message must be the assistant's.
 

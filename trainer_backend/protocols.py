@@ -13,6 +13,7 @@ from trainer_backend.collect.plan import Inference
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.rundir.state import ProcessRole
 
@@ -130,6 +131,9 @@ class Learner(Protocol):
             wait_s: it returns where nobody asks for so long, and at once where nothing is on offer.
             tell: receives how many have loaded it and are expected, while it waits; its error ends that.
         """
+
+    def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
+        """Return the prompts of more than `most` tokens, as the gateway counts them; none has tools."""
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""

@@ -104,6 +104,7 @@ class Capture:
         self.lock = SessionLock()
         self.capture_id = ""
         self.failure: TaskAppError | None = None
+        self.too_long: ContextLengthExceeded | None = None  # of the last prompt that was; it fails nothing
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
         self.steps: list[StepData] = []
@@ -303,8 +304,8 @@ class Capture:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
                 # Of calls at the same time the first answer is the next decision.
                 notes.answer(reply, turn=len(self.steps) + 1)
-        except ContextLengthExceeded:
-            self._refused = StopReason.CONTEXT_LENGTH
+        except ContextLengthExceeded as exc:
+            self._refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
             raise
         if reply is None:
             self._refused = StopReason.DEADLINE

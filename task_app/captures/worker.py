@@ -79,6 +79,8 @@ class AgentWorker:
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
         """End the capture for the reason that holds, or raise why there is no episode."""
         name = self._environment.name
+        if not capture.steps and capture.too_long is not None:
+            raise capture.too_long
         if exit_code is None:
             if not capture.steps and capture.stop_reason is StopReason.DEADLINE:
                 raise DeadlineExceeded(f"limits.timeout_s passed before {name} had an answer{_after(output)}")

@@ -23,7 +23,15 @@ from shared_schemas.rollouts import (
     RolloutStatus,
 )
 from shared_schemas.trajectory import Trajectory
-from task_app.errors import CapacityReached, Conflict, CursorExpired, EpisodeFailed, TaskAppError, UnknownId
+from task_app.errors import (
+    CapacityReached,
+    Conflict,
+    ContextLengthExceeded,
+    CursorExpired,
+    EpisodeFailed,
+    TaskAppError,
+    UnknownId,
+)
 from task_app.settings import Settings
 
 END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
@@ -272,8 +280,27 @@ def finished_json(record: Record, trajectory: Trajectory, instance_id: str) -> b
 
 def failure_json(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
     decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
-    log.warning("rollout_failed", code=exc.code, detail=exc.detail, decisions=decisions_done)
-    return _failure(record, "failed", failure_of(exc, decisions_done=decisions_done), instance_id)
+    failure = failure_of(exc, decisions_done=decisions_done)
+    if isinstance(exc, ContextLengthExceeded):
+        failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
+    log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
+    return _failure(record, "failed", failure, instance_id)
+
+
+def _too_long(record: Record, sentence: str) -> str:
+    """What a failure says of a first prompt; a group's name ends with the row of a data set.
+
+    Args:
+        sentence: of the model's server, with its counts.
+    """
+    start = "a snapshot" if record.seed is None else f"seed {record.seed}"
+    group = f" in group {record.group_id!r}" if record.group_id else ""
+    return (
+        f"the first prompt does not fit the model, so there is no decision to learn from "
+        f"({record.env.env_name!r}, {start}{group}): {sentence}. In a job, max_model_length is "
+        "multi_turn.max_model_length, the model's own limit inference.max_model_len, and max_tokens "
+        "rollout.max_tokens"
+    )
 
 
 def failure_of(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +152,47 @@ async def test_an_evaluation_lists_the_rows_by_their_ids(run):
     assert "0.25 of train of" in result.setting["held-out rows"]
     assert result.setting["decisions at most"] == 1 < job.rollout.max_turns
     assert any("lowest outcomes of 4 rows" in str(part) for part in tables(result).renderables)
+
+
+def file_of(path: Path, prompts: dict[str, object]) -> str:
+    rows = [json.dumps({"id": row, "prompt": prompt, "answer": "4"}) for row, prompt in prompts.items()]
+    path.write_text("\n".join(rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def long_rows(tmp_path_factory: pytest.TempPathFactory):
+    """A run with one row of four, and one held-out one of two, that do not fit the model."""
+    folder, long = tmp_path_factory.mktemp("long"), "zq xv " * 200
+    opening = [{"role": "system", "content": long}, {"role": "user", "content": "2 + 2?"}]
+    path = file_of(folder / "a.jsonl", {"a": "1 + 3?", "b": opening, "c": "3 + 1?", "d": "2 + 2?"})
+    held_out = file_of(folder / "b.jsonl", {"e": "4 + 0?", "f": long})
+    tables = {"data__path": path, "data__evaluation_path": held_out, "data__held_out_share": None}
+    job = job_on_sums(**tables, rollout__env_config={"system": "Add."}, training__group_size=2)
+    return train_job(job, folder / "run")
+
+
+def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose_rollouts_are_lost(long_rows):
+    directory, reporter, progress = long_rows
+    said = reporter.lines
+    places = [place for place, line in enumerate(said) if "do not fit the model" in line]
+    assert places[-1] < next(place for place, line in enumerate(said) if line.startswith("gateway: "))
+    lines = [said[place] for place in places]
+    stored = [read_rollouts(directory.rollouts_file(name)) for name in ("iteration_1", "evaluation_0")]
+    for line, rollouts, (kind, row) in zip(
+        lines, stored, (("training", "b"), ("held-out", "f")), strict=True
+    ):
+        lost = {row_of(item.group_id): item.failure for item in rollouts if item.failure is not None}
+        assert {row_of(item.group_id) for item in rollouts} > lost.keys() == {row}
+        tokens = re.search(r"a prompt of (\d+) tokens \+ max_tokens 8", lost[row].detail)
+        assert f"1 of {4 if kind == 'training' else 2} {kind} rows do not fit" in line
+        assert (
+            f": {row} ({int(tokens[1]):,} tokens); 248 tokens fit: inference.max_model_len 256 less" in line
+        )
+        assert lost[row].code == "context_length_exceeded"
+        assert re.search(rf"\('dialogue', seed \d+ in group '[^']*/{row}'\)", lost[row].detail)
+        assert "inference.max_model_len" in lost[row].detail
+    assert progress.iteration == 2, "training goes on"
 
 
 def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:

@@ -21,3 +21,4 @@ async def test_prompts_that_are_too_long_are_no_outage(tmp_path: Path, monkeypat
         row = there.row(job_id)
     assert (row.state, row.code, row.attempt) == ("failed", "job_teaches_nothing", 1)
     assert "2 x context_length_exceeded" in str(row.detail)
+    assert "('crafter', seed " in str(row.detail) and "inference.max_model_len" in str(row.detail)

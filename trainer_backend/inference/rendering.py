@@ -4,12 +4,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 
@@ -194,6 +196,30 @@ class ChatRenderer:
         if len(start) == len(text) or (tokens := len(self.encode(start)) // 2) <= most:
             return None
         return tokens
+
+    def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
+        """Return the prompts without tools that have more than `most` tokens, as the gateway counts them.
+
+        A conversation that the template refuses is passed over; whoever plays it hears why.
+        """
+        texts, long = self._texts_by_place(conversations), []
+        for place in [place for place, text in texts.items() if len(text) > _START * most]:
+            if (tokens := self.surely_more_than(most, texts[place])) is not None:
+                long.append(LongPrompt(place, tokens, is_bound=True))
+                del texts[place]
+        counts = zip(texts, map(len, self.encode_all(list(texts.values()))), strict=True)
+        return sorted([*long, *(LongPrompt(place, tokens) for place, tokens in counts if tokens > most)])
+
+    def _texts_by_place(self, conversations: Sequence[Sequence[JsonObject]]) -> dict[int, str]:
+        """The prompts, by place, of those conversations that the template takes."""
+        try:
+            return dict(enumerate(self.prompt_texts(conversations, [])))
+        except BadChatRequest:  # of one of them
+            texts = {}
+            for place, messages in enumerate(conversations):
+                with suppress(BadChatRequest):
+                    texts[place] = self.prompt_text(messages, [])
+            return texts
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode sampled ids to text, special tokens included.

@@ -25,6 +25,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.core import columns
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import LearnerFailed, TrainerError
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
@@ -104,6 +105,7 @@ CALLS = {
     "publish": _types(tuple[Path, WeightPart], None),
     "offer": _types(tuple[str], tuple[str, int]),
     "broadcast": _types(tuple[int, float], int, reports=True),
+    "find_long": _types(tuple[list[list[dict[str, Any]]], int], list[LongPrompt]),
     "logprobs_of": _types(tuple[list[int]], list[float]),
     "hardware": _types(tuple[()], Hardware),
 }

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer_backend.core.critic import OfEpisode, values_of_episode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, UpdateStopped
@@ -180,6 +182,10 @@ class LocalLearner:
         learner._refuse_other_models()
         return learner, restore_progress(checkpoint, learner._optimizer, ranks)
 
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer)
+
     def _restore_critic(self, checkpoint: Path) -> None:
         # The head of a critic with layers of its own reads those, and says nothing of the policy's.
         if self._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
@@ -215,9 +221,7 @@ class LocalLearner:
         if table is None:
             raise JobError("the job has no [warmup]")
         torch.set_num_threads(training.threads)
-        segments = demonstrations(
-            episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
-        )
+        segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
         self.model.train()
         self._draw_apart(0)
         with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
@@ -432,6 +436,9 @@ class LocalLearner:
                 else:
                     tell(served, expected)
             return served
+
+    def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
+        return self._renderer.find_long(conversations, most)
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""

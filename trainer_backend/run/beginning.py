@@ -12,6 +12,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
+from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
@@ -130,6 +131,7 @@ class Beginning:
         fixed = await self._load_fixed(learner)
         for line in continue_record(self._directory, _models_of(fixed)):
             self._reporter.say(line)
+        await self._measure_rows(learner)
         return Models(learner, fixed, progress, checkpoint)
 
     async def begin(self, models: Models) -> Begun:
@@ -199,7 +201,32 @@ class Beginning:
     async def _learner(self, prompts: Sequence[Trajectory]) -> Learner:
         self._reporter.say(f"model: {self._setup.table.source}")
         folder = next(iter(self._setup.fixed.folders.values()), None)
-        return await asyncio.to_thread(self._setup.learners.fresh, prompts, folder)
+        learner = await asyncio.to_thread(self._setup.learners.fresh, prompts, folder)
+        await self._measure_rows(learner)
+        return learner
+
+    async def _measure_rows(self, learner: Learner) -> None:
+        """Tell which rows do not fit the model, as soon as there is a tokenizer.
+
+        Raises:
+            DataError: none of those that are trained or evaluated on fits.
+        """
+        prompts = FirstPrompts.of(self._planner)
+        if prompts is None:
+            return
+
+        def work(check: Callable[[], None]) -> list[str]:
+            def tell(done: int, total: int) -> None:
+                check()
+                self._reporter.stage("measure rows", done, total)
+
+            return prompts.report(learner.find_long, tell)
+
+        lines = await until_on_thread(self._stop, work)
+        if lines is None:
+            raise Stopped("stopped while the rows were measured; nothing new to save")
+        for line in lines:
+            self._reporter.say(line)
 
     async def _warm_up(self, learner: Learner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()

@@ -24,6 +24,7 @@ from shared_schemas.problem import Problem
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import dump_job
@@ -263,6 +264,10 @@ class RemoteLearner:
     def broadcast(self, expected: int, wait_s: float, tell: Tell) -> int:
         served: int = self._ask("broadcast", expected, wait_s, tell=tell)
         return served
+
+    def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
+        long: list[LongPrompt] = self._ask("find_long", [list(item) for item in conversations], most)
+        return long
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
         logprobs: list[float] = self._ask("logprobs_of", list(ids))

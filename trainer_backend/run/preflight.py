@@ -31,7 +31,7 @@ def checked_folders(
     folders = {table.name: _folder(table) for table in tables if not table.is_remote}
     for table in tables:
         server_key(table)
-    reference = _actors(model, checkpoint) if folders else None
+    reference = actors_tokenizer(model, checkpoint) if folders else None
     for name, folder in folders.items():
         with naming(name):
             refuse_incomplete(folder)
@@ -86,7 +86,7 @@ def _folder(table: RolloutOnlyTable) -> Path:
         raise JobError(f"model_path is a run directory, and {error}", where=place(table.name)) from error
 
 
-def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
+def actors_tokenizer(table: ModelTable, checkpoint: Path | None = None) -> Tokenizer | None:
     """The actor's tokenizer; None for a preset, and for a model of the hub that is not in the cache yet."""
     if checkpoint is not None:
         return tokenizer_in(checkpoint, table)

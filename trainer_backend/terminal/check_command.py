@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job, unborn_gateway
 from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.checks import biases
 from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import dump_job
@@ -62,6 +64,8 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     if trial:
         yield from _trial(job, data)
+    if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run
+        yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
     yield f"expected policy gradient, biased by: {names} (docs/credit.md)"
 
@@ -72,6 +76,21 @@ def _trial(job: JobConfig, data: DataSet | None) -> list[str]:
     if job.rollout_only:
         return ["not tried at a task app: fixed policies have servers, which `train` starts"]
     return asyncio.run(_try_at_own_task_app(job, data))
+
+
+def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
+    """The rows that do not fit the model, where its tokenizer is on this machine."""
+    prompts = FirstPrompts.of(Planner.of(job, "check", unborn_gateway(job), data))
+    if prompts is None:
+        return []
+    from trainer_backend.inference.rendering import ChatRenderer  # with torch, which takes seconds
+    from trainer_backend.run.preflight import actors_tokenizer
+
+    try:
+        tokenizer = actors_tokenizer(job.model)
+        return [] if tokenizer is None else prompts.report(ChatRenderer(tokenizer).find_long)
+    except ModelFolderError as error:  # perhaps the folder is on the machine that will train
+        return [f"rows are not measured: {error}"]
 
 
 async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str]:

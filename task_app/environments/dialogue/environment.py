@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
-from shared_schemas.messages import Message, ToolSpec, refuse_no_opening
+from shared_schemas.messages import Message, ToolSpec, dialogue_opening, refuse_no_opening
 from task_app.complaints import state_in
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
@@ -34,10 +34,7 @@ class DialogueConfig(Body):
 
     def opening(self) -> tuple[Message, ...]:
         """The messages before the first answer."""
-        if not isinstance(self.prompt, str):
-            return self.prompt
-        system = (Message(role="system", content=self.system),) if self.system else ()
-        return (*system, Message(role="user", content=self.prompt))
+        return dialogue_opening(self.prompt, self.system)
 
 
 class DialogueState(Body):

@@ -10,6 +10,7 @@ import pytest
 
 from service_kit.errors import SettingsError
 from task_app.captures.agents import Agent, agent_plugin
+from task_app.errors import ContextLengthExceeded
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.protocols import PolicyAnswer
@@ -100,6 +101,13 @@ async def test_an_agent_that_calls_no_model_is_a_failure_with_its_words(tmp_path
     assert result.failure.detail == (
         "agent:a ended with exit code 0 and had no model call answered; its last output: nothing to do"
     )
+
+
+async def test_an_agent_whose_first_prompt_does_not_fit_is_lost_for_that_reason(tmp_path):
+    too_long = ContextLengthExceeded("300 tokens of 256")
+    result = await played(tmp_path, 'ask("x")', make_policy=lambda: PlannedPolicy(too_long))
+    assert (result.failure.code, result.failure.recurs) == ("context_length_exceeded", True)
+    assert "('agent:a', seed 1): 300 tokens of 256" in result.failure.detail
 
 
 async def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_output(tmp_path):

@@ -96,6 +96,7 @@ def test_a_folder_of_configurations_asks_which_one_is_meant(tmp_path):
             "line 2: id comes from nowhere, but in the first",
         ),
         ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "2"}\n', "from answer, but in"),
+        ('{"question": "a \\ud83d b"}\n', "line 1: \\ud83d is half a character"),
         ("", "split 'train' has no rows"),
         ("\n \n", "split 'train' has no rows"),
         ("[" * 100_000 + "\n", "line 1: no JSON"),

@@ -2,10 +2,12 @@ import copy
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models.folder import load_tokenizer
@@ -170,3 +172,16 @@ def test_a_text_is_never_said_to_have_more_tokens_than_it_has(
             told = renderer.surely_more_than(most, text)
             assert told is None or most < told <= tokens
     assert renderer.surely_more_than(10, "wood 2 tree " * 1000) is not None
+
+
+def test_the_prompts_that_are_too_long_are_found_at_the_very_token_and_unreadable_ones_passed_over(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    renderer = ChatRenderer(tokenizer)
+    texts = ["wood", "wood 2 tree" * 9, "wood " * 90_000]
+    prompts: list[list[dict[str, Any]]] = [[{"role": "user", "content": text}] for text in texts]
+    _, count, most_of_all = (len(renderer.encode(renderer.prompt_text(prompt, []))) for prompt in prompts)
+    for most in (count - 1, count):
+        *exact, bound = renderer.find_long([prompts[0], [{"role": 7}], *prompts[1:]], most)
+        assert exact == ([LongPrompt(2, count)] if most < count else [])
+        assert (bound.place, bound.is_bound) == (3, True) and most < bound.tokens <= most_of_all

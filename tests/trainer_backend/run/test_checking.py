@@ -1,5 +1,7 @@
 """What `turnwise check` tells beside the job, and that a fixed model which does not fit is refused."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,32 @@ def test_one_that_does_not_fit_is_told_by_the_first_difference(
         JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed against the actor: "
     ):
         CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without_its_weights(
+    tmp_path: Path, model_folders: dict[str, Path]
+):
+    rows = [{"id": "long", "prompt": "wood 2 " * 40}, {"id": "short", "prompt": "wood"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({**row, "answer": "4"}) for row in rows))
+    folder = shutil.copytree(model_folders["qwen3"], tmp_path / "qwen3")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'[model]\npath = "{folder}"\n[rollout]\nenv_name = "dialogue"\n[multi_turn]\nenable = true\n'
+        "max_model_length = 100\n"
+        f'[data]\npath = "{tmp_path}/a.jsonl"\nevaluation_path = "{tmp_path}/a.jsonl"\n'
+        'interaction = "gsm8k"\n'
+    )
+
+    def told() -> str:
+        found = CliRunner().invoke(app, ["check", "--no-trial", str(file)])
+        assert found.exit_code == 0
+        return " ".join(found.stderr.split())
+
+    assert "data.path: 1 of 2 training rows do not fit the model: long (" in told()
+    (folder / "tokenizer.json").unlink()  # perhaps it is on the machine that will train
+    assert "rows are not measured: " in told()
 
 
 def test_a_servers_key_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

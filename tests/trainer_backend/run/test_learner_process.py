@@ -84,6 +84,9 @@ def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[A
     learner.save(folder / "iteration_1", Progress(1, 1, 4))
     learner.publish(folder / "version_1")
     results += [learner.logprobs_of(range(3, 12)), sent(learner)]
+    questions = [[{"role": "user", "content": "wood " * count}] for count in (1, 30, 9000)]
+    results.append(learner.find_long(questions, 20))
+    assert [(item.place, item.is_bound) for item in results[-1]] == [(1, False), (2, True)]
     learner, progress = factory.resumed(folder / "iteration_1")
     results += [progress, learner.values(parts), learner.update(episodes, iteration=2)]
     learner.save(folder / "iteration_2", Progress(2, 2, 8))

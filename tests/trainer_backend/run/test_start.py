@@ -19,8 +19,11 @@ from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, tra
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.trial import unborn_gateway
 from trainer_backend.collect.work import Collection
-from trainer_backend.errors import CheckpointError, LearnerLost, TaskAppError
+from trainer_backend.data.dataset import DataSet
+from trainer_backend.data.rows import Row
+from trainer_backend.errors import CheckpointError, DataError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.learner.factory import LocalFactory
@@ -131,6 +134,25 @@ def beginning_of(
 ) -> Beginning:
     setup = ModelSetup(job.model, job.inference, LocalFactory(job), FixedSetup(), job.rollout.max_tokens)
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
+
+
+async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything_is_played(
+    tmp_path: Path, model_folders: dict[str, Path]
+):
+    tables = {
+        "model": {"path": str(model_folders["qwen3"]), "device": "cpu"},
+        "data": {"path": "a.jsonl", "held_out_share": 0.5, "interaction": "gsm8k"},
+        "multi_turn": {"enable": True},
+        "rollout__env_name": "dialogue",
+        "rollout__env_config": {},
+        "warmup": None,
+    }
+    job, rows = tiny_job(**tables), (Row("a", "wood 2 " * 200),)
+    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+    planner = Planner.of(job, "run.1", unborn_gateway(job), DataSet(rows, rows))
+    beginning = beginning_of(job, directory, planner, None, reporter)
+    with pytest.raises(DataError, match=r"^data.path: 1 of 1 training rows do not fit the model: a \("):
+        await beginning.load(resume=False)
 
 
 async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):

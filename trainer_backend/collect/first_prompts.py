@@ -1,0 +1,159 @@
+"""The first prompts of rows, measured before a run plays them: which rows do not fit the model, by their ids.
+
+The trainer knows a first prompt only in `dialogue`: the messages of the row, without tools. Elsewhere the
+task app makes it from the row, and an episode whose first prompt does not fit is a lost rollout.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from shared_schemas.messages import Message, dialogue_opening
+from trainer_backend.collect.plan import Planner, Players
+from trainer_backend.collect.sources import Rows
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.prompt_lengths import FindLong, LongPrompt
+from trainer_backend.data.rows import Row
+from trainer_backend.errors import DataError
+
+# Sizes of a batch that is measured at once: its tokens are in memory, and a stop waits for its end.
+_BATCH_ROWS, _BATCH_CHARACTERS = 1_000, 2_000_000
+_MOST_NAMED = 10
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Room(NamedTuple):
+    """The tokens that a first prompt may have: prompt and answer share a limit.
+
+    Attributes:
+        limit, answer: tokens, each with its key in the job, or its keys where they are equal.
+    """
+
+    limit: int
+    limit_key: str
+    answer: int
+    answer_key: str
+
+    @classmethod
+    def of(cls, players: Players) -> Self:
+        """As the gateway counts: the lowest of the limits, and the whole answer that a decision may take."""
+        table, rollout = players.multi_turn, players.rollout
+        limits = [(table.max_model_length, "multi_turn.max_model_length")] if table.enable else []
+        if (length := players.servers[ACTOR].max_model_len) is not None:
+            limits.append((length, "inference.max_model_len"))
+        answers = [(rollout.max_tokens, "rollout.max_tokens")]
+        if table.max_episode_tokens is not None:
+            answers.append((table.max_episode_tokens, "multi_turn.max_episode_tokens"))
+        return cls(*_lowest(limits), *_lowest(answers))
+
+    @property
+    def tokens(self) -> int:
+        return self.limit - self.answer
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,} tokens fit: {self.limit_key} {self.limit:,} less {self.answer_key} "
+            f"{self.answer:,}"
+        )
+
+
+def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    lowest, _ = min(numbers)
+    return lowest, " and ".join(key for number, key in numbers if number == lowest)
+
+
+class _Part(NamedTuple):
+    """Rows that are played together, and what they are called in messages."""
+
+    rows: Sequence[Row]
+    key: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPrompts:
+    """The first prompts of a job's rows.
+
+    Attributes:
+        system: the system message before a prompt that is text alone.
+    """
+
+    parts: tuple[_Part, ...]
+    system: str
+    room: Room
+
+    @classmethod
+    def of(cls, planner: Planner) -> Self | None:
+        """None where the trainer does not know the prompts exactly, or has no rows."""
+        source, players = planner.source, planner.players
+        rollout, system = players.rollout, players.rollout.env_config.get("system", "")
+        is_known = rollout.env_name == "dialogue" and rollout.policy_name == "openai"
+        has_tools = players.multi_turn.statelm_enabled
+        if not isinstance(source, Rows) or not is_known or has_tools or not isinstance(system, str):
+            return None
+        data, table = source.data, source.table
+        held_out_key = "data.path" if table.evaluation_path is None else "data.evaluation_path"
+        parts = (
+            _Part(data.training, "data.path", "training"),
+            _Part(data.evaluation, held_out_key, "held-out"),
+        )
+        return cls(parts, system, Room.of(players))
+
+    def report(
+        self, find_long: FindLong, tell: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
+        """Measure all rows, and return a line about each part in which some do not fit.
+
+        Args:
+            tell: receives the measured rows and their total between two batches; its error ends it.
+
+        Raises:
+            DataError: of a part no row fits, so that each of its rollouts would be lost.
+        """
+        lines, done, total = [], 0, sum(len(part.rows) for part in self.parts)
+        for part in self.parts:
+            long: dict[str, LongPrompt] = {}
+            for batch in _batches(part.rows):
+                tell(done, total)
+                prompts = [self._messages(row) for row in batch]
+                long |= {batch[item.place].id: item for item in find_long(prompts, self.room.tokens)}
+                done += len(batch)
+            if long:
+                lines.append(self._line(part, long))
+        return lines
+
+    def _messages(self, row: Row) -> Messages:
+        prompt = row.prompt if isinstance(row.prompt, str) else tuple(map(Message.model_validate, row.prompt))
+        return [message.model_dump(exclude_none=True) for message in dialogue_opening(prompt, self.system)]
+
+    def _line(self, part: _Part, long: dict[str, LongPrompt]) -> str:
+        count = len(part.rows)
+        named = [_named(row_id, item) for row_id, item in list(long.items())[:_MOST_NAMED]]
+        more = f" and {len(long) - _MOST_NAMED:,} more" if len(long) > _MOST_NAMED else ""
+        rows = f"{len(long):,} of {count:,} {part.kind} rows"
+        text = f"do not fit the model: {', '.join(named)}{more}; {self.room}"
+        if len(long) == count:
+            raise DataError(f"{rows} {text}", where=part.key, hint="Take shorter rows, or change these keys.")
+        return f"{part.key}: {rows} {text}; their rollouts will be lost (context_length_exceeded)"
+
+
+def _named(row_id: str, long: LongPrompt) -> str:
+    return f"{row_id} ({'at least ' * long.is_bound}{long.tokens:,} tokens)"
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    batch: list[Row] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += _characters(row)
+        if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(row: Row) -> int:
+    return len(row.prompt) if isinstance(row.prompt, str) else sum(len(m["content"]) for m in row.prompt)

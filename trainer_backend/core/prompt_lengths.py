@@ -1,0 +1,26 @@
+"""The length of a prompt in tokens, as whoever has the tokenizer tells it to whoever has the rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class LongPrompt(NamedTuple):
+    """A prompt that is longer than a limit.
+
+    Attributes:
+        place: among the prompts that were measured.
+        tokens: of it.
+        is_bound: it has so many tokens at least; a text far beyond the limit is not counted to its end.
+    """
+
+    place: int
+    tokens: int
+    is_bound: bool = False
+
+
+class FindLong(Protocol):
+    """Finds the prompts that have more than `most` tokens, each given by its messages, without tools."""
+
+    def __call__(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int
+    ) -> list[LongPrompt]: ...
