@@ -22,7 +22,10 @@
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
     │   │   └── ReplayDeparts      it went otherwise when it was played again (collect/wire.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
-    │   └── Refused                it finds something wrong in a request (collect/wire.py)
+    │   └── Answered               it works, and says why it cannot do what is asked (collect/wire.py)
+    │       ├── Refused            it finds something wrong in the request
+    │       ├── PluginFailed       one of its plug-ins raised
+    │       └── BackendFailed      a server or process behind it failed
     ├── BadAddress, UnknownTurn, ReadOnly    a request to the dashboard cannot be met (pages/page.py)
     ├── ApiError                   a request to the service cannot be carried out (leaves below)
     ├── ServiceRefused, ServiceUnreachable   the service's answer to a terminal, or its absence (terminal/)

@@ -14,7 +14,7 @@ import structlog
 
 from shared_schemas.rollouts import RolloutBatch, RolloutRequest, RolloutsAccepted, RolloutStatus
 from task_app.captures.door import Captures
-from task_app.errors import InvalidRequest, ShuttingDown, TaskAppError, boundary
+from task_app.errors import CriticalError, InvalidRequest, ShuttingDown, TaskAppError, boundary
 from task_app.interactions.service import Interactions
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext
@@ -85,7 +85,7 @@ class RolloutRunner:
         self._is_draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Check the whole batch, then queue its new requests."""
+        """Check the whole batch, then queue its new requests; one whose plug-in raises fails alone."""
         self._check_open()
         if len(batch.rollouts) > self._settings.max_rollouts_per_request:
             raise InvalidRequest(
@@ -98,12 +98,13 @@ class RolloutRunner:
             self.runs.check_not_aborted(request.run_id, where=f"rollouts.{index}.run_id")
         if new:
             self.results.check_room(len(new), self._settings)
-        workers = [
-            self._assembly.worker(request, self._make_context(request), where=f"rollouts.{index}.")
-            for index, request, _ in new
-        ]
+        workers = [self._worker(request, where=f"rollouts.{index}.") for index, request, _ in new]
         for (_, request, fingerprint), worker in zip(new, workers, strict=True):
-            self._enqueue(request, fingerprint, worker)
+            if isinstance(worker, CriticalError):
+                record = self._add(request, fingerprint)
+                self._file(record, "failed", failure_json(record, worker, self.results.instance_id))
+            else:
+                self._enqueue(request, fingerprint, worker)
         self._start_next()
         return RolloutsAccepted(
             accepted=tuple(request.rollout_id for _, request, _ in new),
@@ -234,9 +235,20 @@ class RolloutRunner:
         if self._is_draining:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
-    def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
+    def _worker(self, request: RolloutRequest, *, where: str) -> Worker | CriticalError:
+        """The worker of a request, or the error of the plug-in that could not be built."""
+        try:
+            return self._assembly.worker(request, self._make_context(request), where=where)
+        except CriticalError as error:
+            return error
+
+    def _add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
         record = self.results.add(request, fingerprint)
         self.runs.add_rollout(request.run_id)
+        return record
+
+    def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
+        record = self._add(request, fingerprint)
         # With the context of its own request, which decides about its sessions, whatever task starts it.
         self._queue[request.rollout_id] = (record, worker, copy_context())
         return record

@@ -17,6 +17,8 @@ from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
 
 HERE = "http://127.0.0.1:9"
+GATEWAY = Inference(HERE, "tiny/actor", SecretStr(""))
+FAULTY = Path(__file__).parents[1] / "faulty_environment.py"
 SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"
 NO_TEACHER = {"warmup__policy_name": "crafter_techer"}
 
@@ -121,6 +123,31 @@ async def _ask(log_file: Path) -> dict[str, str]:
         found["good, mixed"] = await answer(mixed_with(RolloutOnlyTable(model_path=Path("m"))), HERE)
         found["url"] = clients[0].url
         return found
+
+
+FAULTS = {
+    "no_reset": r"environment\.reset raised RuntimeError: no level of this number",
+    "stop_iteration": r"environment\.step raised StopIteration",
+    "exit": r"environment\.step raised SystemExit: 3",
+    "cancel": r"environment\.step raised CancelledError",
+    "bad_text": r"environment\.step raised WithoutText: its text cannot be read, which raises ValueError",
+}
+
+
+async def test_an_environment_that_raises_is_told_with_file_and_line_before_anything_is_played(
+    tmp_path: Path,
+):
+    def faulty(kind: str) -> JobConfig:
+        return tiny_job(
+            rollout__env_name="faulty", rollout__env_config={"kind": kind}, services__task_plugins=[FAULTY]
+        ).model_copy(update={"warmup": None})
+
+    async with task_apps(faulty("fine"), tmp_path / "task_app.log") as clients:
+        for kind in ("fine", "numpy_values"):
+            await try_job(Planner.of(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
+        for kind, told in FAULTS.items():
+            with pytest.raises(JobError, match=rf"^rollout\.env_name: {told} \(faulty_environment\.py:\d+\)"):
+                await try_job(Planner.of(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
 
 
 def mixed_with(table: RolloutOnlyTable) -> JobConfig:

@@ -73,7 +73,7 @@ BOARDS = PlugBoards(
     {"faulty": EnvironmentPlugin(FaultyConfig, Faulty)},
     {"faulty": PolicyPlugin(FaultyConfig, lambda config, context: FaultyPolicy(config))},
 )
-PLACES = ("reset", "step", "tools", "messages", "outcome_reward", "get_action")
+PLACES = ("__init__", "reset", "step", "tools", "messages", "outcome_reward", "get_action")
 
 
 async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named():
@@ -98,7 +98,8 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
     assert found.pop("good").status == "finished"
     for name, one in found.items():
         place, kind, _ = name.split("-")
-        what = "policy planned" if place == "get_action" else f"environment.{place}"
+        other = {"get_action": "policy planned", "__init__": "environment 'faulty'"}
+        what = other.get(place, f"environment.{place}")
         raised = (
             f"RuntimeError: coroutine raised {kind}"
             if (place, kind) == ("get_action", "StopIteration")

@@ -196,6 +196,15 @@ class TaskAppClient:
         """
         return await self._answer(Instance, "POST", f"/{kind}/create", body=body)
 
+    async def step_idly(self, env_id: str) -> None:
+        """Take a decision without a call in an environment from `create`: most run one no-op.
+
+        Raises:
+            PluginFailed, BackendFailed: the environment failed.
+            TaskAppError: any other error, also where no such decision is possible.
+        """
+        await self._answer(OpenBody, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
+
     async def snapshot(self, env_id: str) -> None:
         """Take a snapshot of an environment from `create` and leave it at the task app.
 
@@ -293,7 +302,7 @@ class TaskAppClient:
         # The status first: while the task app starts, a proxy may answer with a page of HTML.
         text = content.decode(errors="replace")
         answer = json_in(text)
-        if status in _LATER and not is_final(answer):
+        if status in _LATER and not is_final(status, answer):
             raise _Unreachable(f"status {status}: {message_of(answer, text)}")
         sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
         raise refusal(status, answer, sentence)

@@ -1,8 +1,9 @@
 """A trial of a job at its task apps, before anything is played.
 
-Each task app creates the job's environment and a policy of every stage and releases them again; names of
-reward functions and interactions are only compared. A wrong name or config is reported in the first second
-and by its TOML key, instead of after minutes of warm-up.
+Each task app creates the job's environment, takes a decision without a call in it, creates a policy of every
+stage, and releases them again; names of reward functions and interactions are only compared. A wrong name or
+config, and an environment that raises, are reported in the first second and by their TOML key, instead of
+after minutes of warm-up.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,9 +20,9 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Inference, Planner, Players, Slot, stored_state_keys
 from trainer_backend.collect.sources import row_of
-from trainer_backend.collect.wire import Refused, TaskAppLost
+from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, MultiTurnTable, RolloutTable
 from trainer_backend.job.schema import JobConfig
@@ -218,13 +219,16 @@ async def _try(
     """Create an environment or policy, check it, and release it."""
     try:
         instance = await client.create(kind, body)
-    except Refused as refusal:
+        try:
+            if check is not None:
+                await check(instance)
+        finally:
+            await client.terminate(kind, instance.id)
+    except BackendFailed as failure:
+        failure.where = key_of(failure.finding)
+        raise
+    except (Refused, PluginFailed) as refusal:
         raise _job_error(refusal, client, where=key_of(refusal.finding)) from refusal
-    try:
-        if check is not None:
-            await check(instance)
-    finally:
-        await client.terminate(kind, instance.id)
     return instance
 
 
@@ -253,6 +257,15 @@ class _Environment:
                 await self.client.snapshot(instance.id)
             except Refused as refusal:
                 raise _job_error(refusal, self.client, where="algorithm.advantage") from refusal
+        await self._step(instance)
+
+    async def _step(self, instance: Instance) -> None:
+        try:
+            await self.client.step_idly(instance.id)
+        except (PluginFailed, BackendFailed, TaskAppLost):
+            raise
+        except TaskAppError:
+            pass  # an agent, or an episode of no decision: nothing to try
 
     def reward_warning(self, instance: Instance) -> str | None:
         """Return a warning if penalties are the only possible rewards: such a job learns nothing else."""
@@ -299,8 +312,8 @@ def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: Algor
         )
 
 
-def _job_error(refusal: Refused, client: TaskAppClient, *, where: str) -> JobError:
-    """Convert a task app's refusal to an error of the TOML key it refers to."""
+def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:
+    """Convert a task app's refusal, or its word about a plug-in, to an error of the TOML key it refers to."""
     problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
     return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)

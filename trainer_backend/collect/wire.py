@@ -11,7 +11,6 @@ from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.sources import row_of
 from trainer_backend.errors import JobError, TaskAppError
 
-_INVALID = 422
 _ITS_OWN_FAULT = 500
 
 
@@ -27,14 +26,33 @@ class TaskAppLost(TaskAppError):
     code = "task_app_lost"
 
 
-class Refused(TaskAppError):
-    """The task app refused the body of a request; `finding` says what is wrong, and where."""
-
-    code = "request_refused"
+class Answered(TaskAppError):
+    """The task app works, and says why it cannot do what a request asks; `finding` is its answer."""
 
     def __init__(self, detail: str, finding: Problem) -> None:
         super().__init__(detail)
         self.finding = finding
+
+
+class Refused(Answered):
+    """It refused the body of a request."""
+
+    code = "request_refused"
+
+
+class PluginFailed(Answered):
+    """One of its plug-ins raised; its words have the exception, file and line."""
+
+    code = "plugin_failed"
+    status = 422
+    recurs = True
+    title = "A plug-in failed"
+
+
+class BackendFailed(Answered):
+    """A server or process behind it failed, which may pass; its words are those of that server."""
+
+    code = "backend_failed"
 
 
 class NoPictures(TaskAppError):
@@ -49,6 +67,12 @@ class ReplayDeparts(NoPictures):
     code = "replay_departs"
 
 
+_OF_BACKENDS = (502, 504)
+_ANSWERS: dict[int, type[Answered]] = {
+    422: Refused,
+    424: PluginFailed,
+    **dict.fromkeys(_OF_BACKENDS, BackendFailed),
+}
 # By the code of the problem that a task app answers with.
 _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDeparts)}
 
@@ -61,9 +85,20 @@ def json_in(text: str) -> Any:
         return None
 
 
-def is_final(answer: Any) -> bool:
-    """Return whether an answer that asks to try later would stay the same."""
-    return isinstance(answer, dict) and answer.get("code") == "missing_environment_api_key"
+def is_final(status: int, answer: Any) -> bool:
+    """Return whether an error that may come from a proxy, or asks to try later, is a task app's last word."""
+    if not isinstance(answer, dict):
+        return False
+    by_itself = status in _OF_BACKENDS and problem_in(answer) is not None
+    return by_itself or answer.get("code") == "missing_environment_api_key"
+
+
+def problem_in(answer: Any) -> Problem | None:
+    """The problem that a task app answers with; None for another answer, such as a proxy's."""
+    try:
+        return Problem.model_validate(answer)
+    except ValidationError:
+        return None
 
 
 def message_of(answer: Any, text: str) -> str:
@@ -79,14 +114,12 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     kind = _REFUSALS.get(str(answer.get("code"))) if isinstance(answer, dict) else None
     if kind is not None:
         return kind(sentence)
-    if status >= _ITS_OWN_FAULT and not is_final(answer):
+    problem = problem_in(answer)
+    if problem is not None and status in _ANSWERS:
+        return _ANSWERS[status](sentence, problem)
+    if status >= _ITS_OWN_FAULT and not is_final(status, answer):
         return TaskAppLost(sentence)
-    if status != _INVALID:
-        return TaskAppError(sentence)
-    try:
-        return Refused(sentence, Problem.model_validate(answer))
-    except ValidationError:
-        return TaskAppError(sentence)
+    return TaskAppError(sentence)
 
 
 def first_finding(error: ValidationError) -> str:

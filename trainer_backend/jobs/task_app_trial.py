@@ -11,7 +11,7 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_app_key
 from trainer_backend.collect.trial import try_job, unborn_gateway
-from trainer_backend.collect.wire import TaskAppLost
+from trainer_backend.collect.wire import BackendFailed, TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.load import parse_job
 from trainer_backend.jobs.posted import WHERE
@@ -76,8 +76,8 @@ async def try_at_task_apps(toml: str) -> tuple[str, ...]:
         urls = job.services.task_url
         async with asyncio.timeout(_AT_MOST_S), _apps(urls, task_app_key(urls)) as apps:
             await try_job(planner, apps, from_scratch=True, preset=job.model.preset is not None)
-    except (TaskAppLost, TimeoutError) as error:
-        return (f"the job was not tried at its task app, which does not answer now: {_message(error)}",)
+    except (TaskAppLost, BackendFailed, TimeoutError) as error:
+        return (f"the job could not be tried at its task app now: {_message(error)}",)
     except TaskAppError as error:
         raise JobError(f"{WHERE} cannot run: {error}") from error
     return ()

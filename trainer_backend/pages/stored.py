@@ -52,24 +52,9 @@ def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -
                 for client in apps[:-1]:
                     with suppress(TaskAppLost):  # another task app can draw it too
                         return await replay(client, episode, turns, config=config)
-                try:
-                    return await replay(apps[-1], episode, turns, config=config)
-                except TaskAppLost as error:
-                    raise _with_log(error, Path(folder)) from error
+                return await replay(apps[-1], episode, turns, config=config)
 
     return asyncio.run(frames())
-
-
-_TRACEBACK = "Traceback (most recent call last):\n"
-
-
-def _with_log(error: TaskAppLost, folder: Path) -> TaskAppLost:
-    """Name what was raised in a task app of our own, whose log goes with its folder."""
-    files = sorted(folder.glob("*.log"), key=lambda file: file.stat().st_mtime_ns)
-    text = "".join(file.read_text(errors="replace") for file in files)
-    *before, last = text.split(_TRACEBACK)
-    raised = next((line for line in last.splitlines() if not line.startswith(" ")), "") if before else ""
-    return TaskAppLost(f"the environment failed: {raised}") if raised else error
 
 
 async def replay(

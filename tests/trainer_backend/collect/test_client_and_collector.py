@@ -12,7 +12,14 @@ from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, req
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.errors import JobError, RunNotWritten, TaskAppError
+
+PROBLEM = {
+    "title": "Failed",
+    "code": "critical_error",
+    "detail": "environment.step raised KeyError: 'a' (p.py:3)",
+}
 
 
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
@@ -107,6 +114,30 @@ async def test_a_refusal_is_not_asked_again_and_its_words_are_passed_on():
         with pytest.raises(TaskAppError, match="status 401: not now"):
             await client.submit([request_of(0)])
     assert task_app.ended == []
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (424, PROBLEM, PluginFailed),
+        (502, PROBLEM, BackendFailed),
+        (504, PROBLEM, BackendFailed),
+        (422, PROBLEM, Refused),
+        (502, {"message": "a proxy's"}, TaskAppLost),
+        (500, {**PROBLEM, "code": "internal_error"}, TaskAppLost),
+    ],
+)
+async def test_what_a_plug_in_or_a_server_behind_a_task_app_says_is_no_loss_of_the_task_app(
+    status: int, body: dict[str, str], kind: type[TaskAppError]
+):
+    async def snapshot(request: web.Request) -> web.Response:
+        return web.json_response({**body, "status": status}, status=status)
+
+    async with served(ScriptedTaskApp(), routes={"/env/snapshot": snapshot}) as client:
+        with pytest.raises(TaskAppError) as caught:
+            await client.snapshot("e")
+    assert type(caught.value) is kind
+    assert str(body.get("detail") or body["message"]) in str(caught.value)
 
 
 async def test_nonsense_is_an_error_that_names_the_address():

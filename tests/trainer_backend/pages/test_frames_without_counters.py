@@ -18,7 +18,7 @@ from tests.task_app.environments.foreign.test_gymnasium import NAMES
 from tests.trainer_backend.pages.hand_made import empty_run
 from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_report import told
-from trainer_backend.collect.wire import NoPictures, ReplayDeparts, TaskAppLost
+from trainer_backend.collect.wire import NoPictures, PluginFailed, ReplayDeparts
 from trainer_backend.pages.stored import played_frames, why_undrawn
 from trainer_backend.rundir.rollout_files import write_rollouts
 
@@ -115,13 +115,13 @@ def test_without_a_way_to_draw_the_sentence_says_what_would_give_a_picture():
     )
 
 
-def test_what_an_environment_raised_is_told_from_the_log_that_goes_with_its_task_app(tmp_path):
+def test_what_an_environment_raised_is_told_with_its_line(tmp_path):
     plugin = tmp_path / "blind.py"
     plugin.write_text(BLIND)
     job = tiny_job(
         rollout__env_name="blind", rollout__env_config={}, services={"task_plugins": [str(plugin)]}
     )
-    with pytest.raises(TaskAppLost, match=r"^the environment failed: RuntimeError: no pencil here$"):
+    with pytest.raises(PluginFailed, match=r"raised RuntimeError: no pencil here \("):
         played_frames(job, lake(env_name="blind"), [0])
 
 
