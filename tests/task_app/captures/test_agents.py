@@ -111,7 +111,7 @@ async def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_output(tmp_p
     assert (result.failure.code, result.failure.decisions_done) == ("agent_failed", 1)
     assert result.failure.detail == "agent:a ended with exit code 1; its last output: lost [key]"
     (line,) = [entry for entry in logs if entry["event"] == "agent_printed"]
-    assert (line["agent"], line["rollout_id"], line["text"]) == ("agent:a", "a1", "lost [key]")
+    assert (line["agent"], line["text"]) == ("agent:a", "lost [key]")
 
 
 async def test_an_exit_code_that_the_operator_allows_ends_the_episode(tmp_path):
