@@ -70,7 +70,7 @@ class AgentWorker:
         finally:
             await process.end()
         if capture.failure is not None:
-            raise capture.failure
+            raise capture.take_failure()
         self._conclude(capture, exit_code, process.last_output())
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:

@@ -72,7 +72,7 @@ async def test_what_is_queued_counts_in_bytes_until_it_is_acknowledged_or_ended(
             policy.go.set()
         await all_of(client, 2)
         await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "c"]})
-        assert client._transport.app.state.services.runner.results.total_bytes == 0
+        assert client._transport.app.state.services.captures.held.total == 0
 
 
 async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
