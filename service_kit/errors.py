@@ -60,7 +60,7 @@ class ServiceError(Exception):
     def release_frames(self) -> None:
         """Forget where it was raised, and its causes too, once it was answered or recorded.
 
-        The frames hold what the work held, such as a whole episode, in cycles that the garbage collector alone
+        The frames hold what the work held, such as a whole episode, in cycles that only the garbage collector
         finds.
         """
         errors: list[BaseException | None] = [self]

@@ -111,9 +111,7 @@ class Capture:
         clock: a monotonic clock in seconds.
     """
 
-    def __init__(
-        self, spec: CaptureSpec, held: Held, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, spec: CaptureSpec, held: Held, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = secrets.token_urlsafe(24)
         self.lock = SessionLock()
         self.capture_id = ""

@@ -15,6 +15,7 @@ from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, InvalidRequest, UnknownId
 from task_app.reward_functions.process import exit_of
 
+
 class AgentWorker:
     """Runs one episode once, as task_app.episode.worker.RLRolloutWorker does for environments."""
 
@@ -55,9 +56,7 @@ class AgentWorker:
     async def _play(self, capture: Capture, url: str) -> None:
         agent = self._environment.agent
         try:
-            process = await AgentProcess.start(
-                self._environment.name, agent, self._task(), url, capture.key
-            )
+            process = await AgentProcess.start(self._environment.name, agent, self._task(), url, capture.key)
         except OSError as exc:
             raise AgentFailed(f"{self._environment.name} did not start: {exc}") from exc
         exit_code: int | None = None

@@ -185,6 +185,7 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 def error_frame(error: TaskAppError) -> str:
     """An error in the form that OpenEnv's client reads: `message` and `code`, with `where` beside them."""
+    error.release_frames()
     internal = isinstance(error, CriticalError)
     detail = "a plug-in of this task app failed; its log says how" if internal else encodable(error.detail)
     data = {

@@ -1,7 +1,6 @@
 """A capture over HTTP: branches, exact ids, rewards, keys, limits and its end."""
 
 import asyncio
-import gc
 from itertools import chain, repeat
 
 import pytest
@@ -151,8 +150,9 @@ async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_s
         await ask(client, capture, "y" * 5_000)
         refused = await ask(client, capture, "z", status_code=429)
         assert refused["error"]["code"] == "capacity_reached"
-        assert "bytes of rollouts and captures are held, of max_held_bytes = 20000" in (
-            refused["error"]["message"]
+        assert (
+            "bytes of rollouts and captures are held, of max_held_bytes = 20000"
+            in (refused["error"]["message"])
         )
         for path, body in (
             ("/captures", {"policy": {"policy_name": "mine"}}),
@@ -193,22 +193,8 @@ async def test_ids_stay_exact_after_an_answer_that_was_too_large_to_record():
     assert ids == [(0, (1, 2), (3,)), (3, (4,), (5,))]
 
 
-def live(kind: type) -> int:
-    """The objects of a type that are still referenced; the garbage collector does not run meanwhile."""
-    return sum(isinstance(one, kind) for one in gc.get_objects())
-
-
-@pytest.fixture
-def uncollected():
-    """What only the garbage collector would find counts as held."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("way", ["answered", "streamed", "failed", "refused", "expired"])
-async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, uncollected):
+async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, live):
     move = PolicyUnavailable("gone") if way == "failed" else {"type": "text", "content": "A"}
     idle = {"session_idle_s": 1e-9} if way == "expired" else {}
     async with served_app(boards(mine=lambda: PlannedPolicy(move)), **idle) as (client, server):
@@ -219,12 +205,13 @@ async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, unco
         if way == "refused":
             await ask(client, capture, "y", status_code=400)
         assert (await client.get(path)).json()["calls"] == (way != "failed")
-        assert live(Capture) == 1
+        assert live.count(Capture) == 1
         services = server.config.app.state.services
         services.expire()
         if way != "expired":
             assert (await client.delete(path)).status_code == 200
-        assert (live(Capture), services.captures.held.total) == (0, 0)
+        await live.until_gone(Capture)
+        assert services.captures.held.total == 0
 
 
 async def test_a_call_whose_client_goes_away_is_no_decision_and_its_branch_goes_on():
