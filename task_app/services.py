@@ -70,8 +70,7 @@ class Services:
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        held = Held(self.settings.max_held_bytes)
-        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=held)
+        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=Held(self.settings.max_held_bytes))
         self.runner = RolloutRunner(
             self.settings,
             self.boards,
