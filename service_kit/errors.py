@@ -59,6 +59,19 @@ class ServiceError(Exception):
         end = "" if self.detail.endswith((".", "?", "!")) else "."
         return f"{place}{self.detail}{end} {self.hint}"
 
+    def release_frames(self) -> None:
+        """Forget where it was raised, and its causes too, once it was answered or recorded.
+
+        The frames hold what the work held, such as a whole episode, in cycles that only the garbage collector
+        finds.
+        """
+        errors: list[BaseException | None] = [self]
+        while errors:
+            error = errors.pop()
+            if error is not None and error.__traceback__ is not None:
+                error.__traceback__ = None
+                errors += error.__cause__, error.__context__
+
     def problem(self) -> Problem:
         """The error as the body of a reply."""
         return Problem(

@@ -26,7 +26,8 @@ _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTIT
 
 
 def problem_response(error: ServiceError) -> Response:
-    """The reply to an error."""
+    """The reply to an error, which ends with that."""
+    error.release_frames()
     problem = error.problem()
     return reply(error, problem.model_dump_json(exclude_none=True))
 

@@ -17,6 +17,7 @@ from task_app.captures.door import Captures
 from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.wire import CLOSE_S
 from task_app.episode.prompts import list_tools
+from task_app.held import Held
 from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
 from task_app.observing.spans import Spans
@@ -69,7 +70,7 @@ class Services:
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        self.captures = Captures(capacity=capacity, idle_s=idle_s)
+        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=Held(self.settings.max_held_bytes))
         self.runner = RolloutRunner(
             self.settings,
             self.boards,

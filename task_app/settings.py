@@ -100,7 +100,12 @@ class Settings(Body):
         description="routes without a key: /metrics for a scraper, /openenv for clients without headers",
     )
     max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
-    max_reply_bytes: int = Field(default=16 << 20, ge=1_024, le=1 << 30, description="of an inference server")
+    max_reply_bytes: int = Field(
+        default=16 << 20,
+        ge=1_024,
+        le=1 << 30,
+        description="of an inference server; also of the trajectory of a capture that is opened by hand",
+    )
     max_rollouts_per_request: int = Field(default=1_024, ge=1, le=100_000)
     max_rollouts_held: int = Field(
         default=8_192, ge=1, le=1_000_000, description="queued, running and finished but not acknowledged"
@@ -109,7 +114,7 @@ class Settings(Body):
         default=1 << 30,
         ge=1,
         le=1 << 40,
-        description="of rollout requests and results; beyond it no more are accepted",
+        description="of rollout requests and results, and of captures; beyond it no more are accepted",
     )
     max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
     max_page_rollouts: int = Field(default=256, ge=1, le=10_000)

@@ -84,13 +84,14 @@ def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[
         with boundary(what):
             return call(*arguments)
 
-    def run() -> None:
+    def run(future: asyncio.Future[T]) -> None:
         try:
             settle = partial(future.set_result, context.run(guarded))
         except ServiceError as exc:
             settle = partial(future.set_exception, exc)
         with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle)
+        del future, settle  # an error holds this frame, and would hold itself and the plug-in
 
-    threading.Thread(target=run, name=what, daemon=True).start()
+    threading.Thread(target=run, args=(future,), name=what, daemon=True).start()
     return future

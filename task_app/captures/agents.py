@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import signal
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from service_kit.errors import SettingsError
+from service_kit.output import Output
 from shared_schemas.base import Body
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
@@ -32,10 +33,6 @@ from task_app.reward_functions.process import environment_of
 
 PREFIX = "agent:"
 GROUND_TRUTH = "ground_truth"
-# Of the agent's last output, in the reason of a failure.
-_TAIL_BYTES = 2_000
-# After the process has ended: for the rest of its output.
-_REST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +120,18 @@ def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
 class AgentProcess:
     """A running agent, the leader of a process group of its own; `end` kills all of it."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, output: Output) -> None:
         self._process = process
-        self._tail = bytearray()
-        self._output = asyncio.create_task(self._read_output())
+        self._output = output
 
     @classmethod
-    async def start(cls, agent: Agent, task: Mapping[str, Any], base_url: str, key: str) -> "AgentProcess":
+    async def start(
+        cls, name: str, agent: Agent, task: Mapping[str, Any], base_url: str, key: str
+    ) -> "AgentProcess":
         """Start the agent, and give it its task and its model.
 
         Args:
+            name: of its environment, in the log, which has its output as lines of level debug.
             base_url: of the capture, without /v1.
             key: of the capture alone.
         """
@@ -145,40 +144,32 @@ class AgentProcess:
         }
         own = environment_of(os.environ, ())
         del own["PYTHONPATH"]  # the agent's Python may be another one
-        process = await asyncio.create_subprocess_exec(
-            *agent.command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, cwd=agent.folder,
-            env={**own, **agent.variables, **model}, start_new_session=True,
-        )  # fmt: skip
+        output = Output("agent", name, is_for_debugging=True, secret=key)
+        with output.given() as descriptor:
+            process = await asyncio.create_subprocess_exec(
+                *agent.command, stdin=PIPE, stdout=descriptor, stderr=descriptor, cwd=agent.folder,
+                env={**own, **agent.variables, **model}, start_new_session=True,
+            )  # fmt: skip
         assert process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):  # one that reads no task
             process.stdin.write(json.dumps(task).encode())
             process.stdin.close()
-        return cls(process)
+        return cls(process, output)
 
     async def wait(self) -> int:
         """Wait for its end, and return the exit code; negative if a signal killed it."""
-        code = await self._process.wait()
-        with suppress(TimeoutError):  # a child of its own may hold the pipe
-            async with asyncio.timeout(_REST_S):
-                await asyncio.shield(self._output)
-        return code
+        return await self._process.wait()
 
-    def last_output(self, secret: str) -> str:
-        """The end of what it wrote to stdout and stderr, without the key."""
-        return encodable(bytes(self._tail).decode("utf-8", "replace").strip().replace(secret, "[key]"))
+    def last_output(self) -> str:
+        """The end of what it wrote to stdout and stderr, without the key; all of it is there after `end`."""
+        return encodable(self._output.last_text())
 
     async def end(self) -> None:
         """Kill what is left of the group, and release its pipes."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-        self._output.cancel()
+        self._output.end()
         # asyncio's Process has no public way to close a pipe that another process still holds.
         self._process._transport.close()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
-
-    async def _read_output(self) -> None:
-        assert self._process.stdout is not None
-        while chunk := await self._process.stdout.read(65_536):
-            self._tail += chunk
-            del self._tail[:-_TAIL_BYTES]

@@ -8,8 +8,10 @@ from starlette.types import Scope
 from service_kit.errors import ServiceError
 from service_kit.gate import KeyDoor, no_key
 from service_kit.keys import Keys, presented_keys
+from shared_schemas.trajectory import StopReason
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import InvalidRequest
+from task_app.held import Held
 from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
@@ -18,22 +20,45 @@ _MODEL = "v1/"
 
 
 class Captures:
-    """The open captures.
+    """The captures that are not forgotten.
 
     Attributes:
+        held: the bytes of captures and rollouts.
         address: host and port at which this service was last asked for a rollout; agents run on this machine.
     """
 
-    def __init__(self, *, capacity: int, idle_s: float) -> None:
+    def __init__(self, *, capacity: int, idle_s: float, held: Held) -> None:
+        self.held = held
         self.sessions = Sessions[Capture](
-            "capture", capacity=capacity, idle_s=idle_s, end_path="/captures/{capture_id}/end", on_new=_name
+            "capture",
+            capacity=capacity,
+            idle_s=idle_s,
+            end_path="/captures/{capture_id}/end",
+            on_new=_name,
+            on_remove=self._release,
         )
         self.address: tuple[str, int | None] | None = None
 
-    def open(self, spec: CaptureSpec) -> Capture:
-        capture = Capture(spec)
+    def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
+        """Open a capture.
+
+        Args:
+            size: of its request, which counts as held unless a rollout's does.
+
+        Raises:
+            CapacityReached: there are too many, or no more bytes fit; a rollout was accepted before.
+        """
+        if spec.max_bytes is not None:
+            self.held.check_room()
+        capture = Capture(spec, self.held)
         self.sessions.add(capture)
+        capture.hold(size)
         return capture
+
+    def _release(self, _: str, capture: Capture) -> None:
+        """A call that is still being answered is refused then, so nothing is held later."""
+        capture.end(StopReason.ENVIRONMENT_DONE)
+        capture.hold(-capture.held_bytes)
 
     def url_of(self, capture: Capture) -> str:
         """The address of a capture on this machine, without /v1."""

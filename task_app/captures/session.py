@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from pydantic_core import to_json
+
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import RewardPart, StepRewards
@@ -38,6 +40,7 @@ from task_app.errors import (
     UnknownName,
     boundary,
 )
+from task_app.held import Held
 from task_app.observing.spans import Spans
 from task_app.protocols import (
     AgentPolicy,
@@ -53,6 +56,9 @@ OUTCOME = "reward: sum of the rewards that were given to the episode and to its 
 _NOTHING_SEEN = Observation(text="", data={})
 _EFFECT = DecisionEffect(DecisionOutcome(_NOTHING_SEEN, env_rewards=()))
 
+# Of a trajectory's JSON: at most what stands around the decisions, and what a reward adds to one.
+_AROUND_BYTES, _REWARD_BYTES = 1_024, 64
+
 # Builds the policy of a branch, from its number (from 0).
 MakePolicy = Callable[[int], AgentPolicy]
 
@@ -64,11 +70,13 @@ class Branch:
     Attributes:
         keys: of the messages of its last call and of the answer.
         token_ids: of the last prompt and answer, where the policy tells them.
+        size: of its messages in bytes.
     """
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
+    size: int = 0
     is_busy: bool = True
 
 
@@ -81,6 +89,8 @@ class CaptureSpec:
         models: that the agent may ask for; empty: any name is the policy.
         state_keys: of every decision.
         spans: of the calls.
+        max_bytes: of its trajectory, and its calls are refused where no more bytes can be held; None: it is a
+            rollout's, which was accepted.
     """
 
     env_name: str
@@ -90,16 +100,18 @@ class CaptureSpec:
     models: tuple[str, ...] = ()
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
+    max_bytes: int | None = None
 
 
 class Capture:
     """One captured episode; everything but `call` is synchronous.
 
     Args:
+        held: what it holds counts there.
         clock: a monotonic clock in seconds.
     """
 
-    def __init__(self, spec: CaptureSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, spec: CaptureSpec, held: Held, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = secrets.token_urlsafe(24)
         self.lock = SessionLock()
         self.capture_id = ""
@@ -108,7 +120,8 @@ class Capture:
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
         self.steps: list[StepData] = []
-        self._spec, self._clock, self._start_s = spec, clock, clock()
+        self.held_bytes, self._trajectory_bytes = 0, _AROUND_BYTES
+        self._spec, self._held, self._clock, self._start_s = spec, held, clock, clock()
         self._wall_s = 0.0
         self._model = self._policy_name = ""
         self._branches: list[Branch] = []
@@ -140,7 +153,8 @@ class Capture:
         """Let the policy answer a call, and record the decision.
 
         Raises:
-            EpisodeOver: the capture has ended, or its decisions are used up.
+            EpisodeOver: the capture has ended, or its decisions or the bytes of its trajectory are used up.
+            CapacityReached: this service can hold no more bytes.
             ContextLengthExceeded: the prompt does not fit; the agent may go on with a shorter one.
             PromptRefused: the model's server refuses what the agent sent; it may go on with something else.
             UnknownName: it asks for a model that the capture does not have.
@@ -214,6 +228,17 @@ class Capture:
             self.failure = failure
             self.over.set()
 
+    def hold(self, size: int) -> None:
+        """Count further bytes that the capture holds, as JSON."""
+        self.held_bytes += size
+        self._held.total += size
+
+    def take_failure(self) -> TaskAppError:
+        """The failure, which the capture then no longer has: raised again, it would hold the capture."""
+        failure, self.failure = self.failure, None
+        assert failure is not None, "it has failed"
+        return failure
+
     def trajectory(self) -> Trajectory:
         """The ended episode, which has a decision at least."""
         reason = self.stop_reason
@@ -255,6 +280,8 @@ class Capture:
         if len(self.steps) + self._running >= most:
             self._refused = StopReason.MAX_DECISIONS
             raise EpisodeOver(f"all {most} calls of this episode are used up", hint="end it now")
+        if self._spec.max_bytes is not None:
+            self._held.check_room()
 
     def _as_sampled(self, message: Message) -> Message:
         """The message with the calls as the policy wrote them: some clients write their arguments anew."""
@@ -332,31 +359,39 @@ class Capture:
         turn = len(self.steps) + 1
         if action.tool_calls:
             action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
+        choice, ids = self._in_order(branch, choice)
         reused = _shared(keys, self._prompt_keys)
         prompt = Prompt(call.messages, reused)
         decision = Decision(
             turn=turn,
             before=_NOTHING_SEEN,
             prompt=prompt,
-            choice=self._in_order(branch, choice),
+            choice=choice,
             action=action,
             effect=_EFFECT,
             state_keys=self._spec.state_keys.next(_NOTHING_SEEN, prompt),
             policy_s=policy_s,
         )
         self._policy_name = policy_name(branch.policy)
-        self.steps.append(step_data(decision, policy_name=self._policy_name, step_rewards=StepRewards()))
+        step = step_data(decision, policy_name=self._policy_name, step_rewards=StepRewards())
+        tools = {tool.function.name: tool for tool in call.tools}
+        new_tools = [tool for name, tool in tools.items() if name not in self._tools]
+        self._hold_step(step, [*new_tools, *(set(call.ignored) - self._ignored.keys())])
+        self.steps.append(step)
+        self._token_ids, branch.token_ids = ids, ids or branch.token_ids
         if self._refused not in (StopReason.MAX_DECISIONS, StopReason.DEADLINE):  # a shorter prompt may fit
             self._refused = None
         self._prompt_keys = keys
-        self._tools |= {tool.function.name: tool for tool in call.tools}
+        self._tools |= tools
         self._ignored |= dict.fromkeys(call.ignored)
         self._calls |= {_call_key(one): one for one in action.tool_calls}
         self._model = choice.log_probs.get("model") or self._model
         text = encodable(choice.action.get("content") or "")
         message = Message(role="assistant", content=text, tool_calls=action.tool_calls or None)
         branch.keys = (*keys, _key(message))
-        self.conversations[self._branches.index(branch)] = [*call.messages, message]
+        self.conversations[self._branches.index(branch)] = conversation = [*call.messages, message]
+        before, branch.size = branch.size, len(to_json(conversation))
+        self.hold(branch.size - before)
         return self._answer(turn, call, text, action, choice)
 
     def _answer(self, turn: int, call: Call, text: str, action: Action, choice: Choice) -> Answer:
@@ -374,20 +409,31 @@ class Capture:
             completion_tokens=choice.log_probs.get("completion_tokens") or 0,
         )
 
-    def _in_order(self, branch: Branch, choice: Choice) -> Choice:
-        """The choice with its prompt's ids relative to the decision before, as the wire wants them.
+    def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
+        """Count a decision, and what else of its call the trajectory shows, unless that became too large."""
+        size = len(to_json([step, *others]))
+        total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
+        if most is not None and total > most:
+            raise EpisodeOver(
+                f"with this answer the trajectory would have {total} bytes, of max_reply_bytes = {most}",
+                hint="end it now, and read it",
+            )
+        self._trajectory_bytes = total
+        self.hold(size)
+
+    def _in_order(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
+        """The choice with its prompt's ids relative to the decision before, as the wire wants them, and all
+        ids of prompt and answer.
 
         The policy's are relative to the last call of its branch.
         """
         tokens = choice.log_probs
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:
-            self._token_ids = ()
-            return choice
+            return choice, ()
         whole = (*branch.token_ids[: tokens.get("prompt_ids_reused") or 0], *tokens["prompt_token_ids"])
         reused = _shared(whole, self._token_ids)
-        branch.token_ids = self._token_ids = (*whole, *tokens["token_ids"])
         fields = {"prompt_ids_reused": reused, "prompt_token_ids": whole[reused:]}
-        return replace(choice, log_probs={**tokens, **fields})
+        return replace(choice, log_probs={**tokens, **fields}), (*whole, *tokens["token_ids"])
 
     def _refuse_second(self, earlier: float | None, whose: str, where: str) -> None:
         if earlier is not None:

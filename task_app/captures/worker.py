@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import structlog
-
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
@@ -16,8 +14,6 @@ from task_app.captures.door import Captures
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, InvalidRequest, UnknownId
 from task_app.reward_functions.process import exit_of
-
-log = structlog.get_logger("task_app")
 
 
 class AgentWorker:
@@ -60,7 +56,7 @@ class AgentWorker:
     async def _play(self, capture: Capture, url: str) -> None:
         agent = self._environment.agent
         try:
-            process = await AgentProcess.start(agent, self._task(), url, capture.key)
+            process = await AgentProcess.start(self._environment.name, agent, self._task(), url, capture.key)
         except OSError as exc:
             raise AgentFailed(f"{self._environment.name} did not start: {exc}") from exc
         exit_code: int | None = None
@@ -73,8 +69,8 @@ class AgentWorker:
         finally:
             await process.end()
         if capture.failure is not None:
-            raise capture.failure
-        self._conclude(capture, exit_code, process.last_output(capture.key))
+            raise capture.take_failure()
+        self._conclude(capture, exit_code, process.last_output())
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
         """End the capture for the reason that holds, or raise why there is no episode."""
@@ -94,8 +90,6 @@ class AgentWorker:
             raise AgentFailed(
                 f"{name} ended with {exit_of(exit_code)} and had no model call answered{_after(output)}"
             )
-        if output:
-            log.debug("agent_wrote", text=output)
         capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
 
     def _task(self) -> dict[str, Any]:

@@ -54,6 +54,7 @@ async def rpc(
             )
         return answer | {"result": await _result(services, env_name, method, params, session)}
     except TaskAppError as exc:
+        exc.release_frames()
         return answer | {"error": _error(exc)}
 
 

@@ -184,6 +184,7 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 def error_frame(error: TaskAppError) -> str:
     """An error in the form that OpenEnv's client reads: `message` and `code`, with `where` beside them."""
+    error.release_frames()
     detail = encodable(error.detail)
     data = {
         "message": f"{detail} ({error.hint})" if error.hint else detail,

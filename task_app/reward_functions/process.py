@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import structlog
 from pydantic import ValidationError
 
 from service_kit.children import without_keys
+from service_kit.output import Output
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.json_text import encodable
@@ -21,15 +21,10 @@ from task_app.errors import RewardFunctionFailed, clipped
 from task_app.plugins import RewardPlugin
 from task_app.settings import Settings
 
-log = structlog.get_logger("task_app")
-
 # Error code of a function that took too long.
 DEADLINE = "reward_function_deadline"
 # The child ends itself at the deadline and writes where it was; we kill it this much later.
 GRACE_S = 1.0
-_CHUNK_BYTES = 4_096
-# Prints of one call that go to the log.
-_MAX_LOG_BYTES = 65_536
 _END_S = 5.0
 
 
@@ -41,23 +36,24 @@ class _Reply(Body):
 class RewardProcess:
     """Made by `start`. The owner ends it once `waits` is False."""
 
-    def __init__(self, name: str, process: Process, settings: Settings) -> None:
+    def __init__(self, name: str, process: Process, output: Output, settings: Settings) -> None:
         self._name = name
         self._process = process
+        self._output = output
         self._settings = settings
         self._has_answered = True
-        self._logged_bytes = self._omitted_bytes = 0
-        self._prints = asyncio.create_task(self._log_prints())
 
     @classmethod
     async def start(cls, name: str, plugin: RewardPlugin, settings: Settings) -> "RewardProcess":
         """Start a process, and wait until it has imported the function."""
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name,
-            stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=settings.max_reward_bytes,
-            env=environment_of(os.environ, settings.reward_variables), start_new_session=True,
-        )  # fmt: skip
-        process = cls(name, child, settings)
+        output = Output("reward_function", name)
+        with output.given() as stderr:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name,
+                stdin=PIPE, stdout=PIPE, stderr=stderr, limit=settings.max_reward_bytes,
+                env=environment_of(os.environ, settings.reward_variables), start_new_session=True,
+            )  # fmt: skip
+        process = cls(name, child, output, settings)
         try:
             reply = await process._line(settings.reward_start_s, settings.reward_start_s, "did not start")
             if "error" in reply:
@@ -69,7 +65,7 @@ class RewardProcess:
 
     async def ask(self, episodes: Sequence[Mapping[str, Any]]) -> tuple[EvaluateResult, ...]:
         """The function's results for these episodes, one for each."""
-        self._forget_prints()
+        self._output.begin_call()
         deadline_s = self._settings.reward_deadline_s
         request = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
         self._has_answered = False
@@ -111,8 +107,7 @@ class RewardProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
-                await self._prints
-        self._prints.cancel()
+        self._output.end()
         # Closes a pipe that another process holds or that was too full to read on; asyncio's Process has no
         # public way. It takes effect in the loop's next turn.
         self._process._transport.close()  # type: ignore[attr-defined]
@@ -156,36 +151,6 @@ class RewardProcess:
             "task app says where it was",
             code=DEADLINE,
         )
-
-    async def _log_prints(self) -> None:
-        """Log what the function prints, up to a bound for each call."""
-        assert self._process.stderr is not None
-        rest = b""
-        while chunk := await self._process.stderr.read(_CHUNK_BYTES):
-            whole, newline, rest = (rest + chunk).rpartition(b"\n")
-            if len(rest) > _CHUNK_BYTES:
-                whole, rest = whole + newline + rest, b""
-            self._log(whole)
-        self._log(rest)
-        self._forget_prints()
-
-    def _log(self, chunk: bytes) -> None:
-        if not chunk.strip():
-            return
-        if self._logged_bytes + len(chunk) > _MAX_LOG_BYTES:
-            self._omitted_bytes += len(chunk)
-            return
-        self._logged_bytes += len(chunk)
-        text = chunk.decode("utf-8", "replace")
-        log.info("reward_function_printed", reward_function=self._name, text=text)
-
-    def _forget_prints(self) -> None:
-        """Start the next call's count, and log how many bytes the last call exceeded its bound by."""
-        if self._omitted_bytes:
-            log.warning(
-                "reward_function_prints_left_out", reward_function=self._name, bytes=self._omitted_bytes
-            )
-        self._logged_bytes = self._omitted_bytes = 0
 
 
 def environment_of(ours: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from task_app.errors import (
     TaskAppError,
     UnknownId,
 )
+from task_app.held import Held
 from task_app.settings import Settings
 
 END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
@@ -89,16 +90,16 @@ def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> l
 class Results:
     """All records of this instance by id; those with a result also by run and sequence number.
 
-    `total_bytes` counts requests and results. The environment of a request may hold a whole document, and
-    stays with its record.
+    Requests and results count as held: the environment of a request may hold a whole document, and stays with
+    its record.
     """
 
-    def __init__(self, instance_id: str) -> None:
+    def __init__(self, instance_id: str, held: Held) -> None:
         self.instance_id = instance_id
+        self._held = held
         self._records: dict[str, Record] = {}
         self._results: dict[str, dict[int, Record]] = {}
         self._sequence = 0
-        self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -131,7 +132,7 @@ class Results:
             reward_function=request.reward_function,
         )
         self._records[record.rollout_id] = record
-        self.total_bytes += fingerprint.size
+        self._held.total += fingerprint.size
         return record
 
     def end(self, record: Record, status: RolloutStatus, result_json: bytes, *, now_s: float) -> None:
@@ -139,14 +140,14 @@ class Results:
         self._sequence += 1
         record.status, record.result_json = status, result_json
         record.sequence, record.end_s = self._sequence, now_s
-        self.total_bytes += len(result_json)
+        self._held.total += len(result_json)
         self._results.setdefault(record.run_id, {})[record.sequence] = record
 
     def forget(self, record: Record) -> None:
         """Drop an ended record."""
         assert record.has_ended, "only an ended rollout can be forgotten"
         del self._records[record.rollout_id]
-        self.total_bytes -= record.fingerprint.size + len(record.result_json)
+        self._held.total -= record.fingerprint.size + len(record.result_json)
         results = self._results[record.run_id]
         del results[record.sequence]
         if not results:
@@ -166,15 +167,14 @@ class Results:
 
     def check_room(self, new: int, settings: Settings) -> None:
         """Raise CapacityReached if `new` more rollouts are too many, or no more bytes fit."""
-        hint = "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
         free = settings.max_rollouts_held - len(self)
         if new > free:
-            raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
-        if self.total_bytes >= settings.max_held_bytes:
             raise CapacityReached(
-                f"{self.total_bytes} bytes of requests and results are held, of {settings.max_held_bytes}",
-                hint=hint,
+                f"{new} new rollouts, but only {max(0, free)} more can be held, of max_rollouts_held = "
+                f"{settings.max_rollouts_held}",
+                hint="acknowledge rollouts that have ended (POST /rollouts/ack)",
             )
+        self._held.check_room()
 
     def expire(self, *, before_s: float) -> int:
         """Forget results that nobody acknowledged; return their number."""

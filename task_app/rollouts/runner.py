@@ -73,7 +73,7 @@ class RolloutRunner:
         self._make_context = make_context
         self._clock = clock
         self._on_end = on_end
-        self.results = Results(instance_id)
+        self.results = Results(instance_id, captures.held)
         self.worlds = Worlds()
         self._spans = spans
         self._assembly = Assembly(boards, self.worlds, interactions, captures, spans)
@@ -280,6 +280,7 @@ class RolloutRunner:
                 result = finished_json(record, trajectory, self.results.instance_id)
                 return "finished", result
         except TaskAppError as exc:
+            exc.release_frames()
             return "failed", failure_json(record, exc, self.results.instance_id)
 
     def _finish_task(

@@ -104,9 +104,10 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
                 where=f"limits.{name}",
             )
     spec = CaptureSpec(
-        "capture", make_policy, limits=body.limits, seed=body.seed, models=body.models, spans=services.spans
-    )
-    capture = services.captures.open(spec)
+        "capture", make_policy, limits=body.limits, seed=body.seed, models=body.models, spans=services.spans,
+        max_bytes=services.settings.max_reply_bytes,
+    )  # fmt: skip
+    capture = services.captures.open(spec, size=len(body.model_dump_json()))
     url = f"{str(request.base_url).rstrip('/')}/captures/{capture.capture_id}"
     return CaptureOpened(
         capture_id=capture.capture_id, capture_url=url, base_url=f"{url}/v1", key=capture.key
@@ -138,8 +139,7 @@ async def end(request: Request, capture_id: str = CaptureId) -> CaptureState:
 @router.delete("/{capture_id}")
 async def forget(request: Request, capture_id: str = CaptureId) -> dict[str, bool]:
     """End the capture, and forget it."""
-    capture = services_of(request).captures.sessions.remove(capture_id, where="capture_id")
-    capture.end(StopReason.ENVIRONMENT_DONE)
+    services_of(request).captures.sessions.remove(capture_id, where="capture_id")
     return {"ok": True}
 
 
@@ -243,6 +243,7 @@ async def _answer(
         capture = services.captures.sessions.get(capture_id, where="capture_id")
         answer = await _while_connected(capture.call(call), receive)
     except TaskAppError as error:
+        error.release_frames()  # a capture that failed keeps it
         return _refusal(dialect, error)
     if answer is None:
         return Response(status_code=499)  # nobody reads it

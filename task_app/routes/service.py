@@ -222,6 +222,7 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
     sessions.add_metric(["env"], len(services.environments))
     sessions.add_metric(["policy"], len(services.policies))
     sessions.add_metric(["interaction"], len(services.interaction_sessions))
+    sessions.add_metric(["capture"], len(services.captures.sessions))
     yield sessions
     yield GaugeMetricFamily(
         "turnwise_interactions",
@@ -237,8 +238,8 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "turnwise_held_bytes",
-        "Bytes of rollout requests and results that are not acknowledged.",
-        runner.results.total_bytes,
+        "Bytes of rollout requests and results that are not acknowledged, and of captures.",
+        services.captures.held.total,
     )
     yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 

@@ -114,6 +114,7 @@ async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, in
             reply = {"env_id": one.env_id, "status": 200, **answer}
             return reply_body(reply), len(answer["env_rewards"])
     except TaskAppError as exc:
+        exc.release_frames()
         exc.where = exc.where or where.rstrip(".")
         problem = exc.problem().model_dump(mode="json", exclude_none=True)
         return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0

@@ -2,7 +2,19 @@
 
 import asyncio
 
-from tests.task_app.counting import rollout, running_app
+import pytest
+
+from task_app.errors import PolicyUnavailable
+from task_app.rollouts.results import Record
+from tests.task_app.counting import (
+    CountingEnvironment,
+    PlannedPolicy,
+    WaitingPolicy,
+    add,
+    boards,
+    rollout,
+    running_app,
+)
 from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
 
 LONG = {
@@ -72,7 +84,26 @@ async def test_what_is_queued_counts_in_bytes_until_it_is_acknowledged_or_ended(
             policy.go.set()
         await all_of(client, 2)
         await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "c"]})
-        assert client._transport.app.state.services.runner.results.total_bytes == 0
+        assert client._transport.app.state.services.captures.held.total == 0
+
+
+@pytest.mark.parametrize("way", ["finished", "failed", "broken", "deleted"])
+async def test_of_a_rollout_that_ended_only_its_result_is_left_and_after_its_ack_nothing(way, live):
+    waiting = WaitingPolicy()
+    moves = {"finished": add("a"), "failed": PolicyUnavailable("gone"), "broken": add("boom")}
+    policy = {"policy_name": "mine"}
+    plug_boards = boards(mine=lambda: PlannedPolicy(moves[way]) if way in moves else waiting)
+    async with running_app(plug_boards) as client:
+        await accept(client, rollout("a", policy=policy, limits={"max_decisions": 1}))
+        if way == "deleted":
+            await waiting.asked.wait()
+            await client.delete("/rollouts/a")
+        await all_of(client, 1)
+        await live.until_gone(CountingEnvironment)
+        assert live.count(Record) == 1
+        await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a"]})
+        await live.until_gone(Record)
+        assert client._transport.app.state.services.captures.held.total == 0
 
 
 async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():

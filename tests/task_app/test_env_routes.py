@@ -6,7 +6,8 @@ import re
 import pytest
 
 from task_app.plugins import default_plug_boards
-from tests.task_app.counting import running_app
+from task_app.sessions.sessions import EnvironmentSession
+from tests.task_app.counting import CountingEnvironment, running_app
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 # The same in the words of source 1, as a job's [training] has them.
@@ -40,6 +41,18 @@ async def test_create_shows_the_first_observation_and_the_tools():
         "achievements_counts": {"a": 0, "b": 0},
         "reward_last_step": 0.0,
     }
+
+
+@pytest.mark.parametrize("last", ["b", "boom"])
+async def test_nothing_is_left_of_an_environment_that_is_terminated(last, live):
+    async with running_app() as client:
+        env_id = (await created(client))["env_id"]
+        for name in ("a", last):
+            await stepped(client, env_id, calls(name))
+        assert live.count(EnvironmentSession) == 1
+        assert (await client.post("/env/terminate", json={"env_id": env_id})).status_code == 200
+        await live.until_gone(CountingEnvironment)
+        await live.until_gone(EnvironmentSession)
 
 
 async def test_a_step_carries_what_the_design_says():

@@ -11,6 +11,7 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import IO, Any
 
 from service_kit.children import without_keys
+from service_kit.output import Output
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
 from task_app.environments.foreign.wire import json_of, late, too_much
 
@@ -22,10 +23,10 @@ _open: set[int] = set()
 
 
 class Child:
-    """The process; its stderr is the task app's.
+    """The process; what it prints to stderr goes to the task app's log, up to a bound.
 
     Args:
-        name: of the environment, in errors.
+        name: of the environment, in errors and in the log.
         source: what names the command, in errors.
         variables: its further environment variables.
         folder: where it runs; None: where the task app does.
@@ -45,10 +46,12 @@ class Child:
         self._reach = reach
         self._read = b""
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
-                env={**without_keys(os.environ), **(variables or {})}, start_new_session=True,
-            )  # fmt: skip
+            self._output = Output("environment", name)
+            with self._output.given() as stderr:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
+                    env={**without_keys(os.environ), **(variables or {})}, start_new_session=True,
+                )  # fmt: skip
         except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
         _open.add(self._process.pid)
@@ -68,7 +71,11 @@ class Child:
                 raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
-        """The values of the process's next lines, blank ones left out; all that are taken arrive in time."""
+        """The values of the process's next lines, blank ones left out; all that are taken arrive in time.
+
+        They are one call, by which its prints are bounded.
+        """
+        self._output.begin_call()
         until_s = time.monotonic() + deadline_s
         while True:
             line, newline, rest = self._read.partition(b"\n")
@@ -103,6 +110,7 @@ class Child:
                 with suppress(OSError):
                     pipe.close()
             self._process.wait()
+            self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
         """Read what it still writes, until it closes its stdout; False if it did not."""
@@ -130,7 +138,7 @@ class Child:
                 raise late(self._name, deadline_s)
 
     def _ended(self) -> ForeignFailed:
-        return ForeignFailed(f"{self._name} has ended its process; the task app's stderr says why")
+        return ForeignFailed(f"{self._name} has ended its process; the task app's log says why")
 
 
 def end_all(grace_s: float) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from service_kit.errors import SettingsError
+from service_kit.logs import configure_logs
 from task_app.captures.agents import Agent, agent_plugin
 from task_app.errors import ContextLengthExceeded
 from task_app.operator_plugins import with_plugins
@@ -111,9 +113,13 @@ async def test_an_agent_whose_first_prompt_does_not_fit_is_lost_for_that_reason(
 
 
 async def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_output(tmp_path):
-    result = await played(tmp_path, 'ask("x"); sys.exit("lost " + os.environ["OPENAI_API_KEY"])')
+    configure_logs("debug")
+    with capture_logs() as logs:
+        result = await played(tmp_path, 'ask("x"); sys.exit("lost " + os.environ["OPENAI_API_KEY"])')
     assert (result.failure.code, result.failure.decisions_done) == ("agent_failed", 1)
     assert result.failure.detail == "agent:a ended with exit code 1; its last output: lost [key]"
+    (line,) = [entry for entry in logs if entry["event"] == "agent_printed"]
+    assert (line["agent"], line["text"]) == ("agent:a", "lost [key]")
 
 
 async def test_an_exit_code_that_the_operator_allows_ends_the_episode(tmp_path):

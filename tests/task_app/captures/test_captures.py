@@ -6,8 +6,9 @@ from itertools import chain, repeat
 import pytest
 
 from shared_schemas.trajectory import Trajectory, prompts
+from task_app.captures.session import Capture
 from task_app.errors import PolicyUnavailable
-from tests.task_app.counting import KEY, PlannedPolicy, WaitingPolicy, add, boards, running_app
+from tests.task_app.counting import KEY, PlannedPolicy, WaitingPolicy, add, boards, rollout, running_app
 from tests.task_app.fake_inference import completion, fake_inference, status, tokens
 from tests.task_app.served import served_app
 
@@ -136,6 +137,81 @@ async def test_a_call_repeated_with_its_key_is_answered_once():
         answers = [await client.post(path, json=body, headers={"Idempotency-Key": "c1"}) for _ in "ab"]
         assert answers[0].json() == answers[1].json()
         assert len((await ended(client, capture)).steps) == 1
+
+
+async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_some_are_deleted():
+    async with running_app(texts("A"), max_held_bytes=20_000) as client:
+        capture = await opened(client)
+        services = client._transport.app.state.services
+        await ask(client, capture, "x" * 5_000)
+        once = services.captures.held.total
+        assert 10_000 <= once <= 14_000, "the prompt of the decision, and that of the branch"
+        assert f"turnwise_held_bytes {float(once)}" in (await client.get("/metrics")).text
+        await ask(client, capture, "y" * 5_000)
+        refused = await ask(client, capture, "z", status_code=429)
+        assert refused["error"]["code"] == "capacity_reached"
+        assert (
+            "bytes of rollouts and captures are held, of max_held_bytes = 20000"
+            in (refused["error"]["message"])
+        )
+        for path, body in (
+            ("/captures", {"policy": {"policy_name": "mine"}}),
+            ("/rollouts", {"rollouts": [rollout("a")]}),
+        ):
+            full = await client.post(path, json=body)
+            assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+        assert len((await ended(client, capture)).steps) == 2, "what was answered can be read"
+        await client.delete(f"/captures/{capture['capture_id']}")
+        assert services.captures.held.total == 0
+        await ask(client, await opened(client), "x")
+
+
+async def test_a_call_is_refused_whose_trajectory_would_exceed_a_reply_and_the_rest_is_read():
+    async with running_app(texts("A"), max_reply_bytes=8_000) as client:
+        capture = await opened(client)
+        answer = await ask(client, capture, "x" * 2_000)
+        refused = await ask(client, capture, "y" * 5_000, status_code=400)
+        assert "bytes, of max_reply_bytes = 8000" in refused["error"]["message"]
+        await ask(client, capture, "x" * 2_000, answer, "a short one fits")
+        await client.post(f"/captures/{capture['capture_id']}/rewards", json={"reward": 1.0})
+        trajectory = await ended(client, capture)
+    shown = [prompt[-1].content[:1] for prompt in prompts(trajectory.steps)]
+    assert (shown, len(trajectory.model_dump_json()) <= 8_000) == (["x", "a"], True)
+
+
+async def test_ids_stay_exact_after_an_answer_that_was_too_large_to_record():
+    answers = said("A", [1, 2], 0, [3]), said("B" * 5_000, [1, 9], 0, [8]), said("C", [4], 3, [5])
+    async with fake_inference(*answers) as fake, running_app(boards(), max_reply_bytes=6_000) as client:
+        config = {"inference_url": fake.url, "model": "job/actor"}
+        capture = await opened(client, {"policy_name": "openai", "config": config})
+        first = await ask(client, capture, "main")
+        await ask(client, capture, "other", status_code=400)
+        await ask(client, capture, "main", first, "more")
+        trajectory = await ended(client, capture)
+    calls = [step.policy_logprobs for step in trajectory.steps]
+    ids = [(call.prompt_ids_reused, call.prompt_token_ids, call.token_ids) for call in calls]
+    assert ids == [(0, (1, 2), (3,)), (3, (4,), (5,))]
+
+
+@pytest.mark.parametrize("way", ["answered", "streamed", "failed", "refused", "expired"])
+async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, live):
+    move = PolicyUnavailable("gone") if way == "failed" else {"type": "text", "content": "A"}
+    idle = {"session_idle_s": 1e-9} if way == "expired" else {}
+    async with served_app(boards(mine=lambda: PlannedPolicy(move)), **idle) as (client, server):
+        capture = await opened(client, limits={"max_decisions": 1})
+        path = f"/captures/{capture['capture_id']}"
+        body = {"model": "m", "stream": way == "streamed", "messages": [{"role": "user", "content": "x"}]}
+        await client.post(f"{path}/v1/chat/completions", json=body)
+        if way == "refused":
+            await ask(client, capture, "y", status_code=400)
+        assert (await client.get(path)).json()["calls"] == (way != "failed")
+        assert live.count(Capture) == 1
+        services = server.config.app.state.services
+        services.expire()
+        if way != "expired":
+            assert (await client.delete(path)).status_code == 200
+        await live.until_gone(Capture)
+        assert services.captures.held.total == 0
 
 
 async def test_a_call_whose_client_goes_away_is_no_decision_and_its_branch_goes_on():

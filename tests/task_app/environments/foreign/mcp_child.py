@@ -57,6 +57,14 @@ def reads_no_more(request_id: Any) -> None:
     time.sleep(60)
 
 
+def floods(request_id: Any) -> None:
+    """It prints 20 MB to stderr before it pays, and a word before it reads on."""
+    for _ in range(2_000):
+        os.write(2, b"." * 9_999 + b"\n")
+    pays(request_id)
+    os.write(2, b"\nhas paid\n")
+
+
 def shows_its_place(request_id: Any) -> None:
     """It pays 1 if it has the variables and the folder of its entry, and no key of ours."""
     here = os.environ.get("HERE") == os.getcwd()
@@ -99,6 +107,7 @@ HOWS = {
     "shows": shows_its_place,
     "reads_no_more": reads_no_more,
     "asks": asks_before,
+    "floods": floods,
     "hangs": lambda request_id: time.sleep(60),
     "only_tells": only_tells,
     "closes": lambda request_id: sys.exit(),

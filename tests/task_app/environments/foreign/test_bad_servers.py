@@ -14,8 +14,10 @@ from select import select
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from websockets.sync.server import ServerConnection, serve
 
+from service_kit.output import MAX_LOG_BYTES
 from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
@@ -400,6 +402,19 @@ def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path
     assert file.read_text() == "left"
 
 
+def test_an_mcp_process_that_floods_its_stderr_is_drained_into_the_log_up_to_a_bound():
+    with capture_logs() as logs:
+        foreign = environment("mcp:child", mcp_servers=child("floods"))
+        foreign.reset(0)
+        assert foreign.step(CALL).env_rewards == (1.0,)
+        foreign.close()
+    assert {entry["environment"] for entry in logs} == {"mcp:child"}
+    logged = sum(len(entry["text"]) for entry in logs if entry["event"] == "environment_printed")
+    (left_out,) = [entry for entry in logs if entry["event"] == "environment_prints_left_out"]
+    assert 0 < logged <= MAX_LOG_BYTES and left_out["bytes"] > 19_900_000
+    assert left_out["last"].endswith("has paid")
+
+
 def test_an_mcp_process_that_outlives_its_stdin_is_told_to_end_before_it_is_killed(tmp_path):
     file = tmp_path / "left"
     foreign = environment("mcp:child", mcp_servers=child("goes_at_a_signal", str(file)))
@@ -439,7 +454,7 @@ def test_an_mcp_process_that_does_not_start_is_told_as_such():
         environment("mcp:gone", mcp_servers=servers).reset(0)
     with pytest.raises(ForeignFailed, match="does not run: illegal environment variable name"):
         environment("mcp:odd", mcp_servers=servers).reset(0)
-    with pytest.raises(ForeignFailed, match="mcp:dies has ended its process; the task app's stderr says why"):
+    with pytest.raises(ForeignFailed, match="mcp:dies has ended its process; the task app's log says why"):
         environment("mcp:dies", mcp_servers=servers).reset(0)
 
 

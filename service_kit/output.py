@@ -1,0 +1,169 @@
+"""What a child process prints, as lines of its service's log up to a bound.
+
+A thread drains the pipe, so a child that prints without an end neither waits for the service nor keeps its
+event loop busy.
+"""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
+
+import structlog
+
+log = structlog.get_logger("service_kit")
+
+# Of one call that go to the log; calls within the same period are as one.
+MAX_LOG_BYTES = 65_536
+_PERIOD_S = 1.0
+_CHUNK_BYTES = 4_096
+# Beyond the bound the pipe is emptied in larger pieces, and no faster than this takes: the thread would take
+# the interpreter's lock from the event loop.
+_LARGE_CHUNK_BYTES = 65_536
+_PAUSE_S = 0.001
+_TAIL_BYTES = 2_000
+
+
+class Output:
+    """The pipe for a child's prints.
+
+        output = Output("environment", "mcp:files")
+        with output.given() as descriptor:
+            process = Popen(command, stderr=descriptor)
+
+    The log has lines `environment_printed` with the text, and `environment_prints_left_out` with the bytes
+    beyond the bound and the last of them, which say why a child has ended. Both name the child:
+    `environment=mcp:files`.
+
+    Args:
+        kind, name: whose prints they are.
+        is_for_debugging: whether the lines are of level debug.
+        secret: never stands in the log.
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        *,
+        is_for_debugging: bool = False,
+        secret: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kind, self._name = kind, name
+        self._is_for_debugging, self._secret, self._clock = is_for_debugging, secret.encode(), clock
+        self._rest = self._tail = b""
+        self._logged_bytes = self._omitted_bytes = 0
+        self._since_s = clock()
+        self._lock = threading.Lock()
+        # The log's ids are those of the request or rollout that starts the child.
+        drain = partial(copy_context().run, self._drain)
+        self._thread = threading.Thread(target=drain, name=f"output of {name}", daemon=True)
+        ends: list[int] = []
+        try:
+            for _ in "ab":
+                ends += os.pipe()
+            self._pipe, self._far_end, self._end_pipe, self._end_signal = ends
+            self._thread.start()
+        except BaseException:  # there are too few descriptors, or threads
+            for end in ends:
+                os.close(end)
+            raise
+
+    @contextmanager
+    def given(self) -> Iterator[int]:
+        """The descriptor for the child, which has a copy afterwards; a child that does not start ends it."""
+        try:
+            yield self._far_end
+        except BaseException:
+            os.close(self._far_end)
+            self.end()
+            raise
+        os.close(self._far_end)
+
+    def begin_call(self) -> None:
+        """Give the next call the whole bound, and log how many bytes exceeded the last one's."""
+        with self._lock:
+            if self._clock() - self._since_s >= _PERIOD_S:
+                self._begin_period()
+
+    def last_text(self) -> str:
+        """The end of what it printed so far."""
+        with self._lock:
+            return _text(self._tail + self._rest)[-_TAIL_BYTES:]
+
+    def end(self) -> None:
+        """Log what it has printed until now, and read no more: others may hold its pipe for ever."""
+        if self._end_signal < 0:
+            return
+        os.close(self._end_signal)
+        self._end_signal = -1
+        self._thread.join()
+        os.close(self._pipe)
+        os.close(self._end_pipe)
+
+    def _drain(self) -> None:
+        both = select.poll()
+        both.register(self._pipe, select.POLLIN)
+        both.register(self._end_pipe, select.POLLIN)
+        # After the end, what still stands in the pipe; another process may fill it again and again.
+        rest = _LARGE_CHUNK_BYTES
+        while rest > 0:
+            ready = {descriptor for descriptor, _ in both.poll()}
+            if self._pipe not in ready:
+                break
+            has_room = self._logged_bytes < MAX_LOG_BYTES
+            chunk = os.read(self._pipe, _CHUNK_BYTES if has_room else _LARGE_CHUNK_BYTES)
+            if not chunk:
+                break
+            if self._end_pipe in ready:
+                rest -= len(chunk)
+            self._add(chunk)
+            if not has_room:
+                time.sleep(_PAUSE_S)
+        with self._lock:
+            last, self._rest = self._rest, b""
+            self._take(last)
+            self._begin_period()
+
+    def _add(self, chunk: bytes) -> None:
+        """Take the whole lines, and the beginning of one that is too long."""
+        with self._lock:
+            text = self._rest + chunk
+            if self._secret:
+                text = text.replace(self._secret, b"[key]")
+            whole, newline, self._rest = text.rpartition(b"\n")
+            if len(self._rest) > _CHUNK_BYTES:
+                # The beginning of a secret may stand at the end.
+                most = len(self._rest) - len(self._secret)
+                newline, self._rest = newline + self._rest[:most], self._rest[most:]
+            self._take(whole + newline)
+
+    def _take(self, piece: bytes) -> None:
+        self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+        shown = piece[: max(0, MAX_LOG_BYTES - self._logged_bytes)]
+        self._logged_bytes += len(shown)
+        self._omitted_bytes += len(piece) - len(shown)
+        if text := _text(shown):
+            self._log(f"{self._kind}_printed", text=text)
+
+    def _begin_period(self) -> None:
+        if self._omitted_bytes:
+            self._log(f"{self._kind}_prints_left_out", bytes=self._omitted_bytes, last=_text(self._tail))
+        self._logged_bytes = self._omitted_bytes = 0
+        self._since_s = self._clock()
+
+    def _log(self, event: str, **facts: object) -> None:
+        level = "debug" if self._is_for_debugging else "info" if "text" in facts else "warning"
+        # A log that cannot be written must not keep the child from going on.
+        with suppress(OSError, ValueError):
+            getattr(log, level)(event, **{self._kind: self._name}, **facts)
+
+
+def _text(printed: bytes) -> str:
+    return printed.decode("utf-8", "replace").strip()
