@@ -8,7 +8,8 @@
     ├── RunDirectoryError          a run's folder cannot be created or read, or another process uses it
     │   └── RunNotWritten          the disk is full, or refuses
     ├── NothingToLearnFrom         no rollout of a stage was finished
-    │   └── JobTeachesNothing      and none would be: the cause is in the job, its data or a plug-in
+    │   ├── JobTeachesNothing      and none would be: the cause is in the job, its data or a plug-in
+    │   └── TooManyLost            more of a stage's rollouts failed than training.max_lost_share
     ├── CreditError                a trajectory cannot be credited (leaves below)
     ├── UpdateStopped              an update could not continue; it says how many steps were taken
     │   ├── NonFiniteLoss          it met NaN or infinity
@@ -53,6 +54,8 @@ A message is one sentence: where, what was found, what is allowed. `code` is for
 HTTP status of a reply with this error, `where` names the place and `hint` the likely remedy.
 """
 
+import re
+
 from service_kit.errors import ServiceError
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 
@@ -61,10 +64,14 @@ class TrainerError(ServiceError):
     """The base of the tree.
 
     An error with a status below 500 certainly recurs, whatever its `recurs` says.
+
+    Attributes:
+        rollout_ids: the rollouts at fault, where they are several; of one, `where` is the place.
     """
 
     code = "trainer_error"
     title = "Trainer error"
+    rollout_ids: tuple[str, ...] = ()
 
 
 class JobError(TrainerError):
@@ -111,6 +118,11 @@ class JobTeachesNothing(NothingToLearnFrom):
     code = "job_teaches_nothing"
     status = 422
     title = "The job gives nothing to learn from"
+
+
+class TooManyLost(NothingToLearnFrom):
+    code = "too_many_lost"
+    title = "Too many rollouts were lost"
 
 
 class UpdateStopped(TrainerError):
@@ -297,6 +309,12 @@ def place(rollout_id: str, turn: int | None = None, token: int | None = None) ->
     parts += [] if turn is None else [f"turn {turn}"]
     parts += [] if token is None else [f"token {token}"]
     return ", ".join(parts)
+
+
+def rejected_rollouts(error: TrainerError) -> tuple[str, ...]:
+    """Return the ids of the rollouts that an error blames; none where it blames something else."""
+    found = re.match(r"rollout ([^\s,]+)", error.where or "")
+    return error.rollout_ids or ((found[1],) if found else ())
 
 
 # Seconds to wait for a place, or for a database that starts.

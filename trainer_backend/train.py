@@ -11,18 +11,26 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.collector import Collection, join_rounds
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
-    refuse_empty,
 )
+from trainer_backend.collect.plan import retried
+from trainer_backend.collect.work import without
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.credit.credit import NOTHING, Credited, Measured
-from trainer_backend.errors import LearnerLost, SamplerMismatch, TrainerError, UpdateStopped
+from trainer_backend.errors import (
+    CreditError,
+    LearnerLost,
+    SamplerMismatch,
+    TrainerError,
+    UpdateStopped,
+    rejected_rollouts,
+)
 from trainer_backend.protocols import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
@@ -36,12 +44,18 @@ from trainer_backend.run.run import Run
 from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
+from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to_ledger, plan_id
 
 __all__ = ["Run", "train", "work_left"]
 
 # Beside an episode the learner values the state that a limit left it in. No rollout id holds a space.
 _AFTER = " after"
+# What is collected, as a report of losses names it.
+_NAMES = {
+    "collect": "iteration",
+    "again": "rejected rollouts of iteration",
+    "branches": "branches of iteration",
+}
 
 
 async def train(
@@ -70,22 +84,21 @@ async def train(
                 if saving.evaluation_due(progress):
                     await _evaluate(run, progress, stop)
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()
-                result = None if ends else await _play(ahead.take(progress))
+                iteration = None if ends else ahead.take(progress)
+                result = None if iteration is None else await _play(iteration)
             except LearnerLost:  # and with it the weights that could be saved
                 raise
             except TrainerError:
                 await _save_last(run, progress)
                 raise
-            if result is None:
+            if iteration is None or result is None:
                 await _save_last(run, progress)
                 return progress
-            try:
-                progress = await _learn(ahead, progress, result)
-            except UpdateStopped as error:
-                if not error.steps_taken:  # else the weights are those of no iteration's end
-                    await _save_last(run, progress)
-                raise
-            del result  # two batches at a time would be one too many
+            if (learned := await _learn_or_reject(ahead, progress, iteration, result)) is None:
+                await _save_last(run, progress)
+                return progress
+            progress = learned
+            del iteration, result  # two batches at a time would be one too many
             gc.collect()  # while batches grow without a pause, nothing else looks through old objects
     finally:
         await ahead.end()
@@ -169,13 +182,21 @@ class Iteration:
         self._collect_spans: list[Span] = []
         self._credit_spans: list[Span] = []
         self._is_awaited = False
+        # What is planned once more because credit or update rejected it, and whether that was done.
+        self._again: list[RolloutRequest] = []
+        self._has_rejected = False
         self._first: asyncio.Task[Collection | None] | None = asyncio.ensure_future(self._first_round())
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a round, and asks for no other one in place of flat groups."""
+        """Whether it has a round, and asks for no other one in place of flat groups or rejected rollouts."""
         most = self._planner.table.refill_rounds
-        return bool(self._rounds) and (not self._missing or len(self._rounds) > most)
+        return bool(self._rounds) and not self._again and (not self._missing or self._planned_rounds > most)
+
+    @property
+    def _planned_rounds(self) -> int:
+        """How many rounds there are, without that of rejected rollouts."""
+        return len(self._rounds) - (self._has_rejected and not self._again)
 
     @property
     def _missing(self) -> int:
@@ -199,10 +220,46 @@ class Iteration:
         with run.timeline.working("learn") as span:
             self._rounds.append(collection)
             self._branches.append(branches)
-            await self._credit_and_store(collection)  # 7 to 10
+            try:
+                await self._credit_and_store(collection)  # 7 to 10
+            except CreditError as error:
+                if not self.reject(error):
+                    raise
         self._credit_spans.append(span)
         await run.ack([*collection.all, *branches.all])
         return True
+
+    def reject(self, error: TrainerError) -> bool:
+        """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
+
+        Without them in the spool, a resumed run asks for them again, too.
+        """
+        run, name = self._run, f"iteration_{self.number}"
+        ids = dict.fromkeys(rejected_rollouts(error), error)
+        if isinstance(error, CreditError):
+            ids |= run.credit.find_rejected(join_rounds(self._rounds).rollouts, self._measured)
+        parts = (*self._rounds, *self._branches)
+        rollouts = [item for part in parts for item in part.rollouts if item.rollout_id in ids]
+        if not rollouts:
+            return False
+        path = run.directory.rejected_file(name)
+        for item in rollouts:
+            append_rejected(path, item, str(ids[item.rollout_id]))
+        if self._spool is not None:
+            self._spool.reject(rollouts)
+        self._rounds = [without(part, ids) for part in self._rounds]
+        self._branches = [without(part, ids) for part in self._branches]
+        # A branch cannot be planned without its parent, nor a parent without its branches.
+        plans_again = not self._has_rejected and not run.credit.estimator.needs_branches
+        run.reporter.say(
+            f"iteration {self.number}: {len(rollouts)} rollouts cannot be learned from and are set aside in "
+            f"{path.name}; they are planned once more {'now' if plans_again else 'by a resumed run'}: {error}"
+        )
+        if plans_again:
+            self._has_rejected = True
+            planned = {plan_id(request.rollout_id): request for request in self._all_requests}
+            self._again = [_again(planned[plan_id(item.rollout_id)], item) for item in rollouts]
+        return plans_again
 
     async def cancel(self) -> None:
         """End its collection; nobody is left to be told of an error."""
@@ -232,9 +289,12 @@ class Iteration:
         if self._first is not None:
             first, self._first = self._first, None
             return await first
+        if self._again:
+            self._requests, self._again = self._again, []
+            return await self._collect("again", self._requests)
         missing = self._missing
         self._requests = self._planner.refill(
-            self.number, len(self._rounds), missing, refilled=self._refilled
+            self.number, self._planned_rounds, missing, refilled=self._refilled
         )
         self._refilled += missing
         return await self._collect("collect", self._requests)
@@ -248,18 +308,20 @@ class Iteration:
             return Collection(())
         if what == "collect":
             self._all_requests += requests
-        stage = _stage(what, self.number, len(self._rounds))
+        stage = _stage(what, self.number, self._planned_rounds)
         with self._run.timeline.working("collect") as span:
             collection = await self._run.collect(
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
+        if collection is not None:
+            self._run.losses.report(collection, _stage(_NAMES[what], self.number, self._planned_rounds))
         return collection
 
     async def _credit_and_store(self, newest: Collection) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
         collection, branches = join_rounds(self._rounds), join_rounds(self._branches)
-        credit = self._run.credit
+        run, credit = self._run, self._run.credit
 
         def store(credits: Sequence[Credit] | None) -> None:
             if credit.estimator.needs_branches:  # an empty file too: it says that there was none
@@ -269,7 +331,9 @@ class Iteration:
         try:
             # First: where a fixed policy plays the whole iteration, it is why the collection is empty.
             refuse_round(credit.policies, self._requests, newest)
-            refuse_empty(collection, self._name.replace("_", " "))
+            run.losses.refuse(collection, f"iteration {self.number}")
+            if branches.all:
+                run.losses.refuse(branches, f"branches of iteration {self.number}")
             self._measured = await self._measure(collection, branches)  # 7, 8
             self._credited = credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
         except TrainerError:
@@ -309,6 +373,29 @@ async def _play(iteration: Iteration) -> IterationResult | None:
         if not await iteration.add_round():
             return None
     return iteration.result()
+
+
+async def _learn_or_reject(
+    ahead: Ahead, progress: Progress, iteration: Iteration, result: IterationResult
+) -> Progress | None:
+    """As `_learn`, with other rollouts in the place of those that the update rejects; None at a stop."""
+    run = ahead.run
+    try:
+        return await _learn(ahead, progress, result)
+    except (CreditError, UpdateStopped) as error:
+        is_whole = not getattr(error, "steps_taken", 0)  # else the weights are those of no iteration's end
+        if not iteration.reject(error) or not is_whole:
+            if is_whole:
+                await _save_last(run, progress)
+            raise
+    try:
+        other = await _play(iteration)
+    except LearnerLost:
+        raise
+    except TrainerError:
+        await _save_last(run, progress)
+        raise
+    return None if other is None else await _learn_or_reject(ahead, progress, iteration, other)
 
 
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
@@ -438,7 +525,9 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     if collection is None:
         return
     write_rollouts(run.directory.rollouts_file(name), collection.all)
-    refuse_empty(collection, f"evaluation after iteration {progress.iteration}")
+    stage = f"evaluation after iteration {progress.iteration}"
+    run.losses.report(collection, stage)
+    run.losses.refuse(collection, stage)
     await run.ack(collection.all)
     row = {
         "kind": "evaluation",
@@ -452,6 +541,11 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     run.record(row)
     spool.remove()
     run.saving.mark_best()
+
+
+def _again(request: RolloutRequest, rejected: Rollout) -> RolloutRequest:
+    """The request of a rejected rollout with the same seeds, under an id that no attempt has had."""
+    return retried(request.model_copy(update={"attempt": rejected.attempt}))
 
 
 def _stage(what: str, iteration: int, refills: int) -> str:

@@ -1,12 +1,12 @@
 """The figures of played episodes for `metrics.jsonl`, `turnwise eval` and the report."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.losses import count_losses
 from trainer_backend.collect.work import AppFigures, Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
@@ -24,7 +24,7 @@ from trainer_backend.core.statistics import (
     unique_achievements,
     user_reward_metrics,
 )
-from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom
+from trainer_backend.errors import NothingToLearnFrom
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def collection_metrics(collection: Collection) -> dict[str, Any]:
     return {
         "rollout/finished": float(len(collection.rollouts)),
         "rollout/failed": float(len(collection.failed)),
+        **count_losses(collection).row(),
         "recovery/rollouts_reused": float(len(collection.reused)),
         **causes,
         **_app_metrics(collection.apps),
@@ -142,29 +143,6 @@ def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
             if figures.seconds_per_decision is not None
         },
     }
-
-
-def refuse_empty(collection: Collection, stage: str, *, log: Path | None = None) -> None:
-    """Raise an error that explains an empty collection, which is stored already.
-
-    Args:
-        log: the log of the job's own task app; absent: its operator knows where it is.
-
-    Raises:
-        JobTeachesNothing: every rollout failed in a way that recurs.
-        NothingToLearnFrom: some of them may be finished another time.
-    """
-    if collection.rollouts:
-        return
-    counts = ", ".join(f"{count} x {code}" for code, count in collection.failures.most_common())
-    example = next((item for item in collection.failed if item.failure is not None), None)
-    note = f"; {example.rollout_id}: {example.failure.detail}" if example and example.failure else ""
-    where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
-    recurs = all(item.failure is not None and item.failure.recurs for item in collection.failed)
-    raise (JobTeachesNothing if recurs and collection.failed else NothingToLearnFrom)(
-        f"{stage}: none of {len(collection.failed)} rollouts was finished ({counts or 'no failures'}{note})",
-        hint=f"Failures are counted over both attempts; {where} says more.",
-    )
 
 
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:

@@ -12,12 +12,13 @@ seeds.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from trainer_backend.collect.apps import App
+from trainer_backend.collect.arrival import checked
 from trainer_backend.collect.plan import retried
 from trainer_backend.collect.wire import TaskAppLost
 
@@ -135,10 +136,22 @@ class Tally:
             self._progress(self.ended, self.total)
 
 
+# The failure code of rollouts that were finished, and cannot be learned from.
+REJECTED = "rollout_rejected"
+
+
 def with_earlier(collection: Collection, earlier: Sequence[Rollout]) -> Collection:
     """Add the finished rollouts of an earlier start to a collection."""
     rollouts = tuple(sorted((*earlier, *collection.rollouts), key=_place))
     return replace(collection, rollouts=rollouts, reused=frozenset(item.rollout_id for item in earlier))
+
+
+def without(collection: Collection, ids: Container[str]) -> Collection:
+    """The collection without these finished rollouts, which are counted as failures."""
+    rest = tuple(rollout for rollout in collection.rollouts if rollout.rollout_id not in ids)
+    count = len(collection.rollouts) - len(rest)
+    failures = collection.failures + Counter({REJECTED: count} if count else {})
+    return replace(collection, rollouts=rest, failures=failures)
 
 
 def join_rounds(rounds: Sequence[Collection]) -> Collection:
@@ -395,6 +408,8 @@ class Work:
         """Record a rollout's end. It counts unless it has counted before, or another app has it now."""
         entry = self._entry(rollout.rollout_id)
         desk.stale.discard(rollout.rollout_id)
+        if entry is not None and rollout.status == "finished":
+            rollout = checked(entry.request, rollout)
         if entry is None or (entry.desk is not desk and rollout.status != "finished"):
             desk.discard.append(rollout.rollout_id)
             return

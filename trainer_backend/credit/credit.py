@@ -27,7 +27,7 @@ from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
-from trainer_backend.errors import AdvantageError, place
+from trainer_backend.errors import AdvantageError, CreditError, place
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
@@ -190,6 +190,23 @@ class CreditAssignment:
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
         """The credits of `credit` alone, without what only an update and its logs need; else the same."""
         return self._estimate(rollouts, measured).credits(self.algorithm)
+
+    def find_rejected(
+        self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
+    ) -> dict[str, CreditError]:
+        """The error of each finished rollout that cannot be credited, whatever the others are, by its id."""
+        rejected: dict[str, CreditError] = {}
+        for rollout in rollouts:
+            if rollout.trajectory is None:
+                continue
+            try:
+                self.policies.segments_by(rollout)
+                self.policies.final_view_by(rollout)
+                rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
+                self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
+            except CreditError as error:
+                rejected[rollout.rollout_id] = error
+        return rejected
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
         """Stop 7 for those that finished.

@@ -16,7 +16,7 @@ from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
-from trainer_backend.collect.metrics import refuse_empty
+from trainer_backend.collect.losses import refuse_losses
 from trainer_backend.collect.plan import Inference, Planner, Players
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.data.dataset import data_of
@@ -179,7 +179,7 @@ async def evaluate(
                 collection = await play(_plan(player, planner_for, job.warmup, repeats))
         if keep is not None:
             write_rollouts(keep, collection.all)
-        refuse_empty(collection, "evaluation", log=log)
+        refuse_losses(collection, "evaluation", log=log)
     setting = _setting(planner_for().players, player, job.data)
     return evaluation_result(_name(player), collection, setting, env_config=job.rollout.env_config)
 

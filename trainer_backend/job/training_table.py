@@ -70,6 +70,13 @@ class TrainingTable(Table):
         description="keep AdamW's moments in main memory: the same steps, slower, 8 bytes less "
         "of a GPU's memory for every trained weight",
     )
+    max_lost_share: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="the run saves its state and ends if a stage of 8 rollouts or more (warm-up, prompts, "
+        "iteration, branches, evaluation) loses a larger share of them to failures",
+    )
     mismatch_limit: float | None = Field(
         default=None,
         gt=0,

@@ -237,8 +237,8 @@ def _refuse_non_finite(segment: Segment, values: Row, what: str) -> None:
     finite_N = np.isfinite(values)
     if not finite_N.all():
         n = int(finite_N.argmin())
-        where = place(segment.rollout_id, int(segment.decision[n]) + 1)
-        raise NonFiniteLoss(f"{where}, token {segment.sampled_positions[n]}: {what} is {values[n]}")
+        turn, token = int(segment.decision[n]) + 1, int(segment.sampled_positions[n])
+        raise NonFiniteLoss(f"{what} is {values[n]}", where=place(segment.rollout_id, turn, token))
 
 
 # The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
@@ -282,7 +282,7 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     item, row = next(pair for pair in zip(of_actor, gaps, strict=True) if gap in pair[1])
     segment, n = item.segment, int(row.argmax())
     own, position = item.proximal[n], int(segment.sampled_positions[n])
-    raise SamplerMismatch(
+    error = SamplerMismatch(
         f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[n]:.6g}, "
         f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
         f"(training.mismatch_limit; beyond it: {beyond} of {len(gap_N)} tokens)",
@@ -291,6 +291,9 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
         "other weights, another temperature or other token ids; look at "
         f"`turnwise inspect {segment.rollout_id} --tokens`.",
     )
+    wrong = [pair[0].segment.rollout_id for pair in zip(of_actor, gaps, strict=True) if pair[1].max() > limit]
+    error.rollout_ids = tuple(dict.fromkeys(wrong))
+    raise error
 
 
 def mixture_metrics(

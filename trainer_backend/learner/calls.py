@@ -133,6 +133,7 @@ class ErrorBody(Body):
         classes: names of its class and those above it, the nearest first.
         steps_taken: of an UpdateStopped.
         errno: of the system's error that caused it, which says whether another attempt may help.
+        rollout_ids: of the rollouts at fault.
     """
 
     classes: tuple[str, ...]
@@ -142,6 +143,7 @@ class ErrorBody(Body):
     hint: str | None = None
     steps_taken: int | None = None
     errno: int | None = None
+    rollout_ids: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, error: TrainerError) -> "ErrorBody":
@@ -153,6 +155,7 @@ class ErrorBody(Body):
             hint=error.hint,
             steps_taken=getattr(error, "steps_taken", None),
             errno=error.__cause__.errno if isinstance(error.__cause__, OSError) else None,
+            rollout_ids=error.rollout_ids,
         )
 
     def error(self) -> TrainerError:
@@ -161,6 +164,7 @@ class ErrorBody(Body):
         kind = next((known[name] for name in self.classes if name in known), LearnerFailed)
         error = kind.__new__(kind)  # some have arguments of their own
         TrainerError.__init__(error, self.detail, where=self.where, hint=self.hint, code=self.code)
+        error.rollout_ids = self.rollout_ids
         if self.steps_taken is not None:
             error.steps_taken = self.steps_taken  # type: ignore[attr-defined]
         if self.errno is not None:

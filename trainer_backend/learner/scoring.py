@@ -196,18 +196,22 @@ def logprobs_in_pieces(
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
-    for segment in segments:
-        is_unknown = (segment.token_ids < 0) | (segment.token_ids >= rows)
-        if not is_unknown.any():
-            continue
-        index = int(is_unknown.argmax())
-        # A prompt is of the decision that comes after it.
-        turn = next((int(span["decision"]) + 1 for span in segment.spans if span["end"] > index), None)
-        raise SegmentError(
-            f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
-            where=place(segment.rollout_id, turn, index),
-            hint="Who sampled it has another vocabulary than the actor.",
-        )
+    unknown = [
+        segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
+    ]
+    if not unknown:
+        return
+    segment = unknown[0]
+    index = int(((segment.token_ids < 0) | (segment.token_ids >= rows)).argmax())
+    # A prompt is of the decision that comes after it.
+    turn = next((int(span["decision"]) + 1 for span in segment.spans if span["end"] > index), None)
+    error = SegmentError(
+        f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
+        where=place(segment.rollout_id, turn, index),
+        hint="Who sampled it has another vocabulary than the actor.",
+    )
+    error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
+    raise error
 
 
 def row_width(segments: Sequence[Segment], row_tokens: int) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from trainer_backend.run.timeline import PREFIX
 
-Kind = Literal["iteration", "evaluation"]
+Kind = Literal["iteration", "evaluation", "teacher", "prompts"]
 Form = Literal["number", "percent", "seconds"]
 
 
@@ -239,8 +239,16 @@ PANELS: tuple[Panel, ...] = (
         Line("perf/collect_decisions_per_s", "collecting"), Line("perf/decisions_per_s", "all in all"),
     )),
     Panel(
-        "failures", "Failed rollouts", "By cause; those that were planned again are counted too.",
-        (Line("rollout/failure/*", ""), Line("rollout/failed", "lost for good")),
+        "failures", "Failed rollouts",
+        "By cause, those that were planned again too; and those that were lost for good, by stage.",
+        (
+            Line("rollout/failure/*", ""),
+            Line("rollout/failed", "lost for good"),
+            Line("branch/failed", "branches, lost"),
+            Line("rollout/failed", "held-out, lost", "evaluation"),
+            Line("rollout/failed", "warm-up, lost", "teacher"),
+            Line("rollout/failed", "prompts, lost", "prompts"),
+        ),
     ),
 )  # fmt: skip
 

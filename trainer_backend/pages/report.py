@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.losses import FAILED
 from trainer_backend.collect.metrics import outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
@@ -24,7 +25,7 @@ from trainer_backend.pages.figures import duration, interval, number, spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
-from trainer_backend.pages.run_view import RATES, ends_of, head_of
+from trainer_backend.pages.run_view import MOST_LOSSES, RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
 from trainer_backend.pages.stored import Frame, FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
@@ -152,7 +153,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
         checkpoints=checkpoint_rows(directory.checkpoints),
         head=head_of(
             job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
-            now=job.created, can_control=False,
+            now=job.created, can_control=False, losses=story.losses,
         ),
         figures=figure_lines(story),
         film=filmstrip(story, frames),
@@ -164,6 +165,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             story.evaluations,
             {name: series for (_, name), series in curves.items() if name.startswith(RATES)},
             newest=story.iterations,
+            lossy=[row for row in story.rows if any(row.get(name) for name in FAILED)][-MOST_LOSSES:],
         ),
     )  # fmt: skip
 
@@ -344,8 +346,7 @@ def _time(story: Story) -> list[Line]:
 def _failures(story: Story) -> list[Line]:
     """Failures of the infrastructure by cause."""
     lines = [(f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())]
-    lost, finished = (int(story.total(f"rollout/{end}")) for end in ("failed", "finished"))
-    return [*lines, ("rollouts lost for good", f"{lost} of {lost + finished}")]
+    return [*lines, ("rollouts lost for good", story.losses.count)]
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:

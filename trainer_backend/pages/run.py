@@ -3,17 +3,19 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
 from fastapi import Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import chosen_keys, differing_keys, folder_of
 from trainer_backend.pages.page import HEADERS, BadAddress, Dashboard, dashboard_of, frame, page, page_router
 from trainer_backend.pages.panels import (
     PANELS,
+    Kind,
     Panel,
     merge_outcome,
     metrics_of,
@@ -22,6 +24,7 @@ from trainer_backend.pages.panels import (
     split_by_line,
 )
 from trainer_backend.pages.run_view import (
+    MOST_LOSSES,
     RATES,
     Ends,
     Head,
@@ -29,6 +32,7 @@ from trainer_backend.pages.run_view import (
     evaluation_table,
     head_of,
     key_figures,
+    list_losses,
     log_lines,
     seconds_an_iteration,
     success_rates,
@@ -85,6 +89,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             evaluations(store, job_id),
             _rate_curves(store, job_id),
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
+            lossy=[_row(line) for line in reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES)],
         ),
         **run_frame(request, job_id, ""),
     )
@@ -96,12 +101,14 @@ def figures_of(
     rates: Mapping[str, Series],
     *,
     newest: Sequence[Mapping[str, Any]],
+    lossy: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The figures and tables of the page of a run.
 
     Args:
         rates: curves of the success rates over the evaluations, by metric.
         newest: rows of the last iterations, the oldest first.
+        lossy: rows of stages that lost rollouts, the oldest first.
     """
     held_out = ends_of(evaluations)
     return {
@@ -109,6 +116,7 @@ def figures_of(
         "rates": success_rates(held_out, rates),
         "evaluations": evaluation_table(evaluations),
         "timeline": timeline_of(newest, evaluations),
+        "losses": list_losses(lossy),
     }
 
 
@@ -205,19 +213,19 @@ def _overlaid(runs: Sequence[JobRow]) -> list[dict[str, str]]:
 POINTS = 400  # of a chart, shared by its runs: a chart is some 400 pixels wide
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
-_KINDS = ("iteration", "evaluation")
+_KINDS = get_args(Kind)
 
 
 def run_head(dashboard: Dashboard, job_id: str) -> Head:
     job = jobs.get(dashboard.store, job_id)
     # Read the place first: rows that arrive during the other reads are then still sent as news.
     place = _place(dashboard.store, job)
-    (summary,) = reads.summaries(dashboard.store, [job], ())
+    (summary,) = reads.summaries(dashboard.store, [job], (), sums=(*FAILED, *FINISHED))
     times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
     return head_of(
         job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
-        now=dashboard.clock(), can_control=dashboard.jobs is not None,
+        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, get_args
 
+from trainer_backend.collect.losses import NO_LOSSES, Losses, losses_in
 from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import end_of, time_taken
@@ -52,12 +53,14 @@ def head_of(
     place: str,
     now: datetime,
     can_control: bool,
+    losses: Losses = NO_LOSSES,
 ) -> Head:
     """
     Args:
         state: as the run directory has it, or None.
         iteration: the last one that has ended.
         rate_s: seconds that a recent iteration took, or None.
+        losses: of all stages.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(iteration, state.iteration if state is not None and live else 0)
@@ -65,7 +68,7 @@ def head_of(
         id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
         progress=_progress(job, state, done, total, rate_s),
         actions=_actions(job) if can_control else (),
-        facts=tuple(_facts(job, state, now)),
+        facts=tuple(_facts(job, state, now, losses)),
         code=job.code or "", detail=job.detail or "",
         processes=_processes(state) if state is not None and job.state in ACTIVE else (),
     )  # fmt: skip
@@ -92,7 +95,7 @@ def _processes(state: RunState) -> tuple[ProcessRecord, ...]:
     return tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
 
 
-def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
+def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
     facts = [
@@ -102,6 +105,7 @@ def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str
         ("begun", ago(job.started, now) if job.started else ""),
         ("took", time_taken(job)),
         ("starts", str(state.starts) if state is not None and state.starts > 1 else ""),
+        ("lost rollouts", f"{losses.count} ({losses.share:.1%})" if losses.lost else ""),
         ("directory", job.run_dir or ""),
     ]
     return [(name, str(value)) for name, value in facts if value]
@@ -202,6 +206,28 @@ def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> st
     """The 95 % interval of a held-out figure; empty if the row has none."""
     low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
+
+
+MOST_LOSSES = 50  # stages that the page lists
+_STAGES = {
+    "teacher": "warm-up",
+    "prompts": "prompts",
+    "evaluation": "evaluation after iteration {}",
+    "iteration": "iteration {}",
+}
+
+
+def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
+    """Return stage, `180 of 200` and the causes of each loss that these rows tell, the oldest first."""
+    lines = []
+    for row in rows:
+        stage = _STAGES.get(row["kind"], row["kind"]).format(row["iteration"])
+        of_branches = losses_in(row, branches=True), f"branches of {stage}"
+        for losses, name in ((losses_in(row), stage), of_branches):
+            if losses.lost:
+                why = losses.explain() if losses.causes else NONE
+                lines.append((name, losses.count, why))
+    return lines
 
 
 RATES = "eval/success_rates/"

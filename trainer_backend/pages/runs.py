@@ -6,6 +6,7 @@ from datetime import datetime
 from fastapi import Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.pages.facts import clip, folder_of, time_taken
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
@@ -45,10 +46,11 @@ class RunLine:
     advantage: str
     begun: datetime | None
     took: str
+    lost: str
 
 
 def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
-    job, held_out = summary.job, summary.evaluated
+    job, held_out, losses = summary.job, summary.evaluated, sum_losses(summary.sums)
     tables = tables_of(job.config)
     return RunLine(
         id=job.id,
@@ -67,6 +69,7 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         advantage=str(tables.get("algorithm", {}).get("advantage", "")),
         begun=job.started,
         took=time_taken(job),
+        lost=losses.count if losses.lost else "",
     )
 
 
@@ -89,7 +92,7 @@ def runs(request: Request, state: str = "", cursor: str | None = None) -> Respon
     if state not in _STATES:
         raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _STATES))}")
     rows = jobs.find(dashboard.store, states=_STATES[state], cursor=cursor)
-    summaries = reads.summaries(dashboard.store, rows.items, LATEST)
+    summaries = reads.summaries(dashboard.store, rows.items, LATEST, sums=(*FAILED, *FINISHED))
     ids = [job.id for job in rows.items]
     sparks = reads.series(dashboard.store, ids, [SPARK], points=_SPARK_POINTS) if ids else {}
     return page(

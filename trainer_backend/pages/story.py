@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer_backend.collect.losses import FAILED, FINISHED, Losses, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
@@ -96,6 +97,11 @@ class Story:
                 if name.startswith(FAILURE):
                     counts[name.removeprefix(FAILURE)] += int(value)
         return counts
+
+    @property
+    def losses(self) -> Losses:
+        """What all stages lost, without the causes."""
+        return sum_losses({name: self.total(name) for name in (*FAILED, *FINISHED)})
 
     def total(self, name: str) -> float:
         """The sum of a metric over all rows."""

@@ -13,12 +13,12 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
+from trainer_backend.collect.losses import LossCheck, losses_in
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
     finished_trajectories,
     outcome_name,
-    refuse_empty,
 )
 from trainer_backend.collect.plan import Planner
 from trainer_backend.job.tables import InferenceTable, ModelTable
@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
 _FILES = {"teacher": "warmup", "prompts": "prompts"}
+# A warm-up that misses this share of its games says so.
+_NOTABLE_SHARE = 0.1
+_STAGES = {"teacher": "warm-up", "prompts": "prompts"}
 
 
 class Stopped(Exception):
@@ -262,7 +265,9 @@ class Beginning:
         if not requests:
             return []
         path = self._directory.rollouts_file(_FILES[kind])
-        stored = stored_rollouts(path, self._reporter.say)
+        # A spool is there as long as too many of the rollouts are lost.
+        is_whole = not self._directory.spool_file(_FILES[kind]).exists()
+        stored = stored_rollouts(path, self._reporter.say) if is_whole else []
         started = time.monotonic()
         if any(rollout.trajectory is not None for rollout in stored):
             collection, times, duration = _collection_of(stored), {}, "as stored before"
@@ -278,10 +283,17 @@ class Beginning:
             **times,
         }
         self._directory.append_metrics(row)
+        losses = losses_in(row)
+        total = f" of {losses.total}" if losses.lost else ""
         self._reporter.say(
-            f"{kind}: {row['eval/episodes']} episodes with {row['eval/outcome_reward']:.2f} "
+            f"{kind}: {row['eval/episodes']}{total} episodes with {row['eval/outcome_reward']:.2f} "
             f"{outcome_name(row)} on average, {duration}"
         )
+        if kind == "teacher" and losses.share >= _NOTABLE_SHARE:
+            self._reporter.say(
+                f"the warm-up imitates {losses.total - losses.lost} of the {losses.total} games that were "
+                f"planned: {losses.share:.0%} are missing"
+            )
         return finished_trajectories(collection.rollouts, kind)
 
     async def _collect(self, kind: str, path: Path, requests: Sequence[RolloutRequest]) -> Collection:
@@ -298,8 +310,12 @@ class Beginning:
         if collection is None:
             raise Stopped(f"stopped while collecting ({kind}); a resumed run goes on from there")
         write_rollouts(path, collection.all)
+        most, log = self._planner.table.max_lost_share, self._directory.task_app_log
+        losses = LossCheck(self._reporter.say, most, log)
+        # Before the spool goes: with it a resumed run plays the lost ones alone.
+        losses.report(collection, _STAGES[kind])
+        losses.refuse(collection, _STAGES[kind])
         spool.remove()
-        refuse_empty(collection, kind)
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.losses import count_losses
 from trainer_backend.collect.metrics import collection_metrics, outcome_over_worlds
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.collect.work import Collection
@@ -214,7 +215,7 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
     }
 
 
-def branch_metrics(branches: Collection) -> dict[str, float]:
+def branch_metrics(branches: Collection) -> dict[str, Any]:
     """Return the metrics of branches, which play on from decisions; empty where no estimator needs them."""
     if not branches.all:
         return {}
@@ -222,6 +223,7 @@ def branch_metrics(branches: Collection) -> dict[str, float]:
     return {
         "branch/rollouts": float(len(branches.rollouts)),
         "branch/failed": float(len(branches.failed)),
+        **count_losses(branches).row("branch"),
         "branch/decisions": float(decisions),
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.collector import Progress as Tell
+from trainer_backend.collect.losses import LossCheck
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import with_earlier
 from trainer_backend.credit.credit import CreditAssignment
@@ -45,6 +46,10 @@ class Run:
     @property
     def directory(self) -> RunDirectory:
         return self.saving.directory
+
+    @property
+    def losses(self) -> LossCheck:
+        return LossCheck(self.reporter.say, self.planner.table.max_lost_share, self.directory.task_app_log)
 
     @property
     def metrics(self) -> IterationMetrics:

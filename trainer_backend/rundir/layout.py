@@ -90,6 +90,10 @@ class RunDirectory:
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
+    def rejected_file(self, stage: str) -> Path:
+        """The rollouts of a stage that its credit or update rejected, a line each."""
+        return self.rollouts / f"{stage}.rejected.jsonl"
+
     def rollouts_file(self, name: str) -> Path:
         return self.rollouts / f"{name}.parquet"
 

@@ -101,10 +101,27 @@ class Spool:
             del self._held[0]
         self._held = None
 
+    def reject(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts out, so that the next start asks for them again; see `append_rejected`."""
+        plans = {plan_id(rollout.rollout_id) for rollout in rollouts}
+        self._rollouts = {name: one for name, one in self._rollouts.items() if name not in plans}
+        if self._held is not None:
+            self._held = [one for one in self._held if plan_id(one.rollout_id) not in plans]
+        if self._is_there:
+            lines = [_line_of(one) for one in _rollouts_in(self.path) if plan_id(one.rollout_id) not in plans]
+            header = read_texts(self.path)[0].decode()
+            replace_text(self.path, "".join(f"{line}\n" for line in (header, *lines)), durable=True)
+
     def remove(self) -> None:
         """Delete the spool, once its rollouts are stored as Parquet."""
         with write_errors(self.path):
             self.path.unlink(missing_ok=True)
+
+
+def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
+    """Keep a rollout that cannot be learned from, with the reason, for a person alone."""
+    row = {"why": why, "rollout": rollout.model_dump(mode="json", exclude_unset=True)}
+    append_line(path, row, durable=True)
 
 
 def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 Reads of rollouts and decisions: reads_rollouts.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -15,8 +15,15 @@ from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSum
 from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow, fits
 
 
-def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:
-    """Summarise the runs of jobs, in the order of the jobs: last iteration, numbers of their last rows."""
+def summaries(
+    store: Store, jobs: Sequence[JobRow], names: Sequence[str], *, sums: Collection[str] = ()
+) -> tuple[RunSummary, ...]:
+    """Summarise the runs of jobs, in the order of the jobs: last iteration, numbers of their last rows.
+
+    Args:
+        names: of the numbers of the last rows.
+        sums: names of the numbers that are summed over all rows.
+    """
     numbers = [job.number for job in jobs]
     last_iterations = (
         select(Iteration.job, func.max(Iteration.iteration), func.max(Iteration.finished))
@@ -26,14 +33,31 @@ def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tup
     with store.read() as connection:
         iterations = {row[0]: row for row in connection.execute(last_iterations)}
         numbers_by_kind = _last_numbers(connection, numbers, names)
+        totals = _totals(connection, numbers, sums) if sums else {}
     result = []
     for job in jobs:
         _, last, finished = iterations.get(job.number, (0, 0, None))
         latest, evaluated = (
             numbers_by_kind.get((job.number, kind), {}) for kind in ("iteration", "evaluation")
         )
-        result.append(RunSummary(job, last, finished, latest, evaluated))
+        result.append(RunSummary(job, last, finished, latest, evaluated, totals.get(job.number, {})))
     return tuple(result)
+
+
+def _totals(
+    connection: Connection, jobs: Sequence[int], names: Collection[str]
+) -> dict[int, dict[str, float]]:
+    """Sum the named numbers over all rows of every kind, by job."""
+    query = (
+        select(Curve.job, Curve.name, func.sum(Metric.value))
+        .join(Metric, Metric.curve == Curve.number)
+        .where(Curve.job.in_(jobs), Curve.name.in_(names))
+        .group_by(Curve.job, Curve.name)
+    )
+    totals: dict[int, dict[str, float]] = {}
+    for job, name, value in connection.execute(query):
+        totals.setdefault(job, {})[name] = value
+    return totals
 
 
 def _last_numbers(
@@ -157,6 +181,24 @@ def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[M
             .limit(limit)
         )
         return tuple(MetricLine(*row) for row in reversed(connection.execute(query).all()))
+
+
+def lines_above_zero(
+    store: Store, job_id: str, names: Collection[str], *, limit: int
+) -> tuple[MetricLine, ...]:
+    """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
+    table = MetricRow
+    with store.read() as connection:
+        query = (
+            select(table.number, table.kind, table.iteration, table.row)
+            .join(Curve, and_(Curve.job == table.job, Curve.kind == table.kind))
+            .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == table.iteration))
+            .where(table.job == job_number(connection, job_id), Curve.name.in_(names), Metric.value > 0)
+            .order_by(table.number.desc())
+            .limit(limit * len(names))
+        )
+        lines = {row.number: MetricLine(*row) for row in connection.execute(query)}
+    return tuple(reversed(list(lines.values())[:limit]))
 
 
 def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:

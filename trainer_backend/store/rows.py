@@ -1,7 +1,7 @@
 """Rows that the store returns: frozen dataclasses without SQLAlchemy. Times are aware, in UTC."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
@@ -71,6 +71,7 @@ class RunSummary:
         iteration: the last finished one; 0 before the first.
         finished: end of that iteration; None before the first.
         latest, evaluated: the requested numbers of the last rows of kind iteration and evaluation, by name.
+        sums: the requested sums over all rows, by name.
     """
 
     job: JobRow
@@ -78,6 +79,7 @@ class RunSummary:
     finished: datetime | None
     latest: Mapping[str, float]
     evaluated: Mapping[str, float]
+    sums: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

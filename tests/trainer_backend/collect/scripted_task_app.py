@@ -4,11 +4,13 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
+from typing import Any
 
 from aiohttp import web
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest, RolloutStatus
+from shared_schemas.trajectory import StopReason, Trajectory
 from trainer_backend.collect.client import TaskAppClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -25,6 +27,30 @@ def request_of(number: int, *, group: int = 0) -> RolloutRequest:
             "env": {"env_name": "crafter"},
             "policy": {"policy_name": "openai", "inference_key": "the-gateway-key"},
         }
+    )
+
+
+def answer_to(
+    request: RolloutRequest, *, status: RolloutStatus = "finished", instance: str = "i", **changes: Any
+) -> Rollout:
+    """What a task app sends for this request: an episode without a decision, or a failure.
+
+    `changes` are of the episode.
+    """
+    start = request.start
+    episode = Trajectory(
+        env_name=request.env.env_name, policy_name="openai", seed=start.seed or 0, steps=(),
+        parent_rollout_id=start.parent_rollout_id, parent_turn=start.parent_turn, outcome_reward=0.0,
+        outcome_definition="none", env_steps=0, terminated=True, truncated=False,
+        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
+    )  # fmt: skip
+    is_finished = status == "finished"
+    return Rollout(
+        **request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}),
+        instance_id=instance,
+        status=status,
+        trajectory=episode.model_copy(update=changes) if is_finished else None,
+        failure=None if is_finished else RolloutFailure(code="inference_unavailable", detail="gone"),
     )
 
 
@@ -79,14 +105,7 @@ class ScriptedTaskApp:
         failed = self.fails.get(base, 0) > 0
         if failed:
             self.fails[base] -= 1
-        return Rollout(
-            **item.model_dump(
-                include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
-            ),
-            instance_id=self.instance,
-            status="failed" if failed else "finished",
-            failure=RolloutFailure(code="inference_unavailable", detail="gone") if failed else None,
-        )
+        return answer_to(item, status="failed" if failed else "finished", instance=self.instance)
 
     async def page(self, request: web.Request) -> web.Response:
         if self.nonsense:

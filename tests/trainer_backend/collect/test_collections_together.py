@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, request_of, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.wire import TaskAppLost
@@ -208,15 +208,7 @@ async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_whose_l
         collection = asyncio.ensure_future(collector.collect(plan(0, 3)))
         await task_app.until_accepted(1)
         task_app.lost_acks = 1
-        await collector.ack("run", [stored(request) for request in plan(7, 8)])
+        await collector.ack("run", [answer_to(request) for request in plan(7, 8)])
         assert task_app.lost_acks == 0
         task_app.gate.set()
         assert siblings(await collection) == [0, 1, 2]
-
-
-def stored(request: RolloutRequest) -> Rollout:
-    return Rollout(
-        **request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}),
-        instance_id="i",
-        status="finished",
-    )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import request_of
+from shared_schemas.rollouts import Rollout, RolloutRequest, RolloutStatus
+from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
 from trainer_backend.collect.apps import App
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.work import Desk, Plan, Tally, Work
@@ -31,14 +31,12 @@ def dealt(apps: Sequence[App], requests: Sequence[RolloutRequest], *, places: in
     return work
 
 
-def end_first(work: Work, desk: Desk, *, status: str = "finished") -> None:
+def end_first(work: Work, desk: Desk, *, status: RolloutStatus = "finished") -> None:
     """End the rollout that the app was given first."""
     request = next(iter(desk.entries.values())).request
-    base = request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
-    failure = None if status == "finished" else RolloutFailure(code="inference_unavailable", detail="gone")
     desk.unsent.clear()
     desk.requests = dict.fromkeys(desk.entries, "i")
-    work.end(desk, Rollout(**base, instance_id="i", status=status, failure=failure))
+    work.end(desk, answer_to(request, status=status))
     work.deal()
 
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import request_of
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
 from tests.trainer_backend.collect.test_work import app
 from trainer_backend.collect.work import Desk, Plan, Tally, Work
 
@@ -106,11 +106,7 @@ class Play:
     def end_one(self, desk: Desk, name: str, *, status: str = "") -> None:
         request = self.held[desk].pop(name)
         status = status or self.chance.choice(STATUSES)
-        fields = {"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
-        failure = None if status == "finished" else RolloutFailure(code="c", detail="d")
-        rollout = Rollout(
-            **request.model_dump(include=fields), instance_id="i", status=status, failure=failure
-        )
+        rollout = answer_to(request, status=status)
         counts = status == "finished" or name in desk.entries
         before = self.failures()
         self.results.append((desk, rollout))

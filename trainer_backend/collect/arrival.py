@@ -1,0 +1,55 @@
+"""Pure: whether a finished rollout answers its own request, and whether its numbers are finite."""
+
+import math
+from collections.abc import Iterator
+
+from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
+from shared_schemas.trajectory import StepData, Trajectory
+
+# The failure code of a rollout that is none of what was asked for.
+WRONG_ROLLOUT = "wrong_rollout"
+_PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
+
+
+def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
+    """The rollout, or its failure where it cannot be the answer to the request."""
+    fault = _find_fault(request, rollout)
+    if fault is None:
+        return rollout
+    detail = f"the task app sent another episode than was asked for, or a broken one: {fault}"
+    failure = RolloutFailure(code=WRONG_ROLLOUT, detail=detail)
+    return rollout.model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
+
+
+def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
+    for name in _PLACE:
+        found, asked = getattr(rollout, name), getattr(request, name)
+        if found != asked:
+            return f"its {name} is {found!r}, and {asked!r} was asked for"
+    episode, start = rollout.trajectory, request.start
+    if episode is None:
+        return "it has no trajectory"
+    if start.seed is not None and episode.seed != start.seed:
+        return f"it was played in the world of seed {episode.seed}; seed {start.seed} was asked for"
+    if (episode.parent_rollout_id, episode.parent_turn) != (start.parent_rollout_id, start.parent_turn):
+        return f"it continues {episode.parent_rollout_id!r}; {start.parent_rollout_id!r} was asked for"
+    place = next((place for place, value in _numbers(episode) if not math.isfinite(value)), None)
+    return None if place is None else f"its {place} is no finite number"
+
+
+def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
+    """Every number that a reward, a metric or a loss is made of, with its place."""
+    yield "outcome_reward", episode.outcome_reward
+    yield "wall_s", episode.wall_s
+    for step in episode.steps:
+        for name, value in _numbers_of_step(step):
+            yield f"{name} at turn {step.turn}", value
+
+
+def _numbers_of_step(step: StepData) -> Iterator[tuple[str, float]]:
+    yield from (("env_reward", value) for value in step.env_rewards or ())
+    yield from (("reward part", part.value) for part in step.reward_parts)
+    if step.policy_value_estimate is not None:
+        yield "policy_value_estimate", step.policy_value_estimate
+    info = step.step_info
+    yield from (("time", value) for value in (info.policy_s, info.environment_s, info.interaction_s))

@@ -1,0 +1,155 @@
+"""What a stage lost: how many of its rollouts, why, and when that ends the run."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.work import Collection
+from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
+
+# A stage of fewer rollouts may lose a large share by accident.
+LEAST_ROLLOUTS = 8
+# The numbers of a row that count what failed for good, and what was finished.
+FAILED = ("rollout/failed", "branch/failed")
+FINISHED = ("rollout/finished", "branch/rollouts")
+_CAUSES = "lost_causes"
+_MOST_CAUSES = 3
+_MOST_CHARS = 300
+# Numbers and quotations differ between rollouts that one cause has lost.
+_DIFFERS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The lost rollouts of a stage.
+
+    Attributes:
+        lost, total: the rollouts that failed for good, and all of the stage.
+        causes: how many each cause has lost, and its words for one of them; the most common one first.
+    """
+
+    lost: int
+    total: int
+    causes: Sequence[tuple[int, str]] = ()
+
+    @property
+    def share(self) -> float:
+        return self.lost / self.total if self.total else 0.0
+
+    @property
+    def count(self) -> str:
+        """`180 of 200`."""
+        return f"{self.lost:,} of {self.total:,}"
+
+    def describe(self, stage: str) -> str:
+        """A sentence: `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
+        return f"{stage}: {self.count} rollouts lost: {self.explain()}"
+
+    def explain(self) -> str:
+        """The causes in words; their numbers where there are several."""
+        if len(self.causes) == 1:
+            return self.causes[0][1]
+        shown = "; ".join(f"{count} x {cause}" for count, cause in self.causes[:_MOST_CAUSES])
+        more = len(self.causes) - _MOST_CAUSES
+        return f"{shown}; and {more} other causes" if more > 0 else shown or "no cause is known"
+
+    def row(self, room: str = "rollout") -> dict[str, Any]:
+        """The causes for a row of metrics, which has the counts too; empty without losses.
+
+        A list, because sinks and the store make a curve of every number in a dict.
+        """
+        return {f"{room}/{_CAUSES}": [list(cause) for cause in self.causes]} if self.lost else {}
+
+
+NO_LOSSES = Losses(0, 0)
+
+
+def count_losses(collection: Collection) -> Losses:
+    """Count the lost rollouts of a stage by their causes."""
+    counts: Counter[str] = Counter()
+    words: dict[str, str] = {}
+    for rollout in collection.failed:
+        text = _text(rollout)
+        cause = _DIFFERS.sub("", text)
+        counts[cause] += 1
+        words.setdefault(cause, text)
+    causes = tuple((count, words[cause]) for cause, count in counts.most_common())
+    return Losses(len(collection.failed), len(collection.all), causes)
+
+
+def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
+    """The losses that a row of metrics tells; rows of earlier versions tell no causes."""
+    lost, finished = (int(row.get(names[branches], 0)) for names in (FAILED, FINISHED))
+    room = FAILED[branches].partition("/")[0]
+    causes = [(int(count), str(cause)) for count, cause in row.get(f"{room}/{_CAUSES}", ())]
+    return Losses(lost, lost + finished, causes)
+
+
+def sum_losses(sums: Mapping[str, float]) -> Losses:
+    """All losses of a run, by the sums of FAILED and FINISHED over its rows."""
+    lost, finished = (int(sum(sums.get(name, 0.0) for name in names)) for names in (FAILED, FINISHED))
+    return Losses(lost, lost + finished)
+
+
+def refuse_losses(collection: Collection, stage: str, *, most: float = 1.0, log: Path | None = None) -> None:
+    """Raise the error of a stage that lost all of its rollouts, or more than an accident would.
+
+    Args:
+        stage: names it in the error.
+        most: the largest share, `training.max_lost_share`; it applies from LEAST_ROLLOUTS on.
+        log: the log of the job's own task app; absent: its operator knows where it is.
+
+    Raises:
+        JobTeachesNothing: every rollout failed in a way that recurs.
+        NothingToLearnFrom: none was finished.
+        TooManyLost: too many failed.
+    """
+    losses = count_losses(collection)
+    recurs = all(item.failure is not None and item.failure.recurs for item in collection.failed)
+    where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
+    if not collection.rollouts:
+        raise (JobTeachesNothing if recurs and losses.lost else NothingToLearnFrom)(
+            losses.describe(stage), hint=f"Each was tried twice; {where} says more."
+        )
+    if losses.total >= LEAST_ROLLOUTS and losses.share > most:
+        error = TooManyLost(
+            losses.describe(stage),
+            hint=f"That is more than training.max_lost_share ({most:g}). A resumed run plays the lost ones "
+            f"again; {where} says more.",
+        )
+        error.recurs = recurs
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
+class LossCheck:
+    """Reports what the stages of a run lose, and refuses what is no accident.
+
+    Attributes:
+        most: `training.max_lost_share`.
+        log: of the job's own task app.
+    """
+
+    say: Callable[[str], None]
+    most: float
+    log: Path
+
+    def report(self, collection: Collection, stage: str) -> None:
+        losses = count_losses(collection)
+        if losses.lost:
+            self.say(losses.describe(stage))
+
+    def refuse(self, collection: Collection, stage: str) -> None:
+        """Raise what `refuse_losses` raises."""
+        refuse_losses(collection, stage, most=self.most, log=self.log)
+
+
+def _text(rollout: Rollout) -> str:
+    if rollout.failure is None:
+        return rollout.status
+    words = rollout.failure.detail.replace(rollout.rollout_id, "…")[:_MOST_CHARS]
+    return words or rollout.failure.code
