@@ -65,7 +65,7 @@ class CpuReporter:
     def process(self, name: str, **state: Any) -> None:
         pass
 
-    def metrics(self, row: dict[str, Any]) -> None:
+    def metrics(self, row: dict[str, Any], line: str) -> None:
         if row["kind"] == "iteration":
             self.rows.append((row, self._collected))
         self._before = cpu_seconds()

@@ -57,7 +57,7 @@ class Watching:
 
     def process(self, name: str, **state: Any) -> None: ...
 
-    def metrics(self, row: dict[str, Any]) -> None:
+    def metrics(self, row: dict[str, Any], line: str) -> None:
         """An iteration's row follows that of the evaluation before it: what lies between is the iteration."""
         now = time.process_time()
         if row["kind"] == "iteration":

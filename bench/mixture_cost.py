@@ -85,8 +85,8 @@ class EachIteration(Watching):
         super().__init__()
         self.each_s: list[float] = []
 
-    def metrics(self, row: dict[str, object]) -> None:
-        super().metrics(row)
+    def metrics(self, row: dict[str, Any], line: str) -> None:
+        super().metrics(row, line)
         if row["kind"] == "iteration":
             self.each_s.append(self.took_s)
 

@@ -84,7 +84,7 @@ class Story:
             self.goes_on_s = time.monotonic() - self.killed_s
             self.say(f"the run goes on, {self.goes_on_s:.1f} s after the node was killed")
 
-    def metrics(self, row: dict[str, Any]) -> None: ...
+    def metrics(self, row: dict[str, Any], line: str) -> None: ...
 
     def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
         self.say(f"{role} {name}: {state}")

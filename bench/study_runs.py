@@ -22,7 +22,6 @@ from trainer_backend.job.code_files import with_files_of_now
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig, ModelTable
 from trainer_backend.run.beginning import Stopped
-from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.start import run_job
 from trainer_backend.terminal.progress import ConsoleReporter
@@ -75,25 +74,18 @@ def arm_job(study: Study, settings: Sequence[str], checkpoint: Path) -> JobConfi
     return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
 
 
-def isfinished(directory: RunDirectory, iterations: int) -> bool:
-    """The last evaluation and the last checkpoint are on disk, so nothing is left to do."""
-    newest = latest_checkpoint(directory.checkpoints)
-    evaluated = {row["iteration"] for row in directory.metrics() if row["kind"] == "evaluation"}
-    return iterations in evaluated and newest is not None and newest.name == f"iteration_{iterations}"
-
-
 def finished(path: Path, job: JobConfig) -> RunDirectory:
     """Start or resume the run in `path`, unless it is finished."""
     resume = (path / "run.json").exists()
     directory = open_run(path) if resume else create_run(job, path)
     if resume and dump_job(with_files_of_now(directory.job())) != dump_job(with_files_of_now(job)):
         raise SystemExit(f"{path} was made with other settings; move it away, or give another --out")
-    if isfinished(directory, job.training.iterations):
+    if directory.is_finished(job.training.iterations):
         return directory
     with ConsoleReporter(Console()) as reporter:
         reporter.say(f"{path}: {'resumed' if resume else 'started'}")
         ended = asyncio.run(run_job(job, directory, reporter, resume=resume))
-    if ended.stopped or not isfinished(directory, job.training.iterations):
+    if ended.stopped or not directory.is_finished(job.training.iterations):
         raise Stopped(f"{path} is not finished")
     return directory
 

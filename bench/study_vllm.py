@@ -72,7 +72,7 @@ class Killer:
         self.lines.append(text)
         print(text, flush=True)
 
-    def metrics(self, row: dict[str, Any]) -> None:
+    def metrics(self, row: dict[str, Any], line: str) -> None:
         print(row["kind"], row.get("iteration"), flush=True)
 
     def process(self, name: str, **state: Any) -> None: ...

@@ -70,6 +70,7 @@ class ListReporter:
         self.lines: list[str] = []
         self.stages: list[tuple[str, int, int]] = []
         self.rows: list[dict[str, Any]] = []
+        self.row_lines: list[str] = []
         self.processes: list[tuple[str, str, str]] = []
 
     def say(self, text: str) -> None:
@@ -78,8 +79,9 @@ class ListReporter:
     def stage(self, name: str, done: int, total: int) -> None:
         self.stages.append((name, done, total))
 
-    def metrics(self, row: dict[str, Any]) -> None:
+    def metrics(self, row: dict[str, Any], line: str) -> None:
         self.rows.append(row)
+        self.row_lines.append(line)
 
     def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
         self.processes.append((role, name, state))

@@ -26,6 +26,7 @@ from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal.output import (
     JOB_HELP,
     JobPaths,
+    LastingStreams,
     Overrides,
     TextConsole,
     tell,
@@ -81,18 +82,19 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a job, then write the report; Ctrl-C saves the last finished iteration."""
-    # The imports and the first look at the job take a second or two.
-    tell(_out, f"turnwise train {' '.join(map(str, job)) if job else resume}")
-    from trainer_backend.terminal.train_command import (
-        dashboard_beside,
-        run_of_each_seed,
-        single_run,
-        train_one,
-    )
-
     arguments = (job, run, resume, overrides or ())
     stay: Callable[[], None] | None = None
     with ExitStack() as stack:
+        streams = stack.enter_context(LastingStreams.opened())
+        # The imports and the first look at the job take a second or two.
+        tell(_out, f"turnwise train {' '.join(map(str, job)) if job else resume}")
+        from trainer_backend.terminal.train_command import (
+            dashboard_beside,
+            run_of_each_seed,
+            single_run,
+            train_one,
+        )
+
         for plan in (
             run_of_each_seed(*arguments, seeds=seeds) if seeds is not None else [single_run(*arguments)]
         ):
@@ -101,7 +103,7 @@ def train(
                 roots = {file.resolve().parent for file in plan.loaded.config.services.task_plugins}
                 beside = dashboard_beside(plan.folder, lambda line: tell(_out, line), roots=sorted(roots))
                 stay = stack.enter_context(beside)
-            if not train_one(_out, plan, report=report):
+            if not train_one(_out, plan, streams, report=report):
                 raise typer.Exit(130)
         if stay is not None and _out.is_terminal:  # somebody is there to look, and to end it
             stay()

@@ -218,8 +218,8 @@ class Reporter(Protocol):
     def stage(self, name: str, done: int, total: int) -> None:
         """Report the progress of the current stage."""
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        """Report a row of metrics.jsonl that was just written."""
+    def metrics(self, row: dict[str, Any], line: str) -> None:
+        """Report a row of metrics.jsonl that was just written, and what it says in a line worth keeping."""
 
     def process(
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",

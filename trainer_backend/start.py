@@ -33,7 +33,7 @@ from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
-from trainer_backend.run.stopping import stop_on_signals, until
+from trainer_backend.run.stopping import Stop, stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
 from trainer_backend.rundir.digests import refuse_damaged
@@ -49,11 +49,11 @@ class Ended(NamedTuple):
 
     Attributes:
         progress: the last finished iteration, which is saved.
-        stopped: somebody asked to stop, and a resumed run has something left to do.
+        stopped: the signal that asked to stop, where a resumed run has something left to do; else empty.
     """
 
     progress: Progress
-    stopped: bool
+    stopped: str
 
 
 async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *, resume: bool) -> Ended:
@@ -65,10 +65,10 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     with (
         run_lock(directory.path),
         RecordingReporter.opened(directory, reporter) as recording,
-        stop_on_signals(recording.say) as stop,
+        stop_on_signals(recording.say, recording.log) as stop,
     ):
         configure_logs_from()
-
+        recording.say(f"run directory: {directory.path}")
         most = job.learner.max_restarts
         try:
             async with launcher_of(job, directory.run_id, recording.say) as launcher:
@@ -78,13 +78,15 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
                         learner = learner_factory(job, directory, recording, launcher)
                         learners = await until(stop, stack.enter_async_context(learner))
                         if learners is None:
-                            raise Stopped("stopped before the learner was there; nothing new to save")
+                            raise Stopped("before the learner was there; nothing new to save")
                         return await _run(job, directory, recording, learners, launcher, stop, resume=resume)
 
                 ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
-            recording.end("stopped", detail=str(stopped))
-            raise
+            reason = f"stopped by {stop.by} {stopped}"
+            recording.end("stopped", detail=reason)
+            raise Stopped(reason) from stopped
+        recording.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
         recording.end("stopped" if ended.stopped else "ended")
         return ended
 
@@ -142,7 +144,7 @@ async def _run(
     reporter: RecordingReporter,
     learners: LearnerFactory,
     launcher: Launcher,
-    stop: asyncio.Event,
+    stop: Stop,
     *,
     resume: bool,
 ) -> Ended:
@@ -174,7 +176,7 @@ async def _run(
             preset = job.model.preset is not None
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))
             if stop.is_set():
-                raise Stopped("stopped before anything was played; nothing new to save")
+                raise Stopped("before anything was played; nothing new to save")
             beginning = Beginning(
                 directory, planner, _models_of(job, learners, fixed_setup),
                 collector=collector, reporter=reporter, stop=stop,
@@ -195,7 +197,7 @@ async def _run(
                 progress = await train(run, progress, stop, served=replace_job)
                 for line in await actor.verify():
                     reporter.say(line)
-            return Ended(progress, stop.is_set() and work_left(run, progress))
+            return Ended(progress, stop.by if work_left(run, progress) else "")
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:

@@ -39,7 +39,7 @@ class Killing:
         if name in self._stages and done < total and (done or name.startswith("update")):
             kill(self._stages.pop(name), os.getpid())
 
-    def metrics(self, row: dict[str, object]) -> None: ...
+    def metrics(self, row: dict[str, object], line: str) -> None: ...
 
     def process(self, name: str, *, role: str, state: str, **others: object) -> None:
         if role == "learner":

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,11 @@ from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, iteration_of, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import read_log, read_status
+from trainer_backend.terminal.output import GONE
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -47,7 +48,11 @@ def test_the_warm_up_teaches_something(trained):
 def test_what_it_told_and_how_it_ended_stand_in_its_directory(trained):
     directory, reporter, _ = trained
     lines, _ = read_log(directory.path)
-    assert [line.text for line in lines] == reporter.lines
+    assert sorted(line.text for line in lines) == sorted(reporter.lines + reporter.row_lines)
+    assert [line.split("  ")[0] for line in reporter.row_lines if "held-out" not in line] == [
+        "iteration 1 of 2",
+        "iteration 2 of 2",
+    ]
     seen = read_status(directory.path)
     assert (seen.holder, seen.interrupted) == (None, False)
     assert (seen.state.state, seen.state.iteration, seen.state.starts) == ("ended", 2, 1)
@@ -172,14 +177,47 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tra
     assert not _listening(page_url)
 
 
+@pytest.mark.timeout(120)
+def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_what_is_finished(trained, tmp_path: Path):
+    path, run = tmp_path / "job.toml", tmp_path / "run"
+    short = {"rollout__episodes_per_batch": 4, "rollout__max_turns": 2, "evaluation__instances": 1}
+    path.write_text(dump_job(tiny_job(**warmed_up(trained), **short, training__iterations=500)))
+
+    def texts() -> list[str]:
+        return [line.text for line in read_log(run)[0]]
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--no-report"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()  # as `head -1` does
+        while not any(text.startswith("iteration 2 of 500  ") for text in texts()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 130
+    latest = latest_checkpoint(run / "checkpoints")
+    assert latest is not None
+    last = f"stopped by SIGHUP after iteration {iteration_of(latest)}; continue with: turnwise train --resume"
+    assert texts()[-1] == f"{last} {run}"
+    assert (texts().count(GONE), texts().count(STOPPING)) == (1, 1)
+    counted = [int(text.split()[1]) for text in texts() if text.startswith("iteration ")]
+    assert counted == list(range(1, iteration_of(latest) + 1))
+
+
 BUSY_WITH_A_TASK_APP = """
 import asyncio, sys, threading
+from functools import partial
 from pathlib import Path
 from trainer_backend.collect.task_apps import EmbeddedTaskApp
 from trainer_backend.run.stopping import stop_on_signals
 
 async def main():
-    with stop_on_signals(lambda line: print(line, flush=True)):
+    say = partial(print, flush=True)
+    with stop_on_signals(tell=say, log=say):
         async with EmbeddedTaskApp(Path(sys.argv[1])) as child:
             print(child.url, flush=True)
             await asyncio.to_thread(threading.Event().wait)   # a step that never ends

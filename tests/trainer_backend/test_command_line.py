@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
@@ -19,6 +20,7 @@ from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import create_run, open_run
+from trainer_backend.rundir.state import read_log
 from trainer_backend.terminal.check_command import marked_job
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'
@@ -156,17 +158,29 @@ def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(
     with pytest.raises(JobError):
         resume(run.path, "training.iterations=-7")
     with pytest.raises(CheckpointError, match="but the job's model is"):
-        resume(run.path, "model.preset=tiny-0.8m")
+        resume(run.path, "training.iterations=3", "model.preset=tiny-0.8m")
     assert run.job() == before, "what was refused has changed nothing"
-    resume(run.path, "training.kl_coef=0.25")
+    resume(run.path, "training.iterations=3", "training.kl_coef=0.25")
     assert run.job().training.kl_coef == 0.25
-    resume(run.path)
+    texts = [line.text for line in read_log(run.path)[0]]
+    assert f"3 iterations done; saved in {run.checkpoints}" in texts
+    assert any("best checkpoint: iteration" in text for text in texts)
+    assert texts[-1] == "ended: 3 of 3 iterations done"
+
+    # It is finished now: nothing of it changes any more, its end least of all.
+    files = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    done = resume(run.path, "training.kl_coef=0.5")
+    told = " ".join(done.output.split())
+    assert done.exit_code == 0
+    assert f"{run.path} is finished: all of 3 iterations are done" in told
+    assert f"turnwise train --resume {run.path} --set training.iterations=6" in told
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == files
 
 
-def resume(run: Path, *overrides: str) -> None:
+def resume(run: Path, *overrides: str) -> Result:
     arguments = ["train", "--no-report", "--resume", str(run), "--set", f"services.task_url={task_app()}"]
     arguments += [word for override in overrides for word in ("--set", override)]
-    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_a_run_is_either_new_or_continued(tmp_path: Path):

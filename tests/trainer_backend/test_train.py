@@ -212,7 +212,7 @@ async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked
     seen: list[list[str]] = []
 
     class Watching(ListReporter):
-        def metrics(self, row: dict[str, Any]) -> None:
+        def metrics(self, row: dict[str, Any], line: str) -> None:
             if row["kind"] == "evaluation":
                 seen.append(saved(run))
 

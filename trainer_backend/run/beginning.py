@@ -52,7 +52,7 @@ _STAGES = {"teacher": "warm-up", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """Somebody asked to stop before there was anything to save."""
+    """Somebody asked to stop before there was anything to save; the message goes on from "stopped by ..."."""
 
 
 class Begun(NamedTuple):
@@ -191,7 +191,7 @@ class Beginning:
         loading = setup.fixed.load(learner.facts(), setup.inference, self._reporter.say)
         fixed = await until(self._stop, loading)
         if fixed is None:
-            raise Stopped("stopped before anything was played; nothing new to save")
+            raise Stopped("before anything was played; nothing new to save")
         return fixed
 
     async def _plan_memory(self, checkpoint: Path | None) -> None:
@@ -243,7 +243,7 @@ class Beginning:
 
         metrics = await until_on_thread(self._stop, work)
         if metrics is None:
-            raise Stopped("stopped in the warm-up; nothing to save yet")
+            raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
@@ -308,7 +308,7 @@ class Beginning:
         )  # fmt: skip
         collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
         if collection is None:
-            raise Stopped(f"stopped while collecting ({kind}); a resumed run goes on from there")
+            raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
         write_rollouts(path, collection.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(self._reporter.say, most, log)

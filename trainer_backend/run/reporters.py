@@ -81,8 +81,8 @@ class RecordingReporter:
         except Exception as error:
             recording.end("failed", code=_CRASHED, detail=f"{type(error).__name__}: {error}")
             raise
-        except BaseException:  # cancelled, or interrupted
-            recording.end("stopped")
+        except BaseException as error:  # cancelled, or interrupted
+            recording.end("stopped", detail=f"stopped by {type(error).__name__}")
             raise
 
     @property
@@ -112,6 +112,10 @@ class RecordingReporter:
 
     def say(self, text: str) -> None:
         self._reporter.say(text)
+        self.log(text)
+
+    def log(self, text: str) -> None:
+        """Write a line to run.log alone."""
         self._tolerantly("run.log", lambda: append_log(self._folder, text))
 
     def stage(self, name: str, done: int, total: int) -> None:
@@ -123,8 +127,9 @@ class RecordingReporter:
             if not same or self._clock() - self._written_s >= _EVERY_S:
                 self._write()
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        self._reporter.metrics(row)
+    def metrics(self, row: dict[str, Any], line: str) -> None:
+        self._reporter.metrics(row, line)
+        self.log(line)
         with self._lock:
             if row["iteration"] != self._state.iteration:
                 self._change(self._state.state, iteration=row["iteration"])
@@ -150,14 +155,18 @@ class RecordingReporter:
                 self._write()
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
-        """Record the last state; a later call changes nothing."""
+        """Record the last state, and in run.log why it came to that; a later call changes nothing.
+
+        Args:
+            detail: that reason; empty: the caller knows more of a run that did what it was asked for.
+        """
         with self._lock:
             if self._state.state in FINAL:
                 return
             self._change(state, stage="", done=0, total=0, code=code, detail=detail)
             self._write()
-            if state == "failed":  # the terminal shows it by other means; the next start replaces state.json
-                self._tolerantly("run.log", lambda: append_log(self._folder, f"failed: {detail}"))
+            if detail:  # the terminal shows it by other means; the next start replaces state.json
+                self.log(f"failed: {detail}" if state == "failed" else detail)
 
     def _change(self, state: StateName, **others: Any) -> None:
         since = self._state.since if state == self._state.state else now()
@@ -230,8 +239,8 @@ class SinkReporter:
     ) -> None:  # fmt: skip
         self._reporter.process(name, role=role, state=state, version=version, word=word, host=host)
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        self._reporter.metrics(row)
+    def metrics(self, row: dict[str, Any], line: str) -> None:
+        self._reporter.metrics(row, line)
         rows = [row] if self._caught_up or not self._sinks else self._directory.metrics()
         self._caught_up = True
         for name, sink in list(self._sinks.items()):

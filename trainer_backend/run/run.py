@@ -15,6 +15,7 @@ from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import IterationMetrics
+from trainer_backend.run.row_lines import Pace, word_evaluation, word_iteration
 from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Timeline
 from trainer_backend.rundir.layout import RunDirectory
@@ -38,6 +39,7 @@ class Run:
     reporter: Reporter
     resumes: int = 0
     timeline: Timeline = field(default_factory=Timeline)
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def learner(self) -> Learner:
@@ -124,9 +126,14 @@ class Run:
         await self.collector.ack(self.planner.run_id, rollouts)
 
     def record(self, row: dict[str, Any]) -> None:
-        """Append a row of metrics, and report it."""
+        """Append the row of an iteration or an evaluation to the metrics, and report it."""
         self.directory.append_metrics(row)
-        self.reporter.metrics(row)
+        if row["kind"] == "evaluation":
+            line = word_evaluation(row)
+        else:
+            self.pace.finish(row["iteration"], self.saving.last_iteration)
+            line = word_iteration(row, self.pace)
+        self.reporter.metrics(row, line)
 
 
 async def collected(

@@ -1,4 +1,4 @@
-"""Stopping in order: Ctrl-C and SIGTERM set an event, and whoever waits, waits for that event too."""
+"""Stopping in order: Ctrl-C, SIGTERM and SIGHUP set an event, and whoever waits, waits for that event too."""
 
 import asyncio
 import os
@@ -15,7 +15,19 @@ from trainer_backend.errors import EngineStopped
 Result = TypeVar("Result")
 
 STOPPING = "stopping, and saving what is finished; Ctrl-C again ends at once, without saving"
+# Signals that ask for a stop, as users know them.
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+class Stop(asyncio.Event):
+    """Set once a stop is asked for.
+
+    Attributes:
+        by: the name of the signal that asked for it; empty before.
+    """
+
+    by = ""
 
 
 class Halted(Exception):
@@ -79,38 +91,51 @@ async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None
 
 
 @contextmanager
-def stop_on_signals(tell: Callable[[str], None]) -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
+def stop_on_signals(tell: Callable[[str], None], log: Callable[[str], None]) -> Iterator[Stop]:
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; another one of the first two ends the process.
 
-    At once means without waiting for a step on a thread and without saving: files are written aside and
+    That is at once: without waiting for a step on a thread and without saving. Files are written aside and
     renamed, and an embedded task app ends when its standard input closes.
+
+    A terminal that closes sends SIGHUP, often twice: by the kernel and by its shell. So a second one is no
+    second request, also after the context. Where SIGHUP is ignored at the start, by `nohup`, it stays so.
 
     Args:
         tell: is given a line for the person who sent the first signal, on the event loop, when it comes. The
             stop itself may take the minutes of an update.
+        log: is given the last line of a process that ends at once. It must not wait, as a terminal may.
     """
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    stop = Stop()
+    numbers = set(_NAMES)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
 
-    def heard(number: int) -> None:
-        if stop.is_set():
+    def heard(number: signal.Signals) -> None:
+        if not stop.is_set():
+            stop.by = _NAMES[number]
+            stop.set()
+            tell(STOPPING)
+        elif number != signal.SIGHUP:
+            log(f"ended at once by {_NAMES[number]}, the second request to stop: nothing more is saved")
             _end_at_once(number)
-        stop.set()
-        tell(STOPPING)
 
-    for number in signals:
+    for number in numbers:
         loop.add_signal_handler(number, partial(heard, number))
     try:
         yield stop
     finally:
-        for number in signals:
+        for number in numbers:
             loop.remove_signal_handler(number)
+        if stop.by == _NAMES[signal.SIGHUP]:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _end_at_once(number: int) -> None:
     # An exception would still wait for every thread of the pool, and an update can take minutes.
-    if sys.stdout.isatty():
-        sys.stdout.write(_SHOW_CURSOR)  # a live table hides it, and will not be there to show it again
-        sys.stdout.flush()
-    os._exit(128 + number)
+    try:
+        if sys.stdout.isatty():
+            sys.stdout.write(_SHOW_CURSOR)  # a live table hides it, and will not be there to show it again
+            sys.stdout.flush()
+    finally:  # also where the terminal is gone
+        os._exit(128 + number)

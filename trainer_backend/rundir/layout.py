@@ -14,6 +14,7 @@ from trainer_backend.job.code_files import with_files_of_now, with_known_files
 from trainer_backend.job.load import LoadedJob, dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir import lock, state
+from trainer_backend.rundir.checkpoint_paths import iteration_of, latest_checkpoint
 from trainer_backend.rundir.files import (
     append_line,
     flush,
@@ -154,6 +155,14 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """Read all rows, oldest first. A line that a crash cut short is skipped."""
         return read_lines(self.metrics_file)
+
+    def is_finished(self, iterations: int) -> bool:
+        """Return whether it has ended with so many iterations: a start would find nothing to do."""
+        status, newest = state.read_status(self.path), latest_checkpoint(self.checkpoints)
+        if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
+            return False
+        evaluations = {row["iteration"] for row in self.metrics() if row["kind"] == "evaluation"}
+        return iteration_of(newest) >= iterations and iteration_of(newest) in evaluations
 
     def missing_rows(self, iteration: int) -> str | None:
         """Describe missing rows up to an iteration; each row was written before its checkpoint."""

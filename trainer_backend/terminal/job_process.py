@@ -21,7 +21,7 @@ from pathlib import Path
 from service_kit.errors import ServiceError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import DONE, ERROR, STOPPED, exit_code_of
-from trainer_backend.terminal.output import TextConsole
+from trainer_backend.terminal.output import LastingStreams, TextConsole
 from trainer_backend.terminal.train_command import RunPlan, train_one
 
 
@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
         # Also for the first start: without a checkpoint a resume starts anew, and keeps the log of a failure.
-        finished = train_one(console, RunPlan(loaded, directory, resume=True), report=True)
+        plan = RunPlan(loaded, directory, resume=True)
+        with LastingStreams.opened() as streams:
+            finished = train_one(console, plan, streams, report=True)
     except ServiceError as error:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return exit_code_of(error)

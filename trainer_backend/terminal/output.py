@@ -1,9 +1,12 @@
 """Output and arguments that several commands share. Lines are Text, because rich reads brackets as markup."""
 
+import errno
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,6 +24,91 @@ class TextConsole(Console):
         """Render as rich does, but escape all text; tables and live displays pass here too."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+GONE = "the terminal is gone, or what read its lines: from here on they are in run.log alone"
+# A disk is full: there may be space for later lines.
+_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class LastingStreams:
+    """stdout and stderr of a command that goes on when the terminal, or the reader of its pipe, is gone.
+
+    What is printed then is dropped: no line is worth a run. Any thread may print: a live table, a log, a
+    library.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self._is_lost = False
+
+    @classmethod
+    @contextmanager
+    def opened(cls) -> Iterator[Self]:
+        """Put them in the place of `sys.stdout` and `sys.stderr` inside the context."""
+        streams, before = cls(), (sys.stdout, sys.stderr)
+        with open(os.devnull, "w") as nothing:
+            if None in before:  # closed before the start, as by `>&-`: Python has none then
+                streams.lose()
+                _fill_gaps(nothing.fileno())
+            sys.stdout, sys.stderr = (
+                cast(TextIO, _LastingStream(stream or nothing, nothing, streams.lose)) for stream in before
+            )
+            try:
+                yield streams
+            finally:
+                sys.stdout, sys.stderr = before
+
+    def when_lost(self, call: Callable[[], object]) -> None:
+        """Call this once, when one of them is lost, or now if one is; no earlier call is made then."""
+        self._calls[:] = [call]
+        if self._is_lost:
+            self.lose()
+
+    def lose(self) -> None:
+        self._is_lost = True
+        with suppress(IndexError):  # another thread was quicker
+            self._calls.pop()()
+
+
+class _LastingStream:
+    """A stream whose writes never fail; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, nothing: TextIO, lose: Callable[[], None]) -> None:
+        self._stream, self._nothing, self._lose = stream, nothing, lose
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno in _PASSING:
+            return
+        # What is still in the stream's buffer would fail again at the interpreter's end, with exit code 120.
+        with suppress(OSError):
+            os.dup2(self._nothing.fileno(), self._stream.fileno())
+        self._lose()
+
+
+def _fill_gaps(nothing: int) -> None:
+    """Let no file of the run get the number of a closed stdout or stderr, which children inherit."""
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(nothing, number)
 
 
 def write(text: str) -> None:

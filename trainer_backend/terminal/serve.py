@@ -49,7 +49,8 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr | None, say: Callab
         say: receives lines for the user.
     """
     # The port first: if it is taken, the weights need not be read.
-    with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
+    stopping = stop_on_signals(tell=lambda _: say("stopping"), log=lambda _: None)
+    with stopping as stop, _listener(job.services) as listener:
         server = PolicyServer(job.job.name, listener, job.inference, key=key or "none")
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
         say(policy.plan.report())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from service_kit.children import READY
 from service_kit.errors import ServiceError
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
 from trainer_backend.pages.story import read_story
@@ -22,9 +23,10 @@ from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import refuse_if_locked
 from trainer_backend.rundir.new_job import load_new_job
+from trainer_backend.rundir.state import append_log
 from trainer_backend.sinks import refuse_missing_libraries
 from trainer_backend.start import Ended, run_job
-from trainer_backend.terminal.output import tell
+from trainer_backend.terminal.output import GONE, LastingStreams, tell
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
 
 Paths = Sequence[Path]
@@ -88,7 +90,7 @@ def run_of_each_seed(
                 f"{path} holds a run of another job (compare its job.toml): choose another folder with "
                 f"--run, or continue it with turnwise train --resume {path}"
             )
-        if not _finished(directory):
+        if not directory.is_finished(loaded.config.training.iterations):
             yield RunPlan(loaded, directory, resume=True)
 
 
@@ -100,12 +102,6 @@ def _seeds_of(text: str) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise JobError(f"--seeds {text!r}: a seed comes twice")
     return seeds
-
-
-def _finished(directory: RunDirectory) -> bool:
-    """Return whether the run has its last evaluation, after the last iteration."""
-    last = directory.job().training.iterations
-    return any(row["kind"] == "evaluation" and row["iteration"] == last for row in directory.metrics())
 
 
 # The dashboard is a child that reads our pipe, so it ends with this process; the run never waits for it.
@@ -176,40 +172,65 @@ def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> Non
         say(f"the dashboard did not start: {last.removeprefix('error: ')}")
 
 
-def train_one(out: Console, plan: RunPlan, *, report: bool) -> bool:
-    """Train to the end; return False if the run was stopped early."""
-    directory = plan.directory
-    end = _train(out, plan)
+def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: bool) -> bool:
+    """Train to the end, unless the run is there already; return False if it was stopped early."""
+    directory, iterations = plan.directory, plan.loaded.config.training.iterations
+    resume = f"turnwise train --resume {directory.path}"
+    if plan.resume and directory.is_finished(iterations):
+        # Nothing of it changes, its end least of all, but a report that is missing.
+        tell(
+            out, f"{directory.path} is finished: all of {iterations} iterations are done, and nothing changes"
+        )
+        tell(out, f"train further with: {resume} --set training.iterations={2 * iterations or 1}")
+        if report and not directory.report.exists():
+            tell_end(partial(tell, out), directory, report=True)
+        return True
+    end = _train(out, plan, streams)
     if end is None:
         return False
-    tell_end(out, directory, report=report)
-    if end.stopped:
-        tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
+
+    def say(line: str) -> None:
+        tell(out, line)
+        _log(directory, line)
+
+    done = end.progress.iteration
+    try:
+        tell_end(say, directory, report=report)
+    finally:  # also where Ctrl-C ends the report
+        if end.stopped:
+            say(f"stopped by {end.stopped} after iteration {done}; continue with: {resume}")
+        else:
+            say(f"ended: {done} of {iterations} iterations done")
     return not end.stopped
 
 
-def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
-    """Print the figures of a finished run, and write its report. Errors here are only reported."""
+def tell_end(say: Callable[[str], None], directory: RunDirectory, *, report: bool) -> None:
+    """Tell the figures of a finished run, and write its report. Errors here are only reported."""
     try:
         for line in closing_lines(read_story(directory)):
-            tell(out, line)
+            say(line)
         if report:
-            tell(out, "writing the report")
+            say("writing the report")
             from trainer_backend.pages.report import write_report
 
-            tell(out, f"report: {write_report(directory).resolve()}")
+            say(f"report: {write_report(directory).resolve()}")
     except ServiceError as error:
-        tell(out, f"the run has ended and is saved, but not all can be told of it: {error}")
+        say(f"the run has ended and is saved, but not all can be told of it: {error}")
 
 
-def _train(out: Console, plan: RunPlan) -> Ended | None:
+def _log(directory: RunDirectory, line: str) -> None:
+    with suppress(RunDirectoryError):  # a full disk: a lost line is not worth an error
+        append_log(directory.path, line)
+
+
+def _train(out: Console, plan: RunPlan, streams: LastingStreams) -> Ended | None:
     """Train; return None if the run was stopped before there was anything to save."""
     config, directory, resume = plan.loaded.config, plan.directory, plan.resume
     with ConsoleReporter(out, config.training.iterations) as console:
-        console.say(f"run directory: {directory.path}")
         try:
             # Before `run_job` refuses: sinks would have announced the run by then.
             refuse_if_locked(directory.path)
+            streams.when_lost(partial(_log, directory, GONE))
             values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
             with SinkReporter(config.sinks, directory, console, job=values) as reporter:
                 end = asyncio.run(run_job(config, directory, reporter, resume=resume))
@@ -221,5 +242,4 @@ def _train(out: Console, plan: RunPlan) -> Ended | None:
             if not resume and directory.remove_if_unused(with_log=error.status < 500):
                 console.say(f"{directory.path} is removed again: nothing was done in it")
             raise
-        console.say(f"{end.progress.iteration} iterations done; saved in {directory.checkpoints}")
     return end

@@ -17,8 +17,9 @@ from trainer_backend.pages.compare import read_sides, summary_columns, summary_r
 from trainer_backend.pages.episode_view import last_messages, new_messages
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.story import read_story
+from trainer_backend.run.row_lines import Pace, word_iteration
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
+from trainer_backend.terminal.progress import closing_lines
 
 WRONG = (finished(dialogue(0.0, 0.0), 1), finished(dialogue(0.0), 2))
 RIGHT = (finished(dialogue(0.0, 1.0), 1), finished(dialogue(1.0), 2))
@@ -155,8 +156,7 @@ def test_runs_that_count_different_things_are_compared_with_a_doubt(run, tmp_pat
     assert summary_columns(sides)[3] == "outcome (95 %)"
 
 
-def test_the_live_table_has_the_columns_that_a_run_has():
-    out = io.StringIO()
-    ConsoleReporter(Console(file=out)).metrics(iteration_row(1))
-    assert "last turn score 0.50  reward 0.50  answers 1.5  segments 1.0" in out.getvalue()
-    assert "rewarded" not in out.getvalue()
+def test_an_iteration_is_told_with_the_figures_that_it_has():
+    line = word_iteration(iteration_row(1), Pace())
+    assert "last turn score 0.50  reward 0.50  answers 1.5  segments 1.0" in line
+    assert "rewarded" not in line

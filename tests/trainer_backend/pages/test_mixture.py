@@ -1,9 +1,6 @@
 """What a report and a table tell of a mixture, on figures worked by hand."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import COW, FIRST, TABLE, WOOD, empty_run, evaluation_row, rollout
@@ -12,8 +9,8 @@ from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.pages.compare import read_sides, setting_differences, write_comparison
 from trainer_backend.pages.report import figure_lines, reward_by_turn, write_report
 from trainer_backend.pages.story import read_story
+from trainer_backend.run.row_lines import Pace, word_iteration
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.terminal.progress import ConsoleReporter
 
 JOB = tiny_job(
     rollout_only={"model_path": "teacher", "behaviour_weight_cap": 4.0},
@@ -105,12 +102,8 @@ def test_a_run_of_a_fixed_policy_alone_has_no_curve_of_the_actor(tmp_path):
     write_comparison(read_sides([run.path, other.path]), tmp_path / "out")
 
 
-def test_the_live_table_has_a_column_for_each_fixed_policy_and_a_dash_for_who_did_not_play():
-    out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=240))
-    for row in rows():
-        reporter.metrics(row)
-    first, second = out.getvalue().splitlines()
+def test_an_iteration_is_told_with_each_fixed_policy_and_without_who_did_not_play():
+    first, second = (word_iteration(row, Pace()) for row in rows())
     assert "unique achievements" not in first
     assert "by the actor 0%  fixed counted 50.0%  fixed 3.00" in first
     assert "unique achievements 1.00" in second

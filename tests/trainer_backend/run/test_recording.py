@@ -60,7 +60,7 @@ def test_a_finished_iteration_is_told_and_since_when_the_state_is_what_it_is(run
     reporter = RecordingReporter(run, ListReporter())
     reporter.stage("collect 1", 0, 8)
     began = state_of(run).since
-    reporter.metrics({"kind": "iteration", "iteration": 1})
+    reporter.metrics({"kind": "iteration", "iteration": 1}, "iteration 1")
     assert (state_of(run).iteration, state_of(run).since) == (1, began)
 
 
@@ -124,7 +124,7 @@ def test_every_start_is_counted(run: RunDirectory):
     [
         (TaskAppError("nobody answers"), "failed", "task_app_failed", "nobody answers"),
         (ZeroDivisionError("oh"), "failed", "crashed", "ZeroDivisionError: oh"),
-        (KeyboardInterrupt(), "stopped", "", ""),
+        (KeyboardInterrupt(), "stopped", "", "stopped by KeyboardInterrupt"),
     ],
 )
 def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, code: str, detail: str):
@@ -133,7 +133,8 @@ def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, 
         raise error
     last = state_of(run)
     assert (last.state, last.code, last.detail, last.stage) == (state, code, detail, "")
-    assert [line.text for line in read_log(run.path)[0]] == ([f"failed: {detail}"] if detail else [])
+    reason = f"failed: {detail}" if state == "failed" else detail
+    assert [line.text for line in read_log(run.path)[0]] == [reason]
 
 
 def test_an_error_on_the_way_out_does_not_replace_the_last_word(run: RunDirectory):

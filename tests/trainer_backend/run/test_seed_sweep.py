@@ -8,6 +8,8 @@ from tests.conftest import tiny_job
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job
 from trainer_backend.operator_plugins import load_plugins
+from trainer_backend.rundir.checkpoint_paths import STATE_FILE
+from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.terminal.train_command import run_of_each_seed
 
 
@@ -37,8 +39,12 @@ def test_a_run_is_made_when_it_is_its_turn(job: Path, tmp_path: Path):
 
 def test_given_again_what_is_done_is_left_and_what_was_begun_goes_on(job: Path, tmp_path: Path):
     first, second = planned(job, "0,1", run=tmp_path / "sweep")
-    second.directory.append_metrics({"kind": "evaluation", "iteration": 2})
-    first.directory.append_metrics({"kind": "evaluation", "iteration": 3})  # the last one
+    for run, last in ((first, 3), (second, 2)):
+        run.directory.append_metrics({"kind": "evaluation", "iteration": last})
+        checkpoint = run.directory.checkpoints / f"iteration_{last}"
+        checkpoint.mkdir()
+        (checkpoint / STATE_FILE).touch()
+        write_state(run.directory.path, RunState("ended", 1, last))
     again = planned(job, "0,1,2", run=tmp_path / "sweep")
     assert [(run.directory.path.name, run.resume) for run in again] == [("seed_1", True), ("seed_2", False)]
 

@@ -35,7 +35,7 @@ from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.rundir.state import read_status
+from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.start import Ended, again_after_losses, run_job
 
 
@@ -240,10 +240,9 @@ def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Pat
     assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
     state = read_status(tmp_path / "run").state
     assert state is not None
-    assert (state.state, state.detail) == (
-        "stopped",
-        "stopped before anything was played; nothing new to save",
-    )
+    reason = "stopped by Ctrl-C before anything was played; nothing new to save"
+    assert (state.state, state.detail) == ("stopped", reason)
+    assert read_log(tmp_path / "run", last=1)[0][0].text == reason
 
 
 def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -261,7 +260,7 @@ def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkey
         directory, reporter = create_run(job, tmp_path / "run"), Impatient()
         with pytest.raises(Stopped, match="before the learner was there"):
             asyncio.run(run_job(job, directory, reporter, resume=False))
-    assert reporter.lines[1:] == [STOPPING]
+    assert reporter.lines[2:] == [STOPPING]
 
 
 def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):
@@ -270,7 +269,7 @@ def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path)
         directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
         with pytest.raises(PortTaken):
             asyncio.run(run_job(job, directory, reporter, resume=False))
-    assert (reporter.lines, reporter.stages) == ([], [])
+    assert (reporter.lines, reporter.stages) == ([f"run directory: {directory.path}"], [])
     assert not (directory.path / "task_app.log").exists()
 
 
@@ -284,7 +283,7 @@ async def starts_until(
     async def start(resume: bool) -> Ended:
         starts.append(resume)
         if len(starts) > losses:
-            return Ended(Progress(), stopped=False)
+            return Ended(Progress(), stopped="")
         if stopped:
             stop.set()
         raise LearnerLost("the learner's process has ended")

@@ -13,12 +13,17 @@ from trainer_backend.run.stopping import STOPPING, until_on_thread
 
 SLEEPER = """
 import asyncio, sys, threading
+from functools import partial
 from trainer_backend.run.stopping import stop_on_signals
 
 async def main():
-    with stop_on_signals(lambda line: print(line, flush=True)) as stop:
-        print("ready", flush=True)
+    say = partial(print, flush=True)
+    with stop_on_signals(tell=say, log=say) as stop:
+        say("ready")
         await stop.wait()
+        say(stop.by)
+        await asyncio.to_thread(sys.stdin.readline)
+        say("goes on")
         await asyncio.to_thread(threading.Event().wait)   # a step that never ends
 
 asyncio.run(main())
@@ -73,10 +78,43 @@ async def test_a_wait_that_is_cancelled_ends_the_thread_too():
 
 
 @pytest.mark.timeout(60)
-def test_the_first_ctrl_c_is_answered_and_a_second_ends_the_process_whatever_its_threads_do():
-    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for expected in ("ready", STOPPING):
-            assert process.stdout.readline().strip() == expected
-            process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+@pytest.mark.parametrize(
+    ("first", "by", "others", "last"),
+    [
+        ([signal.SIGINT], "Ctrl-C", [signal.SIGINT], "Ctrl-C"),
+        # A terminal that closes sends it twice: by the kernel and by its shell.
+        ([signal.SIGHUP], "SIGHUP", [signal.SIGHUP, signal.SIGINT], "Ctrl-C"),
+        ([signal.SIGTERM], "SIGTERM", [signal.SIGTERM], "SIGTERM"),
+    ],
+)
+def test_the_first_signal_is_answered_and_a_second_ends_the_process_whatever_its_threads_do(
+    first: list[signal.Signals], by: str, others: list[signal.Signals], last: str
+):
+    process_hears(first, by, others, last)
+
+
+@pytest.mark.timeout(60)
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    process_hears([signal.SIGHUP, signal.SIGTERM], "SIGTERM", [signal.SIGINT], "Ctrl-C", "nohup")
+
+
+def process_hears(
+    first: list[signal.Signals], by: str, others: list[signal.Signals], last: str, *before: str
+) -> None:
+    command = [*before, sys.executable, "-c", SLEEPER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        for number in first:
+            process.send_signal(number)
+        assert [process.stdout.readline().strip() for _ in range(2)] == [STOPPING, by]
+        for number in others[:-1]:
+            process.send_signal(number)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "goes on\n"
+        process.send_signal(others[-1])
+        assert process.stdout.readline().startswith(f"ended at once by {last}, ")
+        assert process.wait(20) == 128 + others[-1]

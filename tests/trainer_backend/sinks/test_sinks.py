@@ -58,7 +58,7 @@ def written(directory: RunDirectory, rows: list[dict[str, Any]], job: Any) -> Li
         for row in rows:
             directory.append_metrics(row)
             if row["kind"] != "warmup":  # the start of a run writes it, and tells nobody
-                sinks.metrics(row)
+                sinks.metrics(row, "")
         sinks.say("done")
         sinks.stage("collect", 1, 2)
     assert (reporter.lines, reporter.stages) == (["done"], [("collect", 1, 2)])
@@ -135,7 +135,7 @@ def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_pat
     with opened(job, directory, reporter, board=board) as sinks:
         for row in (FIRST, SECOND, {**SECOND, "iteration": 3}):
             directory.append_metrics(row)
-            sinks.metrics(row)
+            sinks.metrics(row, "")
     (line,) = reporter.lines
     assert line.startswith(f"sinks.wandb raised {told} (test_sinks.py:")
     assert line.endswith("); it gets no further rows")
@@ -208,7 +208,7 @@ def offline(path: Path, rows: list[dict[str, Any]]) -> None:
     with opened(directory.job(), directory, reporter) as sinks:
         for row in rows:
             directory.append_metrics(row)
-            sinks.metrics(row)
+            sinks.metrics(row, "")
     print("\n".join(reporter.lines))
 
 

@@ -1,7 +1,12 @@
 """Stored text on a terminal: shown, never obeyed."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import structlog
 from rich.table import Table
 from rich.text import Text
@@ -71,3 +76,38 @@ def test_a_log_for_people_shows_them_too(capsys):
     told = capsys.readouterr().err
     assert told.count(SHOWN) == 2
     assert "\x1b" not in told
+
+
+SPEAKER = """
+import sys
+from pathlib import Path
+from rich.live import Live
+from trainer_backend.terminal.output import LastingStreams, TextConsole, tell
+
+out, err, log = TextConsole(force_terminal=True), TextConsole(stderr=True), Path(sys.argv[1])
+with LastingStreams.opened() as streams:
+    tell(out, "first")
+    sys.stdin.readline()  # until there is no reader
+    streams.when_lost(lambda: log.write_text("lost"))
+    with Live("a table", console=out):
+        for line in range(3):
+            tell(out, "line")
+            tell(err, "line")
+            print("a library", file=sys.stderr)
+    log.write_text(log.read_text() + ", done")
+"""
+
+
+@pytest.mark.parametrize("closed", ["", ">&- 2>&-"])
+def test_who_prints_to_nobody_goes_on_and_ends_well(tmp_path: Path, closed: str):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SPEAKER, str(tmp_path / "log")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == (b"" if closed else b"first\n")
+        process.stdout.close()
+        process.stdin.close()
+    assert process.returncode == 0
+    assert (tmp_path / "log").read_text() == "lost, done"

@@ -15,7 +15,10 @@ from tests.trainer_backend.pages.hand_made import (
     small_run,
 )
 from trainer_backend.pages.story import read_story
-from trainer_backend.terminal.progress import ConsoleReporter, closing_lines, evaluation_line
+from trainer_backend.run.reporters import RecordingReporter
+from trainer_backend.run.row_lines import Pace, word_evaluation, word_iteration
+from trainer_backend.rundir.state import read_log
+from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
 
 BRACKETS = "[vllm] in /runs/[/x]/:bug:"
 
@@ -40,7 +43,7 @@ def test_an_evaluation_is_told_with_its_achievements():
     out = io.StringIO()
     row = evaluation_row(3, LAST, 1.0, 3.0)
     row["eval/success_rates"]["[/odd]"] = 0.25
-    ConsoleReporter(Console(file=out)).metrics(row)
+    ConsoleReporter(Console(file=out)).metrics(row, word_evaluation(row))
     assert "held-out after iteration 3: 2.00 (95 % 1.00 to 3.00) unique achievements" in out.getvalue()
     assert "eat_cow 100%, collect_wood 50%, place_table 50%, [/odd] 25%" in out.getvalue()
 
@@ -48,7 +51,7 @@ def test_an_evaluation_is_told_with_its_achievements():
 def test_an_evaluation_in_which_nothing_was_unlocked_ends_with_its_episodes():
     row = evaluation_row(0, FIRST[1:], None, None)
     row["eval/success_rates"] = {"eat_cow": 0.0}
-    assert evaluation_line(row).plain.endswith("progress 0.0 %, 1 episodes")
+    assert word_evaluation(row).endswith("progress 0.0 %, 1 episodes")
 
 
 def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path):
@@ -82,21 +85,35 @@ def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path):
 def test_without_achievements_there_is_neither_score_nor_progress():
     row = evaluation_row(0, FIRST, None, None)
     del row["eval/progress"], row["eval/crafter_score"], row["eval/success_rates"]
-    assert "progress" not in evaluation_line(row).plain
+    assert "progress" not in word_evaluation(row)
 
 
 def test_other_environments_have_progress_and_no_crafter_score():
     row = evaluation_row(0, FIRST, None, None)
     del row["eval/crafter_score"]
-    line = evaluation_line(row).plain
+    line = word_evaluation(row)
     assert "progress 16.7 %" in line and "score" not in line
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_iteration_is_a_line_or_a_row_of_a_live_table_and_in_the_log_the_same_line(
+    tmp_path, terminal: bool
+):
+    run, out, pace = empty_run(tiny_job(), tmp_path / "run"), io.StringIO(), Pace()
+    reporter = RecordingReporter(run, ConsoleReporter(Console(file=out, force_terminal=terminal, width=160)))
+    row = iteration_row(3, 2.0)
+    pace.finish(3, 8)
+    reporter.metrics(row, line := word_iteration(row, pace))
+    assert line.startswith("iteration 3 of 8  unique achievements 2.00  ")
+    assert (line in out.getvalue()) is not terminal
+    assert [kept.text for kept in read_log(run.path)[0]] == [line]
 
 
 def test_a_column_grows_with_its_numbers_and_the_titles_are_told_again():
     out = io.StringIO()
     reporter = ConsoleReporter(Console(file=out, force_terminal=True, width=160, color_system=None))
     for reward in (1.0, -104.25, -1.0):
-        reporter.metrics({**iteration_row(1, 2.0), "reward/mean": reward})
+        reporter.metrics({**iteration_row(1, 2.0), "reward/mean": reward}, "")
     assert "-104.25" in out.getvalue()
     assert out.getvalue().count("entropy") == 2
 
@@ -107,7 +124,7 @@ def test_rows_stay_above_the_live_line_under_titles_that_come_again():
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
     reporter = ConsoleReporter(console, iterations=40, clock=lambda: float(next(seconds)))
     for iteration in range(1, 25):
-        reporter.metrics(iteration_row(iteration, 2.0))
+        reporter.metrics(iteration_row(iteration, 2.0), "")
     told = out.getvalue()
     assert [line.split()[0] for line in told.splitlines() if line.split()[0].isdigit()] == [
         str(number) for number in range(1, 25)

@@ -1,0 +1,119 @@
+"""Rows of metrics in words: the lines that a terminal prints of a run and run.log keeps."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer_backend.collect.metrics import outcome_interval, outcome_name
+from trainer_backend.core.mixture_history import OUTCOME, metric_of
+from trainer_backend.core.policies import ACTOR
+
+Row = Mapping[str, Any]
+
+_OUTCOME = "episode/outcome_reward"
+_REWARDED = "decision/nonzero_frac"
+_OF_A_POLICY = re.compile(metric_of(r"[^/]+", OUTCOME))
+# Columns that appear if a row has their metric.
+_COLUMNS = (
+    ("iteration", "iteration", "{:.0f}"),
+    (_OUTCOME, "outcome", "{:.2f}"),
+    ("reward/mean", "reward", "{:.2f}"),
+    (_REWARDED, "rewarded", "{:.1%}"),
+    ("episode/invalid_frac", "refused", "{:.1%}"),
+    ("interaction/answers", "answers", "{:.1f}"),
+    ("statelm/segments", "segments", "{:.1f}"),
+    ("statelm/peak_context", "context", "{:.0f}"),
+    ("statelm/context_length_exceeded", "ran over", "{:.1%}"),
+    ("loss/entropy", "entropy", "{:.2f}"),
+    ("loss/approx_kl", "kl", "{:.4f}"),
+    ("rollout/policy_choice", "by the actor", "{:.0%}"),
+    ("mixture/counted_share", "fixed counted", "{:.1%}"),
+)
+# Columns after these and after the outcomes of fixed policies.
+_TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s", "{:.1f}"))
+
+
+class Pace:
+    """How far a run is, and how long its iterations have taken so far.
+
+    Args:
+        clock: seconds, from any moment on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends_s: list[float] = []
+        self._last, self._iterations = 0, 0
+
+    def finish(self, iteration: int, iterations: int | None) -> None:
+        """Count an iteration that has just ended, of so many; None: unknown."""
+        self._ends_s.append(self._clock())
+        self._last, self._iterations = iteration, iterations or 0
+
+    def count(self) -> str:
+        """The last iteration, and how many there will be; empty before the first."""
+        if not self._ends_s:
+            return ""
+        return (
+            f"iteration {self._last} of {self._iterations}" if self._iterations else f"iteration {self._last}"
+        )
+
+    def left(self) -> str:
+        """How long the rest will take if it goes on like the iterations so far; empty where nobody knows."""
+        rest = self._iterations - self._last
+        if rest <= 0 or len(self._ends_s) < 2:
+            return ""
+        seconds = rest * (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+
+def word_iteration(row: Row, pace: Pace) -> str:
+    """Describe an iteration, which the pace has just counted, with its figures."""
+    cells = "  ".join(f"{title} {form.format(row[key])}" for key, title, form in columns_for(row)[1:])
+    return "  ".join(filter(None, (pace.count(), cells, pace.left())))
+
+
+def word_evaluation(row: Row) -> str:
+    """Describe an evaluation in a sentence, with the most frequent achievements first."""
+    rates = sorted(row.get("eval/success_rates", {}).items(), key=lambda item: -item[1])
+    achievements = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
+    held_out = f"held-out after iteration {row['iteration']}: {word_outcome(row)}{word_episodes(row)}"
+    return f"{held_out}: {achievements}" if achievements else held_out
+
+
+def word_episodes(row: Row) -> str:
+    """The part of an evaluation's line that comes after its result."""
+    return f", {row['eval/episodes']} episodes"
+
+
+def word_outcome(row: Row) -> str:
+    """Describe the mean outcome of an evaluation, with its interval, and what else sums the episodes up."""
+    interval = outcome_interval(row)
+    bounds = f" (95 % {interval.low:.2f} to {interval.high:.2f})" if interval.low is not None else ""
+    return f"{interval.mean:.2f}{bounds} {outcome_name(row)}{_score_and_progress(row)}"
+
+
+def columns_for(row: Row) -> list[tuple[str, str, str]]:
+    """Return key, title and format of each figure that the row has; the first is the iteration."""
+    columns = [
+        (key, outcome_name(row) if key == _OUTCOME else title, form)
+        for key, title, form in (*_COLUMNS, *_fixed_policy_columns(row), *_TIMES)
+    ]
+    has_achievements = "episode/unique_achievements" in row
+    return [column for column in columns if column[0] in row and (has_achievements or column[0] != _REWARDED)]
+
+
+def _fixed_policy_columns(row: Row) -> list[tuple[str, str, str]]:
+    """Return a column for the outcome of each fixed policy; the actor has one anyway."""
+    keys = [key for key in row if _OF_A_POLICY.fullmatch(key)]
+    return [(key, key.split("/")[1], "{:.2f}") for key in keys if key != metric_of(ACTOR, OUTCOME)]
+
+
+def _score_and_progress(row: Row) -> str:
+    """Empty without achievements, and in rows of earlier versions."""
+    if "eval/progress" not in row:
+        return ""
+    score = row.get("eval/crafter_score")
+    of_crafter = "" if score is None else f" Crafter score {score:.1f} %,"
+    return f";{of_crafter} progress {row['eval/progress']:.1f} %"
