@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from bench import kit
 from bench.charts import COLOURS, png, whole_numbers
-from trainer_backend.pages.report import paired_difference
+from trainer_backend.evaluation.best import paired_difference
 from trainer_backend.rundir.files import read_lines
 
 # What an evaluation tells, each with its interval; and what people have of it (Hafner 2021, BALROG).

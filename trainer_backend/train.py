@@ -18,7 +18,7 @@ from trainer_backend.collect.metrics import (
     evaluation_metrics,
 )
 from trainer_backend.collect.plan import retried
-from trainer_backend.collect.work import without
+from trainer_backend.collect.work import merge, without
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
@@ -191,12 +191,7 @@ class Iteration:
     def is_complete(self) -> bool:
         """Whether it has a round, and asks for no other one in place of flat groups or rejected rollouts."""
         most = self._planner.table.refill_rounds
-        return bool(self._rounds) and not self._again and (not self._missing or self._planned_rounds > most)
-
-    @property
-    def _planned_rounds(self) -> int:
-        """How many rounds there are, without that of rejected rollouts."""
-        return len(self._rounds) - (self._has_rejected and not self._again)
+        return bool(self._rounds) and not self._again and (not self._missing or len(self._rounds) > most)
 
     @property
     def _missing(self) -> int:
@@ -204,7 +199,7 @@ class Iteration:
 
     async def add_round(self) -> bool:
         """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
-        run, self._is_awaited = self._run, True
+        run, self._is_awaited, is_again = self._run, True, bool(self._again)
         collection = await run.saving.while_written(self._next_round())  # 4 to 6
         await run.settled()  # before the learner is asked, and before anything of this iteration is stored
         if collection is None:
@@ -218,7 +213,10 @@ class Iteration:
         if not self._planner.table.max_staleness:  # else later iterations are being collected
             await run.server.release()
         with run.timeline.working("learn") as span:
-            self._rounds.append(collection)
+            if is_again:
+                self._rounds[-1] = merge(self._rounds[-1], collection)
+            else:
+                self._rounds.append(collection)
             self._branches.append(branches)
             try:
                 await self._credit_and_store(collection)  # 7 to 10
@@ -294,7 +292,7 @@ class Iteration:
             return await self._collect("again", self._requests)
         missing = self._missing
         self._requests = self._planner.refill(
-            self.number, self._planned_rounds, missing, refilled=self._refilled
+            self.number, len(self._rounds), missing, refilled=self._refilled
         )
         self._refilled += missing
         return await self._collect("collect", self._requests)
@@ -308,14 +306,15 @@ class Iteration:
             return Collection(())
         if what == "collect":
             self._all_requests += requests
-        stage = _stage(what, self.number, self._planned_rounds)
+        refills = 0 if what == "again" else len(self._rounds)
+        stage = _stage(what, self.number, refills)
         with self._run.timeline.working("collect") as span:
             collection = await self._run.collect(
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
         if collection is not None:
-            self._run.losses.report(collection, _stage(_NAMES[what], self.number, self._planned_rounds))
+            self._run.losses.report(collection, _stage(_NAMES[what], self.number, refills))
         return collection
 
     async def _credit_and_store(self, newest: Collection) -> None:
@@ -540,7 +539,8 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     }
     run.record(row)
     spool.remove()
-    run.saving.mark_best()
+    if note := run.saving.mark_best().get(progress.iteration):
+        run.reporter.say(note)
 
 
 def _again(request: RolloutRequest, rejected: Rollout) -> RolloutRequest:

@@ -186,7 +186,7 @@ async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):
         rest = with_spread("train/1/1")([request for request in requests if request not in lost])
         return Collection(rest.rollouts, tuple(failed(request) for request in lost))
 
-    run, _, asked = watched_run(tmp_path, lossy, REFILL)
+    run, _, asked = watched_run(tmp_path, lossy, REFILL | {"training__max_lost_share": 0.5})
     await train(run, Progress(), asyncio.Event())
     assert len(asked) == 1
     assert iteration_row(run)["group/flat"] == 0

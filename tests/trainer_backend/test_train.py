@@ -15,6 +15,8 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
+from trainer_backend.collect.losses import losses_in
+from trainer_backend.collect.metrics import count_worlds
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.credit.credit import CreditAssignment
@@ -23,13 +25,17 @@ from trainer_backend.errors import (
     NonFiniteLoss,
     NothingToLearnFrom,
     RunNotWritten,
+    SegmentError,
     TaskAppError,
+    TooManyLost,
     TrainerError,
+    place,
 )
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import inference_metrics
 from trainer_backend.rundir.checkpoint_paths import BestMark, best_checkpoint, best_mark
+from trainer_backend.rundir.files import read_lines
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
@@ -142,6 +148,7 @@ def finished(request: RolloutRequest, unlocked: Any = (WOOD, COW)) -> Rollout:
         update={
             "rollout_id": request.rollout_id,
             "run_id": request.run_id,
+            "attempt": request.attempt,
             "trajectory": played.trajectory.model_copy(update={"steps": steps}),
         }
     )
@@ -270,7 +277,16 @@ async def test_a_row_whose_checkpoint_is_gone_is_not_marked(tmp_path: Path):
     assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"
 
 
-async def test_an_evaluation_that_lost_a_world_is_never_the_best(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("most", "best", "told"),
+    [
+        (0.25, "iteration_2", "by the 3 of 4 worlds that both finished"),
+        (0.2, "iteration_0", "only 3 of 4 worlds"),
+    ],
+)
+async def test_an_evaluation_that_lost_a_world_is_compared_by_the_others_or_says_that_it_is_not(
+    tmp_path: Path, most: float, best: str, told: str
+):
     def lossy(requests: Sequence[RolloutRequest]) -> Collection:
         rich = tuple(finished(request) for request in requests[1:])
         return Collection(rich, (failed(requests[0]),), Counter({"inference_unavailable": 2}))
@@ -278,11 +294,15 @@ async def test_an_evaluation_that_lost_a_world_is_never_the_best(tmp_path: Path)
     def poor(requests: Sequence[RolloutRequest]) -> Collection:
         return Collection(tuple(finished(request, [WOOD, ()]) for request in requests))
 
-    run = run_of(tmp_path, evaluation=from_call(2, lossy, before=poor))
+    run = run_of(tmp_path, evaluation=from_call(2, lossy, before=poor), training__max_lost_share=most)
     await train(run, Progress(), asyncio.Event())
-    scores = [row["eval/outcome_reward"] for row in rows_of(run.directory, "evaluation")]
-    assert scores == [1.0, 2.0, 2.0]
-    assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"
+    rows = rows_of(run.directory, "evaluation")
+    assert [row["eval/outcome_reward"] for row in rows] == [1.0, 2.0, 2.0]
+    assert [count_worlds(row) for row in rows] == ["4 worlds", "3 of 4 worlds", "3 of 4 worlds"]
+    assert best_checkpoint(run.directory.checkpoints).name == best
+    assert isinstance(run.reporter, ListReporter)
+    (note,) = [line for line in run.reporter.lines if line.startswith("evaluation after iteration 2 ")]
+    assert told in note
 
 
 @pytest.mark.parametrize(
@@ -484,8 +504,7 @@ async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told
     run = run_of(tmp_path, train=all_failed)
     with pytest.raises(
         NothingToLearnFrom,
-        match=r"iteration 1: none of 8 rollouts was finished \(16 x inference_unavailable; "
-        r"run\.1/train/1/0/0: connection refused\)",
+        match=r"iteration 1: 8 of 8 rollouts lost: connection refused",
     ):
         await train(run, Progress(), asyncio.Event())
     stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
@@ -494,9 +513,129 @@ async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told
 
 async def test_when_every_world_of_an_evaluation_fails_that_is_kept_and_told_too(tmp_path: Path):
     run = run_of(tmp_path, evaluation=all_failed)
-    with pytest.raises(NothingToLearnFrom, match="evaluation after iteration 0: none of 4"):
+    with pytest.raises(NothingToLearnFrom, match="evaluation after iteration 0: 4 of 4 rollouts lost"):
         await train(run, Progress(), asyncio.Event())
     assert len(read_rollouts(run.directory.rollouts_file("evaluation_0"))) == 4
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluation"])
+async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_plays_the_lost_again(
+    tmp_path: Path, stage: str
+):
+    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+        return Collection(all_finished(requests[2:]).rollouts, tuple(map(failed, requests[:2])))
+
+    keys: dict[str, Any] = {"training__recovery_every": 1, "evaluation__instances": 8}
+    run = run_of(tmp_path, **{stage: from_call(2, lossy)}, **keys)
+    name = "iteration 2" if stage == "train" else "evaluation after iteration 2"
+    told = f"{name}: 2 of 8 rollouts lost: connection refused"
+    with pytest.raises(TooManyLost, match=told):
+        await train(run, Progress(), asyncio.Event())
+    assert isinstance(run.reporter, ListReporter) and told in run.reporter.lines
+    done = 1 if stage == "train" else 2
+    assert saved(run)[-1] == f"iteration_{done}"
+    asked: list[int] = []
+
+    def honest(requests: Sequence[RolloutRequest]) -> Collection:
+        asked.append(len(requests))
+        return all_finished(requests)
+
+    answers = {"train": all_finished, "evaluation": all_finished, stage: honest}
+    collector: Any = Collector(answers["train"], answers["evaluation"])
+    resumed = replace(run, collector=collector, reporter=ListReporter())
+    progress = await train(resumed, Progress(done, done, done), asyncio.Event())
+    assert (progress.iteration, asked[0]) == (4, 2)
+
+
+async def test_a_loss_within_the_share_is_told_and_stays_in_the_row(tmp_path: Path):
+    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+        return Collection(all_finished(requests[1:]).rollouts, (failed(requests[0]),))
+
+    run = run_of(tmp_path, train=from_call(2, lossy), training__iterations=2)
+    await train(run, Progress(), asyncio.Event())
+    assert isinstance(run.reporter, ListReporter)
+    assert "iteration 2: 1 of 8 rollouts lost: connection refused" in run.reporter.lines
+    assert [losses_in(row).count for row in rows_of(run.directory, "iteration")] == ["0 of 8", "1 of 8"]
+
+
+class Rejecting(Learner):
+    """Names two rollouts in the error of each of the first `times` updates."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.trained: list[str] = []
+
+    def update(self, episodes: Sequence[CreditedEpisode], **keywords: Any) -> dict[str, float]:
+        self.trained = [episode.rollout_id for episode in episodes]
+        if self.times:
+            self.times -= 1
+            error = SegmentError("token id 99", where=place(self.trained[1], 1, 2))
+            error.rollout_ids = (self.trained[1], self.trained[4])
+            raise error
+        return super().update(episodes, **keywords)
+
+
+def without_logprob(rollout: Rollout) -> Rollout:
+    """The rollout with a sampled token whose log-prob is NaN, which no segment may hold."""
+    assert rollout.trajectory is not None
+    first, *rest = rollout.trajectory.steps
+    assert isinstance(first.policy_logprobs, PolicyLogprobs)
+    call = first.policy_logprobs.model_copy(update={"logprobs": (float("nan"),)})
+    steps = (first.model_copy(update={"policy_logprobs": call}), *rest)
+    return rollout.model_copy(update={"trajectory": rollout.trajectory.model_copy(update={"steps": steps})})
+
+
+def spoiled(requests: Sequence[RolloutRequest]) -> Collection:
+    """All finished, but those that are asked for the first time at places 1 and 4 cannot be credited."""
+    return Collection(
+        tuple(
+            without_logprob(item) if item.attempt == 0 and number in (1, 4) else item
+            for number, item in enumerate(all_finished(requests).rollouts)
+        )
+    )
+
+
+@pytest.mark.parametrize("rejects", ["credit", "update"])
+async def test_what_credit_or_update_rejects_is_set_aside_and_planned_once_more(tmp_path: Path, rejects: str):
+    learner = Rejecting(times=int(rejects == "update"))
+    answer = spoiled if rejects == "credit" else all_finished
+    run = run_of(tmp_path, train=answer, learner=learner, training__iterations=1)
+    progress = await train(run, Progress(), asyncio.Event())
+    assert progress.iteration == 1
+    names = {name.rpartition("/train/")[2] for name in learner.trained}
+    assert names == {"1/0/0", "1/0/1:1", "1/0/2", "1/0/3", "1/1/0:1", "1/1/1", "1/1/2", "1/1/3"}
+    rejected = read_lines(run.directory.rejected_file("iteration_1"))
+    assert [row["rollout"]["rollout_id"][-5:] for row in rejected] == ["1/0/1", "1/1/0"]
+    (row,) = rows_of(run.directory, "iteration")
+    assert (row["rollout/finished"], row["rollout/failure/rollout_rejected"]) == (8.0, 2.0)
+    assert isinstance(run.reporter, ListReporter)
+    assert any("2 rollouts cannot be learned from and are set aside" in line for line in run.reporter.lines)
+
+
+async def test_a_second_rejection_ends_the_run_and_poisons_no_resumed_one(tmp_path: Path):
+    run = run_of(tmp_path, learner=Rejecting(times=2), training__iterations=1, training__recovery_every=1)
+    with pytest.raises(SegmentError, match="token id 99"):
+        await train(run, Progress(), asyncio.Event())
+    assert saved(run) == ["iteration_0"]
+    asked: list[str] = []
+
+    def honest(requests: Sequence[RolloutRequest]) -> Collection:
+        asked.extend(request.rollout_id.rpartition("/train/")[2] for request in requests)
+        return all_finished(requests)
+
+    collector: Any = Collector(honest, all_finished)
+    saving = Saving(run.saving._training, run.saving._evaluation, run.directory, Learner())
+    progress = await train(replace(run, collector=collector, saving=saving), Progress(), asyncio.Event())
+    assert progress.iteration == 1
+    assert asked == ["1/0/1", "1/1/0"], "the other six are in the spool"
+
+
+async def test_an_error_that_names_no_rollout_is_no_rejection(tmp_path: Path):
+    run = run_of(tmp_path, learner=Learner(fails_at=1))
+    with pytest.raises(NonFiniteLoss):
+        await train(run, Progress(), asyncio.Event())
+    assert not run.directory.rejected_file("iteration_1").exists()
 
 
 async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path):

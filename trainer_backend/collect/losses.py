@@ -85,7 +85,7 @@ def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
     """The losses that a row of metrics tells; rows of earlier versions tell no causes."""
     lost, finished = (int(row.get(names[branches], 0)) for names in (FAILED, FINISHED))
     room = FAILED[branches].partition("/")[0]
-    causes = [(int(count), str(cause)) for count, cause in row.get(f"{room}/{_CAUSES}", ())]
+    causes = tuple((int(count), str(cause)) for count, cause in row.get(f"{room}/{_CAUSES}", ()))
     return Losses(lost, lost + finished, causes)
 
 

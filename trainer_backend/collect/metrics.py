@@ -6,7 +6,8 @@ from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.losses import count_losses
+from trainer_backend.collect.losses import count_losses, losses_in
+from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.work import AppFigures, Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
@@ -36,6 +37,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     own = user_reward_metrics(trajectories).get("episode/environment_outcome_reward")
     return {
         "eval/episodes": len(trajectories),
+        "eval/unit": "world" if row_of(rollouts[0].group_id) is None else "row",
         **_with_bounds("eval/outcome_reward", outcome),
         "eval/outcome_definition": outcome_definition(trajectories),
         **({} if own is None else {"eval/environment_outcome_reward": own}),
@@ -45,6 +47,13 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "eval/decisions": episodes["episode/decisions"],
         "eval/invalid_frac": episodes["episode/invalid_frac"],
     }
+
+
+def count_worlds(row: Mapping[str, Any]) -> str:
+    """`32 worlds` that an evaluation played, or `16 of 32 worlds` where it lost some."""
+    losses, unit = losses_in(row), row.get("eval/unit", "episode")
+    total = f" of {losses.total}" if losses.lost else ""
+    return f"{row['eval/episodes']}{total} {unit}s"
 
 
 def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:

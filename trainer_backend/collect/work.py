@@ -154,6 +154,12 @@ def without(collection: Collection, ids: Container[str]) -> Collection:
     return replace(collection, rollouts=rest, failures=failures)
 
 
+def merge(collection: Collection, replacement: Collection) -> Collection:
+    """Put the rollouts of another collection among these, each in its place; their failures add up."""
+    joined = join_rounds([collection, replacement])
+    return replace(joined, rollouts=tuple(sorted(joined.rollouts, key=_place)))
+
+
 def join_rounds(rounds: Sequence[Collection]) -> Collection:
     """Join the collections of one iteration, in the order of its rounds."""
     apps: dict[str, AppFigures] = {}

@@ -9,11 +9,12 @@ from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
+from trainer_backend.evaluation.best import paired_difference
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.facts import differing_keys
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import saved_page
-from trainer_backend.pages.report import paired_difference, save
+from trainer_backend.pages.report import save
 from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story

@@ -11,13 +11,14 @@ from pathlib import Path
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.losses import FAILED
-from trainer_backend.collect.metrics import outcome_interval, outcome_meaning, outcome_name
+from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
-from trainer_backend.core.statistics import Interval, bounded, mean_interval
+from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import TrainerError
+from trainer_backend.evaluation.best import paired_difference
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
@@ -142,7 +143,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
     shown, rest = panels_for(curves, {story.outcome}, runs=1)
     by_turn = turn_charts(story)
     charts, others = (charts_of([(story.job.job.name, curves)], panels) for panels in (shown, rest))
-    job = _job_row(directory, story)
+    job, best = _job_row(directory, story), story.best_evaluation
     return saved_page(
         "run",
         [*charts, *by_turn, *others],
@@ -165,6 +166,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             story.evaluations,
             {name: series for (_, name), series in curves.items() if name.startswith(RATES)},
             newest=story.iterations,
+            best=None if best is None else best["iteration"],
             lossy=[row for row in story.rows if any(row.get(name) for name in FAILED)][-MOST_LOSSES:],
         ),
     )  # fmt: skip
@@ -279,7 +281,7 @@ def _held_out(story: Story) -> list[Line]:
     lines = [
         (
             f"held-out {story.unit}s after iteration {row['iteration']} ({words})",
-            f"{interval(outcome_interval(row))} {outcome_name(row)}",
+            f"{interval(outcome_interval(row))} {outcome_name(row)}, {count_worlds(row)}",
         )
         for words, row in story.landmarks
     ]
@@ -363,17 +365,6 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
     return [sums[turn] / episodes for turn in range(1, max(sums, default=0) + 1)]
 
 
-def paired_difference(first: Path, other: Path) -> Interval | None:
-    """The mean of (other - first) in outcomes over the worlds that both played; None without any."""
-    before, after = _outcome_by_world(first), _outcome_by_world(other)
-    shared = [world for world in before if world in after]
-    if not shared:
-        return None
-    difference = mean_interval([after[world] - before[world] for world in shared])
-    successes = {*before.values(), *after.values()} <= {0.0, 1.0}
-    return bounded(difference, -1.0, 1.0) if successes else difference
-
-
 def last_minus_first(story: Story) -> Interval | None:
     """The `paired_difference` of a run's first and last evaluation, if it stored two."""
     if len(story.evaluations) < 2:
@@ -390,11 +381,3 @@ def best_episode(path: Path) -> Rollout | None:
         return None
     best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
     return read_rollout(path, best["rollout_id"])
-
-
-def _outcome_by_world(path: Path) -> dict[str | int, float]:
-    """The outcomes by row of the data set, or by seed of the world without a data set."""
-    return {
-        row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
-        for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])
-    }

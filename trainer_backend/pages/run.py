@@ -78,17 +78,19 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             live=any(item.state not in ENDED for item in runs),
             differs=differing_keys([item.config for item in runs]), **frame(request, "runs"),
         )  # fmt: skip
+    checkpoints = reads.checkpoints(store, job_id)
     return page(
         "run",
         panels=panels,
         rest=len(rest),
-        checkpoints=reads.checkpoints(store, job_id),
+        checkpoints=checkpoints,
         lines=() if panels else log_lines(_log_of(runs[0], _FIRST_LINES)[0]),
         **figures_of(
             iteration_ends(store, job_id),
             evaluations(store, job_id),
             _rate_curves(store, job_id),
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
+            best=next((row.iteration for row in checkpoints if row.best), None),
             lossy=[_row(line) for line in reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES)],
         ),
         **run_frame(request, job_id, ""),
@@ -102,6 +104,7 @@ def figures_of(
     *,
     newest: Sequence[Mapping[str, Any]],
     lossy: Sequence[Mapping[str, Any]],
+    best: int | None,
 ) -> dict[str, Any]:
     """The figures and tables of the page of a run.
 
@@ -109,12 +112,13 @@ def figures_of(
         rates: curves of the success rates over the evaluations, by metric.
         newest: rows of the last iterations, the oldest first.
         lossy: rows of stages that lost rollouts, the oldest first.
+        best: the iteration of the best checkpoint.
     """
     held_out = ends_of(evaluations)
     return {
         "key": key_figures(iterations, held_out, outcome_name(held_out.last or iterations.last)),
         "rates": success_rates(held_out, rates),
-        "evaluations": evaluation_table(evaluations),
+        "evaluations": evaluation_table(evaluations, best),
         "timeline": timeline_of(newest, evaluations),
         "losses": list_losses(lossy),
     }

@@ -6,13 +6,12 @@ from datetime import datetime
 from typing import Any, get_args
 
 from trainer_backend.collect.losses import NO_LOSSES, Losses, losses_in
-from trainer_backend.collect.metrics import outcome_interval, outcome_name
+from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import end_of, time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import Spark, spark_of
-from trainer_backend.pages.story import best_of
 from trainer_backend.rundir.state import LogLine, ProcessRecord, ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
 
@@ -183,7 +182,8 @@ def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
     if row is None:
         return []
     bounds = bounds_of(row)
-    texts = [f"95 % {bounds}" if bounds else "", _before(ends, "eval/outcome_reward", "number")]
+    lost = count_worlds(row) if losses_in(row).lost else ""
+    texts = [f"95 % {bounds}" if bounds else "", lost, _before(ends, "eval/outcome_reward", "number")]
     value = number(row.get("eval/outcome_reward"))
     figures = [KeyFigure(f"held-out {outcome}", value, ", ".join(filter(None, texts)))]
     for name, metric, unit, note in _ACHIEVEMENT_FIGURES:
@@ -233,22 +233,25 @@ def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, s
 RATES = "eval/success_rates/"
 
 
-def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str]]:
-    """Return a heading and a line per evaluation, the oldest first; empty before the first evaluation."""
+def evaluation_table(rows: Sequence[Mapping[str, Any]], best: int | None) -> Sequence[Sequence[str]]:
+    """Return a heading and a line per evaluation, the oldest first; empty before the first evaluation.
+
+    Args:
+        best: the iteration of the best checkpoint.
+    """
     if not rows:
         return []
-    best = best_of(rows)
     figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
     names = [name for name, *_ in figures]
-    head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "episodes")
+    head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "played")
     return [head] + [
         (
-            f"{row['iteration']}{' (best)' if row is best else ''}",
+            f"{row['iteration']}{' (best)' if row['iteration'] == best else ''}",
             interval(outcome_interval(row)),
             *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, unit, _ in figures],
             number(row.get("eval/decisions")),
             number(row.get("eval/invalid_frac"), "percent"),
-            str(row["eval/episodes"]),
+            count_worlds(row),
         )
         for row in rows
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer_backend.collect.losses import FAILED, FINISHED, Losses, sum_losses
 from trainer_backend.collect.metrics import outcome_name
+from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -48,15 +49,21 @@ class Story:
 
     @property
     def best_evaluation(self) -> Row | None:
-        return best_of(self.evaluations)
+        """The evaluation of `checkpoints/best`."""
+        most = self.job.training.max_lost_share
+        return find_best(self.evaluations, self._outcomes, most=most).row
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
         """The first, best and last evaluation; the words of equal ones are joined: "first, best"."""
-        best = self.best_evaluation
-        if best is None:
+        if not self.evaluations:
             return []
-        by_word = {"first": self.evaluations[0], "best": best, "last": self.evaluations[-1]}
+        best = self.best_evaluation
+        by_word = {
+            "first": self.evaluations[0],
+            **({} if best is None else {"best": best}),
+            "last": self.evaluations[-1],
+        }
         rows = {row["iteration"]: row for row in by_word.values()}
         return [
             (", ".join(word for word, row in by_word.items() if row["iteration"] == iteration), row)
@@ -112,17 +119,11 @@ class Story:
         path = self.rollouts / f"{name}.parquet"
         return path if path.exists() else None
 
+    def _outcomes(self, iteration: int) -> Outcomes:
+        return read_outcomes(self.rollouts / f"evaluation_{iteration}.parquet")
+
     def _of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
-
-
-def best_of(evaluations: Sequence[Row]) -> Row | None:
-    """The evaluation of `checkpoints/best`: the first with the highest mean outcome.
-
-    As for the checkpoint, an evaluation that lost episodes does not count.
-    """
-    whole = [row for row in evaluations if not row.get("rollout/failed")]
-    return max(whole, key=lambda row: row["eval/outcome_reward"], default=None)
 
 
 def read_story(directory: RunDirectory) -> Story:

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.protocols import Learner, Progress
@@ -132,24 +133,26 @@ class Saving:
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
-    def mark_best(self) -> None:
-        """Point at the checkpoint with the best evaluation, the first of equals.
+    def mark_best(self) -> Mapping[int, str]:
+        """Point at the checkpoint with the best evaluation; see `find_best`, whose notes it returns.
 
-        The mark is derived anew from rows and folders, so the next start repairs a mark that a kill left
-        behind. A mark whose row is lost stands until an evaluation is better. An evaluation that lost worlds
-        to failures is not comparable, and never the best.
+        The mark is derived from rows and folders each time, so the next start repairs a mark that a kill left
+        behind. A mark whose row is lost stands until an evaluation is better.
         """
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
-        marks = [
-            BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"])
-            for row in rows
-            if row["rollout/failed"] == 0 and self.is_saved(row["iteration"])
-        ]
+        saved = [row for row in rows if self.is_saved(row["iteration"])]
+        best, notes = find_best(saved, self._outcomes, most=self._training.max_lost_share)
+        found = [] if best is None else [best]
+        marks = [BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"]) for row in found]
         standing = best_mark(self.directory.checkpoints)
         if standing is not None and standing.folder not in [self.folder(row["iteration"]) for row in rows]:
             marks.insert(0, standing)
         if marks:
             mark_best(max(marks, key=lambda mark: mark.score))
+        return notes
+
+    def _outcomes(self, iteration: int) -> Outcomes:
+        return read_outcomes(self.directory.rollouts_file(f"evaluation_{iteration}"))
 
     def _stays(self, iteration: int) -> bool:
         """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer_backend.collect.metrics import outcome_interval, outcome_name
+from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.mixture_history import OUTCOME, metric_of
 from trainer_backend.core.policies import ACTOR
 
@@ -84,7 +84,7 @@ def word_evaluation(row: Row) -> str:
 
 def word_episodes(row: Row) -> str:
     """The part of an evaluation's line that comes after its result."""
-    return f", {row['eval/episodes']} episodes"
+    return f", {count_worlds(row)}"
 
 
 def word_outcome(row: Row) -> str:

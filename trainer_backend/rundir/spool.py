@@ -120,8 +120,8 @@ class Spool:
 
 def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
     """Keep a rollout that cannot be learned from, with the reason, for a person alone."""
-    row = {"why": why, "rollout": rollout.model_dump(mode="json", exclude_unset=True)}
-    append_line(path, row, durable=True)
+    # Pydantic writes null for the NaN that may be the reason, and json would refuse it.
+    append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_line_of(rollout)}}}', durable=True)
 
 
 def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainer_backend.collect.metrics import outcome_interval
+from trainer_backend.collect.metrics import count_worlds, outcome_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
@@ -127,12 +127,12 @@ def closing_lines(story: Story) -> list[str]:
     it comes last with a note.
     """
     evaluations, best = story.evaluations, story.best_evaluation
-    if best is None:
+    if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    lines = [("before RL", word_outcome(first))]
+    lines = [("before RL", f"{word_outcome(first)}, {count_worlds(first)}")]
     if last is not first:
-        lines.append((f"after iteration {last['iteration']}", word_outcome(last)))
+        lines.append((f"after iteration {last['iteration']}", f"{word_outcome(last)}, {count_worlds(last)}"))
         difference = last_minus_first(story)
         if difference is not None:
             lines.append(
@@ -141,6 +141,9 @@ def closing_lines(story: Story) -> list[str]:
                     f"{_interval(difference)}, {difference.count} {story.unit}s",
                 )
             )
+    if best is None:
+        lines.append(("best checkpoint", f"none: too many {story.unit}s were lost to compare evaluations"))
+    elif last is not first:
         best_text = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
         lines.append(("best checkpoint", f"{best_text} (chosen on these {story.unit}s: not a result)"))
     return [f"{name:>26}: {text}" for name, text in lines]

@@ -1,5 +1,6 @@
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, WOOD, rollout
-from trainer_backend.pages.report import best_episode, paired_difference, reward_by_turn
+from trainer_backend.evaluation.best import paired_difference
+from trainer_backend.pages.report import best_episode, reward_by_turn
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 
 

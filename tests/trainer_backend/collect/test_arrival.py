@@ -1,0 +1,46 @@
+"""A finished rollout answers its request with finite numbers, or it is a failure where it arrives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import ObservationData, StepData
+from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from trainer_backend.collect.arrival import checked
+
+REQUEST = request_of(3)
+STEP = StepData(turn=1, observation_data=ObservationData(), action_taken={"type": "text"}, env_rewards=(1.0,))
+
+
+def played(**changes: Any) -> Callable[[RolloutRequest], Rollout]:
+    return lambda request: answer_to(request, **{"steps": (STEP,), **changes})
+
+
+def step(**changes: Any) -> tuple[StepData]:
+    return (STEP.model_copy(update=changes),)
+
+
+def test_an_honest_answer_stays_as_it_is():
+    honest = played()(REQUEST)
+    assert checked(REQUEST, honest) is honest
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (played(seed=4), "it was played in the world of seed 4; seed 3 was asked for"),
+        (played(parent_rollout_id="x"), "it continues 'x'; None was asked for"),
+        (lambda request: answer_to(request_of(4)), "its sibling is 4, and 3 was asked for"),
+        (lambda request: played()(request).model_copy(update={"trajectory": None}), "it has no trajectory"),
+        (played(outcome_reward=float("nan")), "its outcome_reward is no finite number"),
+        (played(steps=step(env_rewards=(0.0, float("inf")))), "its env_reward at turn 1 is no finite number"),
+        (played(steps=step(policy_value_estimate=float("nan"))), "its policy_value_estimate at turn 1"),
+    ],
+)
+def test_another_or_a_broken_episode_is_a_failure_that_says_why(answer: Any, told: str):
+    found = checked(REQUEST, answer(REQUEST))
+    assert (found.status, found.trajectory) == ("failed", None)
+    assert found.failure is not None and told in found.failure.detail
+    assert (found.failure.code, found.failure.recurs) == ("wrong_rollout", False)

@@ -1,0 +1,73 @@
+"""What a stage lost, in words and in a row of metrics, and the share that ends the run."""
+
+import pytest
+
+from shared_schemas.rollouts import RolloutFailure
+from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from trainer_backend.collect.losses import count_losses, losses_in, refuse_losses, sum_losses
+from trainer_backend.collect.metrics import collection_metrics
+from trainer_backend.collect.work import Collection
+from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
+
+
+def stage(total: int, *details: str, recurs: bool = False) -> Collection:
+    """A collection that lost one rollout for each detail."""
+    failed = [
+        answer_to(request_of(number), status="failed").model_copy(
+            update={"failure": RolloutFailure(code="critical_error", detail=detail, recurs=recurs)}
+        )
+        for number, detail in enumerate(details)
+    ]
+    finished = [answer_to(request_of(number)) for number in range(len(details), total)]
+    return Collection(tuple(finished), tuple(failed))
+
+
+def test_causes_are_counted_whatever_numbers_and_ids_they_quote_the_most_common_one_first():
+    own = request_of(3).rollout_id
+    losses = count_losses(
+        stage(9, "no level 7 (plug.py:14)", "disk full", "no level 31 (plug.py:14)", f"{own}: it 'a' hung")
+    )
+    assert losses.describe("iteration 2") == (
+        "iteration 2: 4 of 9 rollouts lost: 2 x no level 7 (plug.py:14); 1 x disk full; 1 x …: it 'a' hung"
+    )
+    one = count_losses(stage(3, "no level 7"))
+    assert one.describe("prompts") == "prompts: 1 of 3 rollouts lost: no level 7"
+
+
+def test_a_row_of_metrics_tells_the_losses_again_and_makes_no_curve_of_a_cause():
+    losses = count_losses(stage(9, "a", "b", "a"))
+    row = collection_metrics(stage(9, "a", "b", "a"))
+    assert losses_in(row) == losses
+    assert row["rollout/lost_causes"] == [[2, "a"], [1, "b"]]
+    assert "rollout/lost_causes" not in collection_metrics(stage(3))
+    sums = {"rollout/failed": 3.0, "rollout/finished": 6.0, "branch/failed": 1.0, "branch/rollouts": 2.0}
+    assert (sum_losses(sums).lost, sum_losses(sums).total) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("total", "lost", "error"),
+    [
+        (10, 2, None),  # the share itself is allowed
+        (10, 3, TooManyLost),
+        (7, 6, None),  # too few to call it no accident
+        (7, 7, NothingToLearnFrom),
+    ],
+)
+def test_a_share_that_is_no_accident_ends_the_stage(total: int, lost: int, error: type[Exception] | None):
+    collection = stage(total, *["no level"] * lost)
+    if error is None:
+        refuse_losses(collection, "warm-up", most=0.2)
+        return
+    with pytest.raises(error, match=f"^warm-up: {lost} of {total} rollouts lost: no level") as caught:
+        refuse_losses(collection, "warm-up", most=0.2)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("recurs", [True, False])
+def test_what_recurs_is_told_from_what_may_pass(recurs: bool):
+    with pytest.raises(NothingToLearnFrom) as caught:
+        refuse_losses(stage(2, "a", "a", recurs=recurs), "prompts")
+    assert isinstance(caught.value, JobTeachesNothing) is recurs
+    with pytest.raises(TooManyLost) as too_many:
+        refuse_losses(stage(8, *"aaaa", recurs=recurs), "prompts", most=0.2)
+    assert too_many.value.recurs is recurs

@@ -1,0 +1,65 @@
+"""The best evaluation, by the worlds that two of them finished."""
+
+from typing import Any
+
+import pytest
+
+from trainer_backend.evaluation.best import find_best
+
+# Outcomes by world; a world that is missing was lost. All evaluations plan worlds 0 to 9.
+Played = dict[int, dict[int, float]]
+
+
+def best_of(played: Played, *, most: float = 0.2) -> tuple[int | None, dict[int, str]]:
+    rows: list[dict[str, Any]] = [
+        {
+            "iteration": iteration,
+            "eval/outcome_reward": sum(outcomes.values()) / len(outcomes),
+            "rollout/finished": float(len(outcomes)),
+            "rollout/failed": 10.0 - len(outcomes),
+        }
+        for iteration, outcomes in played.items()
+    ]
+    best = find_best(rows, lambda iteration: played[iteration], most=most)
+    return None if best.row is None else best.row["iteration"], dict(best.notes)
+
+
+def outcomes(*values: float, lost: tuple[int, ...] = ()) -> dict[int, float]:
+    return {world: value for world, value in enumerate(values) if world not in lost}
+
+
+ALL_ONE = outcomes(*[1.0] * 10)
+
+
+def test_without_losses_the_highest_mean_is_the_best_the_first_of_equals_and_no_file_is_read():
+    best, notes = best_of({0: ALL_ONE, 2: outcomes(*[2.0] * 10), 4: outcomes(*[2.0] * 10)})
+    assert (best, notes) == (2, {})
+
+
+def test_an_evaluation_that_lost_a_world_is_compared_by_the_others():
+    # World 0 is worth 10. Without it the second one has 1.1 in each world, and the first one 1.0.
+    first = outcomes(10.0, *[1.0] * 9)
+    second = outcomes(10.0, *[1.1] * 9, lost=(0,))
+    best, notes = best_of({0: first, 2: second})
+    assert best == 2
+    assert notes[2].endswith("is compared with the best one by the 9 of 10 worlds that both finished")
+    # And the other way round: lost hard worlds raise a mean, and make no checkpoint the best.
+    assert best_of({0: first, 2: outcomes(0.0, *[0.9] * 9, lost=(0,))})[0] == 0
+
+
+@pytest.mark.parametrize("lost", [(0, 1, 2), (0, 9, 1)])
+def test_too_many_lost_worlds_refuse_the_comparison_and_say_so(lost: tuple[int, ...]):
+    best, notes = best_of({0: ALL_ONE, 2: outcomes(*[5.0] * 10, lost=lost)})
+    assert best == 0
+    assert "evaluation after iteration 2 cannot become the best checkpoint: only 7 of 10 worlds" in notes[2]
+
+
+def test_losses_of_both_count_together():
+    # Each lost two of ten, which is allowed; together they leave six, which is not.
+    best, notes = best_of({0: outcomes(*[1.0] * 10, lost=(0, 1)), 2: outcomes(*[5.0] * 10, lost=(2, 3))})
+    assert best == 0 and "only 6 of 10 worlds" in notes[2]
+
+
+def test_a_first_evaluation_that_lost_too_much_leaves_its_place_to_the_next():
+    assert best_of({0: outcomes(*[9.0] * 10, lost=(0, 1, 2)), 2: ALL_ONE})[0] == 2
+    assert best_of({0: outcomes(*[9.0] * 10, lost=(0, 1, 2))})[0] is None

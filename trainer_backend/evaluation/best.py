@@ -1,0 +1,93 @@
+"""Evaluations compared world by world: their difference, and which checkpoint is the best."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from trainer_backend.collect.losses import losses_in
+from trainer_backend.collect.sources import row_of
+from trainer_backend.core.statistics import Interval, bounded, mean_interval
+from trainer_backend.rundir.rollout_files import finished_rows
+
+Row = Mapping[str, Any]
+# By row of the data set, or by seed of the world without a data set.
+Outcomes = Mapping[str | int, float]
+
+
+def read_outcomes(path: Path) -> Outcomes:
+    """Read the outcomes of the finished episodes of an evaluation; none where the file is gone."""
+    if not path.exists():
+        return {}
+    return {
+        row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
+        for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])
+    }
+
+
+def paired_difference(first: Path, other: Path) -> Interval | None:
+    """The mean of (other - first) in outcomes over the worlds that both played; None without any."""
+    before, after = read_outcomes(first), read_outcomes(other)
+    shared = [world for world in before if world in after]
+    if not shared:
+        return None
+    difference = mean_interval([after[world] - before[world] for world in shared])
+    successes = {*before.values(), *after.values()} <= {0.0, 1.0}
+    return bounded(difference, -1.0, 1.0) if successes else difference
+
+
+class Best(NamedTuple):
+    """The best of a run's evaluations.
+
+    Attributes:
+        row: its row; None where no evaluation can be compared.
+        notes: by iteration, how an evaluation with lost worlds was compared, or why it was not.
+    """
+
+    row: Row | None
+    notes: Mapping[int, str]
+
+
+def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:
+    """Find the evaluation with the highest mean outcome, the first of equals.
+
+    Two of them are compared by the worlds that both finished. Where that leaves out a larger share of the
+    worlds than `most`, the later one is not compared.
+
+    Args:
+        evaluations: their rows, the oldest first.
+        outcomes: reads those of the evaluation after an iteration.
+        most: `training.max_lost_share`.
+    """
+    best: Row | None = None
+    notes: dict[int, str] = {}
+    for row in evaluations:
+        losses, name = losses_in(row), f"evaluation after iteration {row['iteration']}"
+        if best is None:
+            if losses.share > most:
+                notes[row["iteration"]] = _refusal(name, losses.total - losses.lost, losses.total, most)
+            else:
+                best = row
+            continue
+        if not losses.lost and not losses_in(best).lost:
+            best = max(best, row, key=lambda item: item["eval/outcome_reward"])
+            continue
+        before, after = outcomes(best["iteration"]), outcomes(row["iteration"])
+        shared = [world for world in before if world in after]
+        total = max(losses.total, losses_in(best).total)
+        if total - len(shared) > most * total:
+            notes[row["iteration"]] = _refusal(name, len(shared), total, most)
+            continue
+        notes[row["iteration"]] = (
+            f"{name} is compared with the best one by the {len(shared)} of {total} worlds that both finished"
+        )
+        if fmean(after[world] for world in shared) > fmean(before[world] for world in shared):
+            best = row
+    return Best(best, notes)
+
+
+def _refusal(name: str, shared: int, total: int, most: float) -> str:
+    return (
+        f"{name} cannot become the best checkpoint: only {shared} of {total} worlds could be compared, and "
+        f"training.max_lost_share is {most:g}"
+    )
