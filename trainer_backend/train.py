@@ -198,7 +198,7 @@ class Iteration:
         return len(self._credited.flat) - self._refilled
 
     async def add_round(self) -> bool:
-        """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
+        """Collect the next round, credit all rounds, and store them; False where a stop came first."""
         run, self._is_awaited, is_again = self._run, True, bool(self._again)
         collection = await run.saving.while_written(self._next_round())  # 4 to 6
         await run.settled()  # before the learner is asked, and before anything of this iteration is stored
@@ -227,10 +227,13 @@ class Iteration:
         await run.ack([*collection.all, *branches.all])
         return True
 
-    def reject(self, error: TrainerError) -> bool:
+    def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
         """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
 
         Without them in the spool, a resumed run asks for them again, too.
+
+        Args:
+            goes_on: whether the run can learn from others after this error.
         """
         run, name = self._run, f"iteration_{self.number}"
         ids = dict.fromkeys(rejected_rollouts(error), error)
@@ -248,7 +251,7 @@ class Iteration:
         self._rounds = [without(part, ids) for part in self._rounds]
         self._branches = [without(part, ids) for part in self._branches]
         # A branch cannot be planned without its parent, nor a parent without its branches.
-        plans_again = not self._has_rejected and not run.credit.estimator.needs_branches
+        plans_again = goes_on and not self._has_rejected and not run.credit.estimator.needs_branches
         run.reporter.say(
             f"iteration {self.number}: {len(rollouts)} rollouts cannot be learned from and are set aside in "
             f"{path.name}; they are planned once more {'now' if plans_again else 'by a resumed run'}: {error}"
@@ -383,7 +386,7 @@ async def _learn_or_reject(
         return await _learn(ahead, progress, result)
     except (CreditError, UpdateStopped) as error:
         is_whole = not getattr(error, "steps_taken", 0)  # else the weights are those of no iteration's end
-        if not iteration.reject(error) or not is_whole:
+        if not iteration.reject(error, goes_on=is_whole):
             if is_whole:
                 await _save_last(run, progress)
             raise

@@ -89,21 +89,21 @@ def _text(value: Any, *, where: str, at_the_end: bool) -> str:
 
 
 def _metadata(value: Any, *, where: str) -> dict[str, Any]:
-    """Return JSON unchanged; values that JSON cannot hold (an array, an exception) become text."""
+    """Return JSON unchanged. Arrays become lists, and values that JSON cannot hold (an exception) text."""
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise InteractionFailed(f"{where} returned {_describe(value)} as metadata; a dict is needed")
     try:
-        text = json.dumps({str(key): part for key, part in value.items()}, default=_repr)
+        text = json.dumps({str(key): part for key, part in value.items()}, default=_plain)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InteractionFailed(f"{where} returned metadata that is no JSON: {exc}") from exc
     reply: dict[str, Any] = encodable_json(json.loads(text, parse_constant=str))
     return reply
 
 
-def _repr(value: Any) -> str:
-    return repr(value)[:1_000]
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)[:1_000]
 
 
 def _describe(value: Any) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from shared_schemas.base import Body
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation
+from task_app.tools.environment import ToolEnvironment
 from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
 from tests.task_app.rollout_client import accept, all_of
 
@@ -208,3 +210,44 @@ async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told)
         answer = await client.post("/env/step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
     assert told in answer.json()["detail"] and "(test_contained_plugins.py:" in answer.json()["detail"]
+
+
+class NoState(BaseModel):
+    pass
+
+
+class Workshop(ToolEnvironment[NoState]):
+    """Its only tool exits."""
+
+    name, outcome_definition, state_model = "workshop", "none", NoState
+
+    def __init__(self, config: NoConfig) -> None:
+        super().__init__([self.leave])
+
+    def begin(self, seed: int) -> NoState:
+        return NoState()
+
+    def over(self) -> bool:
+        return False
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def show(self) -> tuple[str, dict[str, Any]]:
+        return "a workshop", {}
+
+    def leave(self) -> str:
+        """Leave."""
+        raise SystemExit(4)
+
+
+async def test_a_tool_that_exits_is_named_with_its_line():
+    plug_boards = PlugBoards({"workshop": EnvironmentPlugin(NoConfig, Workshop)}, {})
+    async with running_app(plug_boards) as client:
+        made = (await client.post("/env/create", json={"env_name": "workshop"})).json()
+        body = {"env_id": made["env_id"], "tool_calls": [{"tool": "leave", "args": {}}]}
+        answer = await client.post("/env/step", json=body)
+    line = Workshop.leave.__code__.co_firstlineno + 2
+    assert answer.json()["detail"] == (
+        f"environment.step raised SystemExit: 4 (test_contained_plugins.py:{line})"
+    )

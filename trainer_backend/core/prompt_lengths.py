@@ -1,4 +1,4 @@
-"""The length of a prompt in tokens, as whoever has the tokenizer tells it to whoever has the rows."""
+"""The length of a prompt in tokens: the learner has the tokenizer, and the orchestrator has the rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -200,7 +200,7 @@ class ChatRenderer:
     def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
         """Return the prompts without tools that have more than `most` tokens, as the gateway counts them.
 
-        A conversation that the template refuses is passed over; whoever plays it hears why.
+        A conversation that the template refuses is passed over: its rollout fails with the reason.
         """
         texts, long = self._texts_by_place(conversations), []
         for place in [place for place, text in texts.items() if len(text) > _START * most]:

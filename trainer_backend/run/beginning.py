@@ -52,7 +52,7 @@ _STAGES = {"teacher": "warm-up", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """Somebody asked to stop before there was anything to save; the message goes on from "stopped by ..."."""
+    """A stop came before there was anything to save; the message goes on from "stopped by ..."."""
 
 
 class Begun(NamedTuple):

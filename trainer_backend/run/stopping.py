@@ -1,4 +1,4 @@
-"""Stopping in order: Ctrl-C, SIGTERM and SIGHUP set an event, and whoever waits, waits for that event too."""
+"""Stopping in order: Ctrl-C, SIGTERM and SIGHUP set an event, and every wait ends with that event too."""
 
 import asyncio
 import os

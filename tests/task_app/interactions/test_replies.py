@@ -75,7 +75,7 @@ async def test_nan_never_becomes_a_score():
 
 def test_metadata_that_is_no_json_stands_there_as_it_prints():
     assert read(False, "x", 0.0, {"array": np.zeros(1), 3: {"b": math.nan}}).metadata == {
-        "array": "array([0.])",
+        "array": [0.0],
         "3": {"b": "NaN"},
     }
     circle: dict = {}

@@ -75,7 +75,7 @@ def test_nothing_but_nonsense_is_told_and_kept_as_failures(tmp_path):
     path = tmp_path / "episodes.parquet"
     with (
         foreign_server(*[nonsense] * 4, key=KEY) as server,
-        pytest.raises(NothingToLearnFrom, match="4 x inference_protocol") as caught,
+        pytest.raises(NothingToLearnFrom, match="evaluation: 2 of 2 rollouts lost") as caught,
     ):
         played(short_job(), asked(server), keep=path)
     assert "answered nonsense: the body is no JSON" in str(caught.value)

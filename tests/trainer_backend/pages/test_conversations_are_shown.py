@@ -127,7 +127,7 @@ def test_the_report_of_dialogues_speaks_of_their_outcome_alone(run):
     assert "last turn score of the last answer" in text
     assert "after iteration 2 (best, last) 1.00 (95 %: 0.21 to 1.00) last turn score" in text
     assert "training last turn score 0.5 0.5 at iteration 1" in text
-    assert "iteration last turn score decisions invalid episodes" in text
+    assert "iteration last turn score decisions invalid played" in text
     assert "1 last turn score in 1 decision (" in text
     assert "No pictures: &#39;dialogue&#39; draws none; pictures come from" in text
     for absent in ("nique achievement", "Crafter score", "Success rate"):
@@ -137,8 +137,8 @@ def test_the_report_of_dialogues_speaks_of_their_outcome_alone(run):
 
 def test_the_end_of_a_run_and_a_comparison_name_the_outcome(run, tmp_path):
     before, after, difference, chosen = map(str.strip, closing_lines(read_story(run)))
-    assert before == "before RL: 0.00 (95 % 0.00 to 0.79) last turn score"
-    assert after == "after iteration 2: 1.00 (95 % 0.21 to 1.00) last turn score"
+    assert before == "before RL: 0.00 (95 % 0.00 to 0.79) last turn score, 2 worlds"
+    assert after == "after iteration 2: 1.00 (95 % 0.21 to 1.00) last turn score, 2 worlds"
     assert difference == "difference, world by world: +1.00 (95 % +1.00 to +1.00), 2 worlds"
     assert chosen.startswith("best checkpoint: iteration 2, 1.00")
     other = dialogue_run(tmp_path / "other")

@@ -138,7 +138,7 @@ def test_the_table_of_evaluations_has_score_and_progress_beside_the_outcome():
     older = {
         name: value for name, value in evaluation_row(0, FIRST, None, None).items() if "progress" not in name
     }
-    head, first, last = evaluation_table([older, evaluation_row(2, LAST, 1.0, 3.0)])
+    head, first, last = evaluation_table([older, evaluation_row(2, LAST, 1.0, 3.0)], best=2)
     assert head[1:5] == ("unique achievements", "Crafter score", "progress", "environment's reward")
     assert first[:5] == ("0", "0.50", "12.5 %", NO_VALUE, "1.5")
     assert last[:5] == ("2 (best)", "2.00 (95 %: 1.00 to 3.00)", "12.5 %", "66.7 %", "1.5")

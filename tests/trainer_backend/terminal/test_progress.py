@@ -63,10 +63,11 @@ def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path)
         run.append_metrics(row)
     before, after, difference, chosen = closing_lines(read_story(run))
     # worlds with 1 and 0 of 3 achievements, then 3 and 1
-    assert before.strip() == "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %"
+    head = "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %"
+    assert before.strip() == f"{head}, 2 episodes"
     assert after.strip() == (
         "after iteration 2: 2.00 (95 % 1.00 to 3.00) unique achievements; Crafter score 12.5 %, "
-        "progress 66.7 %"
+        "progress 66.7 %, 2 episodes"
     )
     # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     assert difference.strip() == "difference, world by world: +1.50 (95 % -4.85 to +7.85), 2 worlds"
@@ -78,7 +79,7 @@ def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path):
     assert closing_lines(read_story(run)) == []
     run.append_metrics(evaluation_row(0, FIRST, None, None))
     assert [line.strip() for line in closing_lines(read_story(run))] == [
-        "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %"
+        "before RL: 0.50 unique achievements; Crafter score 12.5 %, progress 16.7 %, 2 episodes"
     ]
 
 
