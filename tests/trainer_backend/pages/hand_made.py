@@ -94,6 +94,9 @@ def evaluation_row(iteration, rollouts, low, high):
     }
 
 
+LOST = "the server at <b> does not answer"
+
+
 def iteration_row(iteration, unique):
     return {
         "kind": "iteration",
@@ -113,6 +116,7 @@ def iteration_row(iteration, unique):
         "rollout/finished": 4.0,
         "rollout/failed": 1.0,
         "rollout/failure/inference_unavailable": 2.0,
+        "rollout/lost_causes": [[1, LOST]],
         "stop/max_decisions": 1.0,
         "time/collect_s": 20.0,
         "time/credit_s": 1.0,

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.pages.hand_made import empty_run, iteration_row
+from tests.trainer_backend.pages.hand_made import LOST, empty_run, iteration_row
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import ProcessRecord, RunState, append_log, write_state
@@ -56,6 +56,7 @@ def test_the_list_shows_every_run_with_its_figures_and_can_be_narrowed(shown: Sh
     text = shown.page("/")
     assert f'href="/runs/{job_id}"' in text
     assert "1 to 3" in text  # the interval of its last evaluation
+    assert "2 of 14 lost" in text  # of 2 x (4 + 1) and 2 x 2 rollouts
     assert job_id not in shown.page("/?state=active")
     assert "state is &#39;lost&#39;; known: active, ended" in shown.page("/?state=lost", 400)
 
@@ -77,6 +78,14 @@ def test_a_run_shows_its_charts_rates_and_checkpoints(shown: Shown, job_id):
     assert by_key["outcome"]["title"] == "Unique achievements an episode" and "unique" not in by_key
     assert by_key["outcome"]["curves"][0]["y"] == [None, 1.0, 2.0]
     assert by_key["time"]["stacked"]
+    assert by_key["failures"]["x"] == [0, 1, 2], "warm-up and evaluations count too"
+
+
+def test_a_run_tells_what_each_stage_lost_and_why(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}")
+    assert re.search(r"lost rollouts</dt><dd[^>]*>2 of 14 \(14\.3%\)", text), "in the head of each page"
+    rows = re.findall(r'<th scope="row">(iteration \d)</th><td class="number">(.*?)</td><td>(.*?)</td>', text)
+    assert rows == [(f"iteration {n}", "1 of 5", LOST.replace("<b>", "&lt;b&gt;")) for n in (1, 2)]
 
 
 def test_what_stands_in_no_chart_is_a_chart_of_its_own_when_it_is_asked_for(shown: Shown, job_id):
