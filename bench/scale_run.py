@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from bench.scale_model import Conversation, Core, CpuCost, SimulatedReplica, Speed, length_of
 from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
-from shared_schemas.trajectory import Sampling
+from shared_schemas.trajectory import Sampling, Trajectory
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
@@ -142,7 +142,16 @@ class SimulatedTaskApp:
         fields = request.model_dump(
             include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
         )
-        self._ended.append(Rollout.model_construct(**fields, instance_id=self.url, status="finished"))
+        # Its decisions are counted in the batch; the collector looks at world and outcome alone.
+        episode = Trajectory.model_construct(
+            seed=request.start.seed, steps=(), outcome_reward=0.0, wall_s=0.0,
+            parent_rollout_id=None, parent_turn=None,
+        )  # fmt: skip
+        self._ended.append(
+            Rollout.model_construct(
+                **fields, instance_id=self.url, status="finished", trajectory=episode, failure=None
+            )
+        )
         self._any_ended.set()
 
 

@@ -168,7 +168,8 @@ def long_rows(tmp_path_factory: pytest.TempPathFactory):
     path = file_of(folder / "a.jsonl", {"a": "1 + 3?", "b": opening, "c": "3 + 1?", "d": "2 + 2?"})
     held_out = file_of(folder / "b.jsonl", {"e": "4 + 0?", "f": long})
     tables = {"data__path": path, "data__evaluation_path": held_out, "data__held_out_share": None}
-    job = job_on_sums(**tables, rollout__env_config={"system": "Add."}, training__group_size=2)
+    keys = {"training__group_size": 2, "training__max_lost_share": 0.25}
+    job = job_on_sums(**tables, **keys, rollout__env_config={"system": "Add."})
     return train_job(job, folder / "run")
 
 

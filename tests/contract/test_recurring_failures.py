@@ -20,5 +20,5 @@ async def test_prompts_that_are_too_long_are_no_outage(tmp_path: Path, monkeypat
         await there.until(lambda: there.row(job_id).ended)
         row = there.row(job_id)
     assert (row.state, row.code, row.attempt) == ("failed", "job_teaches_nothing", 1)
-    assert "2 x context_length_exceeded" in str(row.detail)
+    assert "1 of 1 rollouts lost: the first prompt does not fit the model" in str(row.detail)
     assert "('crafter', seed " in str(row.detail) and "inference.max_model_len" in str(row.detail)

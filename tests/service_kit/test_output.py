@@ -73,6 +73,7 @@ def test_beyond_a_bound_for_each_call_and_second_prints_are_counted_and_the_last
 def test_a_process_that_prints_without_an_end_is_not_blocked_and_does_not_block_the_end():
     floods = "import os\nfor _ in range(500): os.write(2, b'x' * 10_000)\nos.write(1, b'through')\n"
     holds = "import time; time.sleep(600)"
+    configure_logs("debug")
     with capture_logs() as logs:
         output = Output("agent", "agent:a", is_for_debugging=True)
         with output.given() as descriptor:

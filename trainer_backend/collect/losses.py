@@ -18,7 +18,7 @@ FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
 _CAUSES = "lost_causes"
 _MOST_CAUSES = 3
-_MOST_CHARS = 300
+_MOST_CHARS = 600
 # Numbers and quotations differ between rollouts that one cause has lost.
 _DIFFERS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
