@@ -56,6 +56,7 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
+    MOST_BODY_BYTES,
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
@@ -72,8 +73,6 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-# An update's body holds all tokens of an iteration, at 4 to 12 bytes each. Only the orchestrator sends it.
-_MOST_BODY_BYTES = 16 << 30
 _BODY_S = 600.0
 # For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
@@ -316,7 +315,7 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
             Middleware(
                 Gate,
                 door=KeyDoor(keys, open_paths=()),
-                max_body_bytes=_MOST_BODY_BYTES,
+                max_body_bytes=MOST_BODY_BYTES,
                 max_body_s=_BODY_S,
                 unreadable=None,  # each call reads its own body, on its thread
             )
