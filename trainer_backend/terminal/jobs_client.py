@@ -122,8 +122,8 @@ class JobsClient:
         location = answer.headers.get("Location")
         if target := redirect_target(answer.status_code, location, str(answer.url)):
             return ServiceUnreachable(
-                f"{answer.url} answered {answer.status_code}, and not as a trainer service does: it redirects "
-                f"to {target}, and the key is sent to no other address",
+                f"{answer.url} answered {answer.status_code}, and not as a trainer service does: it "
+                f"redirects to {target}, and the key is sent to no other address",
                 hint=f"Name the final address with --url or {URL_VARIABLE}.",
             )
         try:
