@@ -8,7 +8,7 @@
     ├── BodyTooLarge            body_too_large          413
     ├── TooSlow                 too_slow                408  the body was not complete in time
     ├── HeadTooLarge            head_too_large          431  before there is a request
-    ├── MalformedRequest        malformed_request       400  before there is a request
+    ├── MalformedRequest        malformed_request       400  no HTTP, or a header is missing or malformed
     ├── TooManyConnections      too_many_connections    503  before there is a request
     ├── RequestDeadline         deadline_exceeded       504  the reply comes before the work is done
     ├── InternalError           internal_error          500

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocketClose
 from service_kit.errors import (
     BodyTooLarge,
     Forbidden,
+    MalformedRequest,
     NoKeyConfigured,
     RequestDeadline,
     ServiceError,
@@ -198,8 +199,8 @@ def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthori
 class Gate:
     """Wraps the app, and refuses faulty requests before it.
 
-    401 or 503 without a valid key, 403 if the door forbids it, 413 for a body that is too large, 408 for one
-    that is too slow, 422 for a URL or JSON body that cannot be stored.
+    400 without one Host header, 401 or 503 without a valid key, 403 if the door forbids it, 413 for a body
+    that is too large, 408 for one that is too slow, 422 for a URL or JSON body that cannot be stored.
 
     Args:
         unreadable: error of a JSON body that cannot be stored; None: only routes read bodies.
@@ -228,7 +229,12 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        error = self._door.error(scope) or self._address_error(scope) or self._length_error(scope)
+        error = (
+            _host_error(scope)
+            or self._door.error(scope)
+            or self._address_error(scope)
+            or self._length_error(scope)
+        )
         if error is None and scope["type"] == "http":
             receive = _BoundedBody(scope, receive, self._max_body_s, self._max_body_bytes, self._too_large)
             if self._unreadable is not None and _says_json(scope):
@@ -277,6 +283,19 @@ class Gate:
             await response(scope, receive, send)
         else:
             await WebSocketClose(POLICY_VIOLATION, error.code)(scope, receive, send)
+
+
+def _host_error(scope: Scope) -> ServiceError | None:
+    """Why the request names no host, or leaves open which of two. RFC 9112, section 3.2.
+
+    HTTP/1.0 knows no Host. Of two, a proxy may read another one than we do.
+    """
+    count = sum(name == b"host" for name, _ in scope["headers"])
+    if count > 1:
+        return MalformedRequest(f"there are {count} Host headers, where one is allowed", where="header Host")
+    if not count and scope.get("http_version") == "1.1":
+        return MalformedRequest("there is no Host header, which HTTP/1.1 needs", where="header Host")
+    return None
 
 
 class _BoundedBody:

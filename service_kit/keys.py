@@ -23,7 +23,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
 COOKIE = "turnwise_session"
 SESSION_S = 7 * 24 * 3600
-# Wrong keys that one address may try at the log-in page within GUESSES_S.
+# Wrong keys that the log-in page answers with 401 for one address within GUESSES_S; further ones get a 429.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
@@ -111,7 +111,7 @@ class LoginSessions:
 
 
 class Guesses:
-    """Counts wrong keys at the log-in page by address, and limits them.
+    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens.
 
     Args:
         clock: a monotonic clock in seconds.
@@ -122,7 +122,7 @@ class Guesses:
         self._wrong: OrderedDict[str, list[float]] = OrderedDict()
 
     def wait_s(self, address: str) -> float:
-        """Seconds that this address has to wait before its next guess; 0 if it may guess now."""
+        """Seconds until a wrong key of this address is answered as the first ones; 0 if the next one is."""
         now_s = self._clock()
         times = [one for one in self._wrong.get(address, []) if now_s - one < GUESSES_S]
         return GUESSES_S - (now_s - times[0]) if len(times) >= MOST_GUESSES else 0.0

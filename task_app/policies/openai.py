@@ -15,6 +15,7 @@ import stamina
 from pydantic import SecretStr
 from pydantic_core import to_json
 
+from service_kit.replies import ReplyTooLarge, read_bounded
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
@@ -72,6 +73,8 @@ class Endpoint:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
             raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
+        except ReplyTooLarge as exc:
+            raise protocol_error(str(exc)) from exc
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
 
@@ -81,18 +84,8 @@ class Endpoint:
             self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
             after_s = retry_after_s(response.headers.get("Retry-After"))
-            return response.status, await self._read_body(response), after_s
-
-    async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
-        if (response.content_length or 0) <= self._max_reply_bytes:
-            parts = bytearray()
-            async for part in response.content.iter_any():
-                parts += part
-                if len(parts) > self._max_reply_bytes:
-                    break
-            else:
-                return bytes(parts)
-        raise protocol_error(f"a reply of more than {self._max_reply_bytes} bytes")
+            body = await read_bounded(response.content.iter_any(), self._max_reply_bytes)
+            return response.status, body, after_s
 
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})

@@ -33,7 +33,7 @@ DOORS = {
         "task_app/environments/babyai/level.py",
     ],
     "minigrid": ["task_app/environments/babyai/level.py", "task_app/policies/babyai_teacher.py"],
-    "jsonschema": ["task_app/environments/foreign/schemas.py"],
+    "jsonschema": ["task_app/environments/foreign/schemas.py", "task_app/policies/random_values.py"],
     "prometheus_client": [
         "service_kit/observed.py",
         "task_app/routes/service.py",

@@ -12,10 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from service_kit.connections import ConnectionBounds
 from service_kit.server import Listener, ServerThread
 from shared_schemas.descriptors import connections_at_most
+from task_app.app import create_app
+from task_app.settings import Settings
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import LONG_S, settings_for
 from trainer_backend.inference.asgi import error_response
@@ -160,6 +163,41 @@ def test_what_is_no_http_is_told_so():
     with served() as url, connected(url) as client:
         client.sendall(b"\x16\x03\x01 no http\r\n\r\n")
         assert to_the_end(client).startswith(b"HTTP/1.1 400 ")
+
+
+@contextmanager
+def service_of_kind(kind: str, folder: Path) -> Iterator[str]:
+    """One of the three services, with a key."""
+    if kind == "task app":
+        settings = Settings(api_keys=(SecretStr(KEY),))
+        with ServerThread(create_app(settings), Listener("127.0.0.1", 0)) as url:
+            yield url
+        return
+    with trainer(folder) if kind == "trainer" else served() as url:
+        yield url
+
+
+@pytest.mark.parametrize("kind", ["task app", "trainer", "gateway"])
+def test_a_request_names_one_host_as_rfc_9112_says(tmp_path, kind):
+    ask = "GET /info HTTP/{}\r\nX-API-Key: {}\r\nConnection: close\r\n{}\r\n".format
+    host, other = "Host: localhost\r\n", "Host: other.example\r\n"
+
+    def status(version: str, hosts: str, key: str = KEY) -> int:
+        with connected(url) as client:
+            client.sendall(ask(version, key, hosts).encode())
+            head, _, body = to_the_end(client).partition(b"\r\n\r\n")
+        if b" 400 " in head.partition(b"\r\n")[0]:
+            assert b"application/problem+json" in head.lower()
+            problem = json.loads(body)
+            assert (problem["code"], problem["where"]) == ("malformed_request", "header Host")
+        return int(head.split()[1])
+
+    with service_of_kind(kind, tmp_path) as url:
+        fine = status("1.1", host)
+        assert fine == (404 if kind == "gateway" else 200)
+        for faulty in ("", host + other, host * 2):
+            assert (status("1.1", faulty), status("1.1", faulty, key="wrong")) == (400, 400)
+        assert (status("1.0", ""), status("1.0", host), status("1.0", host + other)) == (fine, fine, 400)
 
 
 def test_connections_leave_half_of_the_descriptors_to_their_process():

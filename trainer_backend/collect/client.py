@@ -11,6 +11,7 @@ import stamina
 from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
+from service_kit.replies import ReplyTooLarge, read_bounded, redirect_target
 from shared_schemas.base import OpenBody
 from shared_schemas.replay import ReplayFrame, ReplayReply, ReplayRequest
 from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
@@ -31,6 +32,9 @@ from trainer_backend.errors import TaskAppError
 _ATTEMPTS = 4
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
+# The default of TURNWISE_MAX_HELD_BYTES: all results that a task app holds fit in one reply, and so does each
+# of its pages, which TURNWISE_MAX_PAGE_BYTES limits to 32 MiB by default.
+_MOST_REPLY_BYTES = 1 << 30
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -116,13 +120,22 @@ class TaskAppClient:
         api_key: sent as X-API-Key.
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
+        most_reply_bytes: a longer reply is an error.
     """
 
-    def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float, name: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: SecretStr,
+        *,
+        timeout_s: float,
+        name: str = "",
+        most_reply_bytes: int = _MOST_REPLY_BYTES,
+    ) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
         self.name = name
-        self._timeout_s = timeout_s
+        self._timeout_s, self._most_reply_bytes = timeout_s, most_reply_bytes
         self._limits = _Limits(max_concurrent_rollouts=1)
         self._session: aiohttp.ClientSession | None = None
 
@@ -290,13 +303,25 @@ class TaskAppClient:
         try:
             async with self._session.request(
                 method, self.url + path, data=_payload(body), params=params, timeout=timeout,
-                server_hostname=self._certificate_host,
+                server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
-                status, content = reply.status, await reply.read()
+                status, location = reply.status, reply.headers.get("Location")
+                content = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
+        except ReplyTooLarge as error:
+            raise TaskAppError(
+                f"{self.url}: {method} {path}: {error}",
+                hint="A smaller TURNWISE_MAX_PAGE_BYTES makes the pages of a task app smaller.",
+            ) from error
+        if target := redirect_target(status, location, self.url + path):
+            raise TaskAppError(
+                f"{self.url}: {method} {path}: status {status} redirects to {target}, "
+                "and the key is sent to no other address",
+                hint="services.task_url must name the final address.",
+            )
         if status < 400:
             return content
         # The status first: while the task app starts, a proxy may answer with a page of HTML.

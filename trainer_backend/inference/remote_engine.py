@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 from pydantic import SecretStr
 
+from service_kit.replies import ReplyTooLarge, read_bounded
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
     BadChatRequest,
@@ -38,7 +39,7 @@ _EVERY_TOKEN = -1  # top_k
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _KEEP_ALIVE_S = 2.0
 _AUTH_ERRORS = frozenset({401, 403})
-_MOST_REPLY_BYTES = 16 << 20
+MOST_REPLY_BYTES = 16 << 20
 EXCERPT = 300
 # Rounding may raise the log-prob of a certain token this far above 0; more is an error.
 _ROUNDING = 1e-3
@@ -200,12 +201,7 @@ class RemoteEngine:
 
     async def _post(self, data: bytes) -> tuple[int, bytes]:
         async with self._response(data) as response:
-            reply = bytearray()
-            async for part in response.content.iter_any():
-                reply += part
-                if len(reply) > _MOST_REPLY_BYTES:
-                    raise RemoteRefused(f"the server's reply has more than {_MOST_REPLY_BYTES} bytes")
-            return response.status, bytes(reply)
+            return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
     def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
         """Return the sampled tokens with their log-probs, checked so that they can be weighed."""
@@ -256,12 +252,15 @@ class RemoteEngine:
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable where a server does not answer, or breaks off."""
+    """Raise RemoteUnavailable where a server does not answer, or breaks off; RemoteRefused: it says too
+    much."""
     try:
         yield
     except TimeoutError as error:
         limit_s = timeout.total or timeout.sock_connect
         raise RemoteUnavailable(f"{label} gave no answer within {limit_s:g} s") from error
+    except ReplyTooLarge as error:
+        raise RemoteRefused(f"{label}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"[:EXCERPT]
         raise RemoteUnavailable(f"{label} does not answer: {reason}") from error

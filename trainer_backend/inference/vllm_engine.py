@@ -28,6 +28,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from service_kit.replies import Lines, read_bounded
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
     BadChatRequest,
@@ -47,6 +48,7 @@ from trainer_backend.inference.protocol import (
 )
 from trainer_backend.inference.remote_engine import (
     EXCERPT,
+    MOST_REPLY_BYTES,
     PLAIN_SAMPLING,
     TRY_AGAIN,
     RemoteEngine,
@@ -298,7 +300,7 @@ class VllmEngine(RemoteEngine):
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.request(method, where, params=params, json=body, allow_redirects=False) as response,
             ):
-                return response.status, await response.read()
+                return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
     def _body(
         self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, streams: bool = False
@@ -339,6 +341,8 @@ class VllmEngine(RemoteEngine):
                 self._signs += 1
                 goes_on = answer.stop_string is None
                 answer.add(chunk, extras)
+                if len(answer.token_ids) > sampling.max_tokens:
+                    raise RemoteRefused(f"{self.url} sampled more than max_tokens {sampling.max_tokens}")
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
                     ended = {"request_ids": [answer.request_id]}
                     await self._control("POST", _ABORT, body=ended, timeout_s=_FRONTEND_TIMEOUT_S)
@@ -546,12 +550,14 @@ async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Ma
     Raises:
         RemoteUnavailable: the stream ends without it.
     """
-    async for line in content:
-        data = line.strip().removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        if data:
-            yield _reply(200, data, where)
+    lines = Lines(MOST_REPLY_BYTES)
+    async for part in content.iter_any():
+        for line in lines.take(part):
+            data = line.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                yield _reply(200, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 

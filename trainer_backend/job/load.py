@@ -88,6 +88,10 @@ def parse_job(
 def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
+    nulls = [*_nulls_in_lists(tables, "")]
+    if nulls:
+        sentence = "is null, and a job is stored as TOML, which has no null in a list: leave it out"
+        raise join_findings((f"{places.of(key)}: {place} {sentence}" for key, place in nulls), len(nulls))
     if runs_plugins:
         load_packages()
         tables = _with_plugins(tables, places)
@@ -165,6 +169,24 @@ def dump_job(config: JobConfig) -> str:
     if not config.rollout_only:
         del tables["rollout_only"]  # an empty list of tables would puzzle readers
     return tomli_w.dumps(_without_none(tables))
+
+
+def _nulls_in_lists(
+    value: Any, key: str, place: str = "", *, in_list: bool = False
+) -> Iterator[tuple[str, str]]:
+    """The key and the place, `a.b` and `a.b[1].c[0]`, of each None that stands in a list.
+
+    TOML cannot hold these. A None of a key counts as an absent key.
+    """
+    if value is None and in_list:
+        yield key, place
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{place}.{str(name)[:_LONGEST_NAME]}".lstrip(".")
+            yield from _nulls_in_lists(item, key if "[" in place else inner, inner)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _nulls_in_lists(item, key, f"{place}[{index}]", in_list=True)
 
 
 def _without_none(value: Any) -> Any:

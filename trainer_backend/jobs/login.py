@@ -19,7 +19,7 @@ router = APIRouter(include_in_schema=False)
 LOGIN = "/login"
 _LONGEST = 2000
 _WRONG = "That is not the key of this service."
-_TOO_MANY = "Too many wrong keys came from here. Try again in {wait_s} s."
+_TOO_MANY = f"{_WRONG} Too many wrong ones came from here; the right one opens at any time."
 
 
 @router.get(LOGIN)
@@ -36,22 +36,30 @@ async def log_in(
     key: Annotated[str, Form(max_length=_LONGEST)],
     next: Annotated[str, Form(max_length=_LONGEST)] = "/",
 ) -> Response:
-    """Start a session for the right key; after several wrong ones, refuse further keys for a while."""
-    keys, guesses = service_of(request).keys, service_of(request).guesses
-    address = request.client.host if request.client is not None else ""
-    if wait_s := math.ceil(guesses.wait_s(address)):
-        answer = page("login", status=429, next=own_path(next), refused=_TOO_MANY.format(wait_s=wait_s))
-        answer.headers["Retry-After"] = str(wait_s)
-        return answer
-    if not keys.opens(key):
-        guesses.count(address)
-        return page("login", status=401, next=own_path(next), refused=_WRONG)
+    """Start a session for the right key; after several wrong ones, tell the sender of more to wait.
+
+    The right key opens whatever came before it: behind a proxy all people have one address, and one of them,
+    or a stranger, must not lock the others out.
+    """
+    if not service_of(request).keys.opens(key):
+        return _refuse(request, own_path(next))
     response = RedirectResponse(own_path(next), 303)
     response.set_cookie(
         COOKIE, service_of(request).sessions.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
         secure=request.url.scheme == "https",
     )  # fmt: skip
     return response
+
+
+def _refuse(request: Request, next: str) -> Response:
+    guesses = service_of(request).guesses
+    address = request.client.host if request.client is not None else ""
+    if wait_s := math.ceil(guesses.wait_s(address)):
+        answer = page("login", status=429, next=next, refused=_TOO_MANY)
+        answer.headers["Retry-After"] = str(wait_s)
+        return answer
+    guesses.count(address)
+    return page("login", status=401, next=next, refused=_WRONG)
 
 
 def own_path(path: str) -> str:

@@ -35,6 +35,9 @@ LEARNER_KEY = "TURNWISE_LEARNER_KEY"
 # Where an orchestrator may have that of somebody else's learner.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
+# An update's body holds all tokens of an iteration, at 4 to 12 bytes each, and a reply a number for each of
+# them. Only the orchestrator and its learner send them.
+MOST_BODY_BYTES = 16 << 30
 LineKind = Literal["progress", "result", "error"]
 
 

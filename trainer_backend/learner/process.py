@@ -31,6 +31,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from service_kit.connections import ConnectionBounds
-from service_kit.errors import ServiceError
+from service_kit.errors import MalformedRequest, RouteError, ServiceError
 from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys, key_from_environ
 from service_kit.logs import configure_logs_from
@@ -56,6 +57,7 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
+    MOST_BODY_BYTES,
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
@@ -72,11 +74,11 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-# An update's body holds all tokens of an iteration, at 4 to 12 bytes each. Only the orchestrator sends it.
-_MOST_BODY_BYTES = 16 << 30
 _BODY_S = 600.0
 # For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
+# Of the number of a call, and characters of a malformed header in an error.
+_MOST_DIGITS, _SHOWN = 18, 80
 
 
 class Host:
@@ -289,17 +291,18 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
     async def call(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in CALLS:
-            raise LearnerFailed(f"a learner has no call {name!r}; known: {', '.join(CALLS)}")
-        session, number = _caller(request)
+            detail = f"a learner has no call {name!r}; known: {', '.join(CALLS)}"
+            raise RouteError(HTTPStatus.NOT_FOUND, detail, where="path")
+        session, number = _session(request), _number(request)
         running = calls.call(session, number, name, await whole_body(request.receive))
         return StreamingResponse(running.lines(), media_type="text/plain")
 
     async def stop(request: Request) -> Response:
-        calls.stop(*_caller(request))
+        calls.stop(_session(request), _number(request))
         return Response(status_code=204)
 
     async def leave(request: Request) -> Response:
-        calls.leave(request.headers.get(SESSION_HEADER, ""))
+        calls.leave(_session(request))
         return Response(status_code=204)
 
     async def about(request: Request) -> Response:
@@ -316,7 +319,7 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
             Middleware(
                 Gate,
                 door=KeyDoor(keys, open_paths=()),
-                max_body_bytes=_MOST_BODY_BYTES,
+                max_body_bytes=MOST_BODY_BYTES,
                 max_body_s=_BODY_S,
                 unreadable=None,  # each call reads its own body, on its thread
             )
@@ -326,11 +329,26 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
     return app
 
 
-def _caller(request: Request) -> tuple[str, int]:
-    session, number = request.headers.get(SESSION_HEADER, ""), request.headers.get(NUMBER_HEADER, "")
-    if not session or not number.isdecimal():
-        raise LearnerFailed(f"a call names its {SESSION_HEADER} and its {NUMBER_HEADER}, a whole number")
-    return session, int(number)
+def _session(request: Request) -> str:
+    """The orchestrator that asks."""
+    values = request.headers.getlist(SESSION_HEADER)
+    run, _, start = values[0].rpartition("/") if len(values) == 1 else ("", "", "")
+    if not run or not start:
+        raise _malformed(SESSION_HEADER, values, "the run of an orchestrator and its start, RUN/START")
+    return values[0]
+
+
+def _number(request: Request) -> int:
+    """The number of the call that is meant."""
+    values = request.headers.getlist(NUMBER_HEADER)
+    if len(values) != 1 or not values[0].isdecimal() or len(values[0]) > _MOST_DIGITS:
+        raise _malformed(NUMBER_HEADER, values, f"a whole number of at most {_MOST_DIGITS} digits")
+    return int(values[0])
+
+
+def _malformed(header: str, values: Sequence[str], allowed: str) -> MalformedRequest:
+    state = f"is {', '.join(values)[:_SHOWN]!r}" if values else "is missing"
+    return MalformedRequest(f"{header} {state}, and must be {allowed}", where=f"header {header}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from service_kit.children import READY, last_line
+from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.server import Listener
 from shared_schemas.base import Body
 from trainer_backend.errors import EngineStopped, EngineTimeout, InferenceError, JobError, WeightsRefused
@@ -51,6 +52,8 @@ _LOAD_S = 600.0
 _MOST_IN_VAIN = 3
 _LOOK_S, _PROBE_EVERY_S = 0.2, 10.0
 _SHOWN = 500
+# Counts, and the errors of a load, are some kilobytes.
+_MOST_REPLY_BYTES = 16 << 20
 
 
 class GatewaySetup(Body):
@@ -384,13 +387,15 @@ class Gateway:
         timeout, child = aiohttp.ClientTimeout(total=timeout_s), self._child
         try:
             async with self._session.request(
-                method, self._listener.url + path, data=body, timeout=timeout
+                method, self._listener.url + path, data=body, timeout=timeout, allow_redirects=False
             ) as response:
-                reply = json.loads(await response.read())
+                reply = json.loads(await read_bounded(response.content.iter_any(), _MOST_REPLY_BYTES))
                 if response.status == 200:
                     return dict(reply)
         except TimeoutError as error:
             raise EngineTimeout(f"{self.name} did not answer {path} within {timeout_s:g} s") from error
+        except (ReplyTooLarge, ValueError) as error:
+            raise InferenceError(f"{self.name} did not answer {path} as a gateway does: {error}") from error
         if reply.get("code") == EngineStopped.code and await self._ends(child):
             raise ConnectionResetError(f"{self.name} ended with its engine")
         kind = WeightsRefused if reply.get("code") == WeightsRefused.code else InferenceError

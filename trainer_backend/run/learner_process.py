@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ import httpx
 
 from service_kit.children import last_line
 from service_kit.release import version
+from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
@@ -46,6 +47,7 @@ from trainer_backend.launchers.launcher import (
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
+    MOST_BODY_BYTES,
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
@@ -73,6 +75,8 @@ _ATTEMPTS = 3
 # Calls that read a model, or fetch one from the hub, which has a pace of its own.
 _LOADING = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed", "gradient_cosines"})
 _LOAD_S = 3600.0
+# Of a reply that is no result of a call: `About`, or a problem.
+_MOST_SHORT_BYTES = 1 << 20
 
 
 class LearnerConnection:
@@ -95,6 +99,7 @@ class LearnerConnection:
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
             timeout=_CONNECT_S,
+            follow_redirects=False,
             trust_env=False,  # no proxy: it is within the machine or the cluster
         )
 
@@ -134,13 +139,14 @@ class LearnerConnection:
             LearnerFailed: it is no learner, or has another key.
         """
         try:
-            reply = self._client.get("/about")
+            with self._client.stream("GET", "/about") as reply:
+                if not reply.is_success:
+                    raise self._refusal(reply)
+                content = _content(reply)
         except httpx.TransportError as error:
             return f"{type(error).__name__}: {error}"
-        if not reply.is_success:
-            raise self._refusal(reply)
         try:
-            about = About.model_validate_json(reply.content)
+            about = About.model_validate_json(content)
         except ValueError as error:
             raise LearnerFailed(f"{reply.url} answered, and not as a learner does") from error
         if about.version != (own := version()):
@@ -155,10 +161,15 @@ class LearnerConnection:
     def leave(self) -> None:
         """Tell the process that its run has ended; nobody minds if it does not hear it."""
         with suppress(httpx.HTTPError):
-            self._client.post("/leave")
+            self._tell("/leave", {})
 
     def close(self) -> None:
         self._client.close()
+
+    def _tell(self, path: str, headers: Mapping[str, str]) -> None:
+        """Post a request whose reply holds nothing, and is not read."""
+        with self._client.stream("POST", path, headers=headers):
+            pass
 
     def _attempt(self, name: str, body: bytes, progress: "_Progress", silence_s: float) -> Any:
         number = {NUMBER_HEADER: str(self._number)}
@@ -167,13 +178,12 @@ class LearnerConnection:
             "POST", f"/calls/{name}", content=body, headers=number, timeout=timeout
         ) as reply:
             if not reply.is_success:
-                reply.read()
                 raise self._refusal(reply)
-            for line in _lines(reply.iter_bytes()):
+            for line in self._lines(reply):
                 kind, _, text = line.partition(b" ")
                 if kind == b"progress":
                     if progress.is_unwelcome(*json.loads(text)):
-                        self._client.post("/stop", headers=number)
+                        self._tell("/stop", number)
                 elif progress.error is not None:
                     raise progress.error  # now that the call has ended
                 elif kind == b"result":
@@ -182,9 +192,23 @@ class LearnerConnection:
                     raise self._with_log(ErrorBody.model_validate_json(text).error())
         raise httpx.RemoteProtocolError("the reply ended before the call")
 
-    def _refusal(self, reply: httpx.Response) -> TrainerError:
+    def _lines(self, reply: httpx.Response) -> Iterator[bytes]:
+        lines = Lines(MOST_BODY_BYTES)
         try:
-            problem = Problem.model_validate_json(reply.content)
+            for part in reply.iter_bytes():
+                yield from lines.take(part)
+        except ReplyTooLarge as error:
+            raise LearnerFailed(f"{reply.url}: {error}") from error
+
+    def _refusal(self, reply: httpx.Response) -> TrainerError:
+        location = reply.headers.get("Location")
+        if target := redirect_target(reply.status_code, location, str(reply.url)):
+            return LearnerFailed(
+                f"{reply.url} redirects to {target}, and the key is sent to no other address",
+                hint="The launcher must know the learner's final address.",
+            )
+        try:
+            problem = Problem.model_validate_json(_content(reply))
         except ValueError:
             return LearnerFailed(f"{reply.url} answered {reply.status_code}, and not as a learner does")
         kind = _REFUSALS.get(problem.code, LearnerFailed)
@@ -470,11 +494,9 @@ class LearnerProcess:
             self._connection.close()
 
 
-def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines that end with a line feed; JSON may hold the other characters that httpx takes for an end."""
-    rest = bytearray()
-    for part in parts:
-        rest += part
-        if b"\n" in part:
-            *lines, rest = rest.split(b"\n")
-            yield from map(bytes, lines)
+def _content(reply: httpx.Response) -> bytes:
+    """The content of a short reply, which is no result of a call."""
+    try:
+        return b"".join(bounded(reply.iter_bytes(), _MOST_SHORT_BYTES))
+    except ReplyTooLarge as error:
+        raise LearnerFailed(f"{reply.url} answered, and not as a learner does: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from service_kit.keys import TRAINER_KEY, key_from_environ
+from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
 from shared_schemas.problem import Problem
 from trainer_backend.errors import TrainerError
 
@@ -17,6 +18,8 @@ DEFAULT_URL = "http://127.0.0.1:8100"
 _TIMEOUT_S = 30.0
 # Maximum silence of an event stream, which sends something every 15 s.
 _SILENCE_S = 60.0
+# A page of jobs is some 100 kB, and a job's TOML has at most the service's limit of a body, 1 MiB by default.
+_MOST_REPLY_BYTES = 64 << 20
 
 
 class ServiceRefused(TrainerError):
@@ -45,6 +48,9 @@ class Event(NamedTuple):
 class JobsClient:
     """A client of one trainer service.
 
+    Args:
+        most_reply_bytes: a longer reply, or line of an event stream, is an error.
+
     Raises (every method):
         ServiceRefused: with the service's message.
         ServiceUnreachable: no trainer service answers.
@@ -52,17 +58,18 @@ class JobsClient:
 
     url: str
     environ: Mapping[str, str]
+    most_reply_bytes: int = _MOST_REPLY_BYTES
 
     def get(self, path: str, **query: Any) -> Any:
-        return self._ask("GET", path, params=query).json()
+        return json.loads(self._ask("GET", path, params=query))
 
     def text(self, path: str) -> str:
-        return self._ask("GET", path).text
+        return self._ask("GET", path).decode(errors="replace")
 
     def post(
         self, path: str, *, body: str = "", headers: Mapping[str, str] | None = None, **query: Any
     ) -> Any:
-        return self._ask("POST", path, params=query, content=body, headers=headers).json()
+        return json.loads(self._ask("POST", path, params=query, content=body, headers=headers))
 
     def delete(self, path: str, **query: Any) -> None:
         self._ask("DELETE", path, params=query)
@@ -76,10 +83,9 @@ class JobsClient:
             client.stream("GET", path, params=query) as answer,
         ):
             if not answer.is_success:
-                answer.read()
-                raise _refusal(answer)
+                raise self._refusal(answer)
             name, identity = "", None
-            for line in answer.iter_lines():
+            for line in self._lines(answer):
                 kind, _, value = line.partition(": ")
                 if kind == "event":
                     name, identity = value, None
@@ -88,17 +94,48 @@ class JobsClient:
                 elif kind == "data":
                     yield Event(name, json.loads(value), identity)
 
-    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        with self._client(_TIMEOUT_S) as client, self._errors():
-            answer = client.request(method, path, **options)
-        if not answer.is_success:
-            raise _refusal(answer)
-        return answer
+    def _ask(self, method: str, path: str, **options: Any) -> bytes:
+        with (
+            self._client(_TIMEOUT_S) as client,
+            self._errors(),
+            client.stream(method, path, **options) as answer,
+        ):
+            if not answer.is_success:
+                raise self._refusal(answer)
+            return self._content(answer)
 
     def _client(self, timeout_s: float) -> httpx.Client:
         key = key_from_environ(self.environ, TRAINER_KEY)
         headers = {"X-API-Key": key.get_secret_value()} if key is not None else {}
-        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers, follow_redirects=False)
+
+    def _content(self, answer: httpx.Response) -> bytes:
+        return b"".join(bounded(answer.iter_bytes(), self.most_reply_bytes))
+
+    def _lines(self, answer: httpx.Response) -> Iterator[str]:
+        lines = Lines(self.most_reply_bytes)
+        for part in answer.iter_bytes():
+            for line in lines.take(part):
+                yield line.rstrip(b"\r").decode(errors="replace")
+
+    def _refusal(self, answer: httpx.Response) -> TrainerError:
+        location = answer.headers.get("Location")
+        if target := redirect_target(answer.status_code, location, str(answer.url)):
+            return ServiceUnreachable(
+                f"{answer.url} answered {answer.status_code}, and not as a trainer service does: it "
+                f"redirects to {target}, and the key is sent to no other address",
+                hint=f"Name the final address with --url or {URL_VARIABLE}.",
+            )
+        try:
+            problem = Problem.model_validate_json(self._content(answer))
+        except ValueError:
+            return ServiceUnreachable(
+                f"{answer.url} answered {answer.status_code}, and not as a trainer service does"
+            )
+        hint = problem.hint
+        if answer.status_code == 401:
+            hint = f"Set {TRAINER_KEY} in the environment."
+        return ServiceRefused(problem.detail, where=problem.where, hint=hint)
 
     def _errors(self) -> "_Errors":
         return _Errors(self.url)
@@ -116,24 +153,15 @@ class _Errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
             raise ServiceRefused(f"--url is {self._url!r}, which is no http or https URL") from error
+        if isinstance(error, ReplyTooLarge):
+            raise ServiceUnreachable(
+                f"{self._url} answers, and not as a trainer service does: {error}"
+            ) from error
         if isinstance(error, httpx.HTTPError):
             raise ServiceUnreachable(
                 f"no trainer service answers at {self._url}: {error or type(error).__name__}",
                 hint=f"Start one with `turnwise trainer`, or name another with --url or {URL_VARIABLE}.",
             ) from error
-
-
-def _refusal(answer: httpx.Response) -> TrainerError:
-    try:
-        problem = Problem.model_validate_json(answer.content)
-    except ValueError:
-        return ServiceUnreachable(
-            f"{answer.url} answered {answer.status_code}, and not as a trainer service does"
-        )
-    hint = problem.hint
-    if answer.status_code == 401:
-        hint = f"Set {TRAINER_KEY} in the environment."
-    return ServiceRefused(problem.detail, where=problem.where, hint=hint)
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:

@@ -16,6 +16,7 @@ from websockets import CloseCode
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from service_kit.replies import ReplyTooLarge, bounded
 from shared_schemas.json_text import read_json
 from shared_schemas.urls import PORTS, host_and_port, is_http, is_listed
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
@@ -90,14 +91,14 @@ class Http:
         content = bytearray()
         try:
             with self.client.stream(method, url, json=body, timeout=deadline_s) as response:
-                for chunk in response.iter_bytes():
+                for chunk in bounded(response.iter_bytes(), self._reach.max_bytes):
                     content += chunk
-                    if len(content) > self._reach.max_bytes:
-                        raise too_much(self._name, self._reach)
                     if time.monotonic() > until_s:
                         raise late(self._name, deadline_s)
                     if ends(bytes(content)):
                         break
+        except ReplyTooLarge as exc:
+            raise too_much(self._name, self._reach) from exc
         except httpx.TimeoutException as exc:
             raise late(self._name, deadline_s) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:

@@ -2,10 +2,13 @@
 
 import json
 import random
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from task_app.environments.crafter.prompt import tool_spec
@@ -68,9 +71,102 @@ def test_several_tools_are_all_played():
     assert all(arguments == {} for _, arguments in called)
 
 
-def test_a_definition_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"refers to '#/\$defs/Point', which it does not define"):
-        drawn(point={"$ref": "#/$defs/Point"})
+def having(**properties: object) -> dict[str, Any]:
+    """The schema of an object that has all of these."""
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def listing(**of_the_list: object) -> dict[str, Any]:
+    return having(x={"type": "array", **of_the_list})
+
+
+def defining(reference: str, **definitions: object) -> dict[str, Any]:
+    return having(x={"$ref": reference}) | {"$defs": definitions}
+
+
+WHOLE, TEXT = {"type": "integer"}, {"type": "string"}
+NODE = having(v=WHOLE, next={"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]})
+TREE = {"type": "object", "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
+ENDLESS = having(n={"$ref": "#/$defs/n"})
+FAN = having(**{name: {"$ref": "#/$defs/fan"} for name in "abcdefgh"})
+SATISFIABLE: list[dict[str, Any]] = [
+    {},
+    having(x={}, y=True),
+    having(x={"type": ["integer", "null"]}),
+    having(x={"const": {"a": [1, None]}}),
+    defining("#/$defs/a~1b%20c", **{"a/b c": {"const": 5}}),
+    defining("#/$defs/node", node=NODE),
+    defining("#/$defs/tree", tree=TREE),
+    having(x={"allOf": [WHOLE, {"minimum": 3}, {"maximum": 5}]}),
+    having(x={"oneOf": [{**WHOLE, "multipleOf": 3}, {**WHOLE, "multipleOf": 5}]}),
+    having(x={"anyOf": [False, {**TEXT, "minLength": 30, "maxLength": 30}]}),
+    {"properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}},
+    {"properties": {"a": False, "b": {"enum": []}}},
+    {"if": having(a={"const": 1}), "then": {"required": ["b"]}, "properties": {"a": {"enum": [1, 2]}}},
+    {"additionalProperties": WHOLE, "minProperties": 2, "required": ["z"]},
+    listing(items={"enum": [1, 2, 3, 4]}, minItems=4, uniqueItems=True),
+    listing(prefixItems=[WHOLE, TEXT], items=False, minItems=2),
+    listing(items=WHOLE, contains={"const": 99}, minContains=2, maxContains=2, minItems=3),
+    having(x={**WHOLE, "exclusiveMinimum": 3, "exclusiveMaximum": 5}),
+    having(x={**WHOLE, "minimum": 0.5, "maximum": 1.5}),
+    having(x={"type": "number", "multipleOf": 0.25, "minimum": 0.1, "maximum": 0.3}),
+    having(x={**TEXT, "not": {"const": "text"}}),
+]
+OTHERS: list[Any] = [
+    False,
+    7,
+    having(x=False),
+    having(x={**WHOLE, "minimum": 5, "maximum": 1}),
+    having(x={"enum": [], "type": "no such"}),
+    having(x={"not": {}}),
+    {"$ref": "#"},
+    {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    defining("#/$defs/none"),
+    defining("http://elsewhere/schema"),
+    defining("#/$defs/n", n=ENDLESS),
+    defining("#/$defs/fan", fan=FAN),
+    {"type": 5, "properties": [1], "required": "x", "enum": 3, "anyOf": {"a": 1}, "minimum": "a"},
+    {"properties": {"a": None, "b": 3}, "required": [1, {"a": 1}]},
+    having(x={**TEXT, "pattern": "(", "minLength": -1, "maxLength": "x"}),
+    having(x={**TEXT, "minLength": 10**12}),
+    having(x={**WHOLE, "minimum": 10**400}),
+    having(x={**WHOLE, "multipleOf": 0}),
+    listing(minItems=10**9),
+    listing(contains={}, minContains=10**12),
+    listing(items="x", minItems=2.5, uniqueItems="y"),
+]
+
+
+@pytest.mark.parametrize("schema", SATISFIABLE, ids=str)
+def test_a_call_fits_the_schema_of_its_tool(schema: dict[str, Any]):
+    for seed in range(12):
+        _, arguments = random_call([tool(**schema)], random.Random(seed), longest=seed % 4 + 1)
+        Draft202012Validator(schema).validate(json.loads(json.dumps(arguments)))
+
+
+@pytest.mark.parametrize("schema", OTHERS, ids=lambda schema: str(schema)[:60])
+def test_a_schema_that_nothing_fits_or_that_is_none_gets_some_object(schema: Any):
+    offered = {"function": {"name": "act", "parameters": schema}}
+    for seed in range(3):
+        _, arguments = random_call([offered], random.Random(seed), longest=3)
+        assert isinstance(arguments, dict) and json.dumps(arguments, allow_nan=False).isascii()
+
+
+KEYWORDS = sorted({key for schema in SATISFIABLE for key in re.findall(r"[$a-zA-Z]+", str(schema))})
+KINDS = ("object", "array", "string", "number", "integer", "boolean", "null", "#", "x")
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(-1e6, 1e6) | st.sampled_from(KINDS)
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "x"]), inner),
+    max_leaves=12,
+)
+
+
+@given(ANYTHING, st.integers(0, 99))
+def test_no_schema_makes_the_policy_raise(schema: Any, seed: int):
+    offered = {"function": {"name": "act", "parameters": schema}}
+    assert isinstance(random_call([offered], random.Random(seed), longest=3)[1], dict)
 
 
 async def test_the_random_policy_calls_the_tools_that_it_is_offered():

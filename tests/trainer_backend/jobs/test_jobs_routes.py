@@ -59,6 +59,15 @@ NO_JOBS = [
         "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
     ),
     ({"json": {"config": {"model": 3}}}, 400, "model"),
+    *(
+        (
+            {"json": {"config": document("x", rollout={"env_config": {"a": value}})}, "params": params},
+            400,
+            f"rollout.env_config.a{place} is null, and a job is stored as TOML, which has no null in a list",
+        )
+        for value, place in [([1, None], "[1]"), ([[{"b": [None]}]], "[0][0].b[0]")]
+        for params in ({}, {"dry_run": "true"})
+    ),
     ({"content": f"x = {'[' * 5_000}"}, 400, "more than 32 deep"),
     ({"content": f"{'.'.join('a' * 1_000)} = 1"}, 400, "a holds tables or lists in one another"),
     ({"content": TOML + f"[rollout]\nenv_config.{'.'.join('a' * 300)} = 1"}, 400, "rollout holds tables"),

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from pydantic import SecretStr
 
 from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
+from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.core.critic import ByToken, CriticTargets
@@ -35,7 +37,7 @@ from trainer_backend.errors import (
     TrainerError,
 )
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
-from trainer_backend.learner.calls import CALLS, LEARNER_KEY, ErrorBody
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
@@ -343,6 +345,35 @@ def test_a_learner_whose_run_has_left_it_in_a_call_is_busy_until_the_call_has_en
         assert other.fault("other") == ""
         other.ask("update", [], 1, None)
         assert host.updates == 2
+
+
+def test_a_request_without_what_a_learner_needs_is_refused_and_no_fault_of_its_own():
+    right = {SESSION_HEADER: "run/one", NUMBER_HEADER: "1"}
+    faulty: list[tuple[str, Any]] = [(name, None) for name in right]
+    faulty += [(SESSION_HEADER, text) for text in ("", "run", "/one", "run/", ["run/one", "run/two"])]
+    faulty += [(NUMBER_HEADER, text) for text in ("", "one", "-1", "1.0", "9" * 5_000, ["1", "1"])]
+    host = Host()
+    with served(host) as connect, httpx.Client(base_url=connect().url) as http:
+
+        def reply(path: str, headers: dict[str, Any]) -> tuple[int, str, str | None]:
+            pairs = [(name, one) for name, value in headers.items() for one in _each(value)]
+            answer = http.post(path, headers=[("Authorization", "Bearer key"), *pairs])
+            assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
+            problem = Problem.model_validate_json(answer.content)
+            return answer.status_code, problem.code, problem.where
+
+        for name, value in faulty:
+            routes = ["/calls/update", "/stop"] + ["/leave"] * (name == SESSION_HEADER)
+            for path in routes:
+                expected = (400, "malformed_request", f"header {name}")
+                assert reply(path, {**right, name: value}) == expected, (path, value)
+        assert reply("/calls/none", right)[:2] == (404, "not_found")
+    assert not host.begun.is_set()
+
+
+def _each(value: Any) -> list[str]:
+    """The values of a header that may be there once, several times, or not at all."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def test_a_learner_that_says_nothing_is_lost_after_its_deadline():

@@ -253,7 +253,7 @@ async def asked(app, gone, **headers):
     async def send(message):
         sent.append(message)
 
-    told = {"x-api-key": KEY, **JSON, **headers}
+    told = {"host": "127.0.0.1", "x-api-key": KEY, **JSON, **headers}
     raw = [(name.encode(), value.encode()) for name, value in told.items()]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": raw,

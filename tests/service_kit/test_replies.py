@@ -1,0 +1,194 @@
+"""Every client that sends a key, against servers that send it elsewhere or never stop."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from service_kit.replies import Lines, ReplyTooLarge, redirect_target
+from service_kit.server import Listener, ServerThread
+from shared_schemas.trajectory import Sampling
+from task_app.environments.foreign.peer import Reach
+from task_app.environments.foreign.wire import Http
+from tests.conftest import tiny_job
+from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.remote_engine import RemoteEngine
+from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.run.gateway import CONTROL_KEY, Gateway, GatewayRole
+from trainer_backend.run.learner_process import LearnerConnection
+from trainer_backend.terminal.jobs_client import JobsClient
+
+KEY = "the-key-of-these-tests"
+
+
+@contextmanager
+def server(answer: Callable[[Request], Awaitable[Response]]) -> Iterator[Listener]:
+    """A server that gives this answer to everything."""
+    listener = Listener("127.0.0.1", 0)
+    routes = [Route("/{path:path}", answer, methods=["GET", "POST", "DELETE"])]
+    with ServerThread(Starlette(routes=routes), listener):
+        yield listener
+
+
+async def ask_task_app(at: Listener) -> None:
+    async with TaskAppClient(at.url, SecretStr(KEY), timeout_s=30, most_reply_bytes=1 << 20) as client:
+        await client.poll("run", None, wait_s=0)
+
+
+async def ask_task_app_for_info(at: Listener) -> None:
+    async with TaskAppClient(at.url, SecretStr(KEY), timeout_s=30, most_reply_bytes=1 << 20) as client:
+        await client.about()
+
+
+def jobs_client(at: Listener) -> JobsClient:
+    return JobsClient(at.url, {"TRAINER_API_KEY": KEY}, most_reply_bytes=1 << 20)
+
+
+async def ask_jobs(at: Listener) -> None:
+    await asyncio.to_thread(jobs_client(at).get, "/jobs")
+
+
+async def ask_events(at: Listener) -> None:
+    await asyncio.to_thread(lambda: list(jobs_client(at).events("/jobs/x/events")))
+
+
+async def ask_learner(at: Listener) -> None:
+    connection = LearnerConnection(at.url, KEY, silence_s=30, log_file=None, session="run/1")
+    try:
+        assert await asyncio.to_thread(connection.fault, "run") == ""
+    finally:
+        connection.close()
+
+
+async def ask_gateway(at: Listener) -> None:
+    role = GatewayRole(0, {CONTROL_KEY: KEY}, Path("gateway.log"))
+    gateway = Gateway(role, at, {"inference": tiny_job().inference}, lambda line: None)
+    try:
+        await gateway._ask("GET", "/control/totals", timeout_s=30)
+    finally:
+        await gateway.close()
+
+
+async def ask_engine(at: Listener) -> None:
+    engine = RemoteEngine(at.url, "model", SecretStr(KEY), stop_ids=[1], vocabulary=9, max_model_len=64)
+    try:
+        await engine.generate([2, 3], Sampling(max_tokens=4), request_id="r")
+    finally:
+        await engine.close()
+
+
+async def ask_vllm(at: Listener) -> None:
+    engine = VllmEngine(at.url, stop_ids=[1], vocabulary=9, max_model_len=64, wait_s=30)
+    try:
+        await engine.score([2, 3])
+    finally:
+        await engine.close()
+
+
+async def ask_vllm_for_a_stream(at: Listener) -> None:
+    engine = VllmEngine(at.url, stop_ids=[1], vocabulary=9, max_model_len=64, wait_s=30)
+    try:
+        extras = Extras(on_token=lambda token: None)
+        await engine.generate([2, 3], Sampling(max_tokens=4), request_id="r", extras=extras)
+    finally:
+        await engine.close()
+
+
+async def ask_peer(at: Listener) -> None:
+    http = Http("peer", Reach(hosts=("127.0.0.1",), deadline_s=30, max_bytes=1 << 20))
+    http.client.headers["authorization"] = KEY
+    try:
+        await asyncio.to_thread(http.json, "POST", at.url, body={})
+    finally:
+        http.close()
+
+
+CLIENTS = [
+    ask_task_app, ask_task_app_for_info, ask_jobs, ask_events, ask_learner, ask_gateway, ask_engine, ask_vllm,
+    ask_vllm_for_a_stream, ask_peer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", CLIENTS)
+async def test_no_client_follows_a_redirect_and_none_sends_its_key_to_another_address(ask):
+    requests: list[str] = []
+
+    async def listen(request: Request) -> Response:
+        requests.append(request.url.path)
+        return Response("{}", media_type="application/json")
+
+    with server(listen) as other:
+
+        async def redirect(request: Request) -> Response:
+            return RedirectResponse(f"{other.url}{request.url.path}?token=t", 307)
+
+        with server(redirect) as first, pytest.raises(Exception) as caught:
+            await ask(first)
+    assert requests == []
+    assert type(caught.value).__module__.startswith(("task_app", "trainer_backend"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "hint"),
+    [
+        (ask_task_app, "services.task_url must name the final address"),
+        (ask_jobs, "Name the final address with --url or TURNWISE_URL"),
+        (ask_learner, "The launcher must know the learner's final address"),
+    ],
+)
+async def test_an_address_that_redirects_is_named_with_the_other_one_and_what_to_do(ask, hint):
+    async def redirect(request: Request) -> Response:
+        return RedirectResponse("https://me:word@other.example/rollouts?token=t", 308)
+
+    with server(redirect) as first, pytest.raises(Exception, match=re.escape(hint)) as caught:
+        await ask(first)
+    assert first.url in str(caught.value) and "'https://other.example/rollouts'" in str(caught.value)
+    assert "word" not in str(caught.value) and "token" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ask", CLIENTS)
+async def test_no_client_reads_a_reply_beyond_its_bound(ask):
+    async def blanks() -> AsyncIterator[bytes]:  # beyond the largest bound of these clients, 16 MiB
+        for _ in range(300):
+            yield b" " * 65_536
+
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(blanks(), media_type="application/json")
+
+    with server(answer) as at, pytest.raises(Exception, match=r"more than \d+ bytes"):
+        await ask(at)
+
+
+def test_a_line_may_come_in_parts_and_a_stream_may_be_longer_than_its_longest_line():
+    lines = Lines(4)
+    parts = (b"ab", b"cd\n\n", b"e\rf\nabcd", b"\n") * 2
+    assert [lines.take(part) for part in parts] == [[], [b"abcd", b""], [b"e\rf"], [b"abcd"]] * 2
+    for part in (b"abcde", b"abcde\n"):
+        with pytest.raises(ReplyTooLarge, match="more than 4 bytes"):
+            Lines(4).take(part)
+
+
+@pytest.mark.parametrize(
+    ("status", "location", "target"),
+    [
+        (200, "http://b/", None),
+        (400, "http://b/", None),
+        (301, "https://b", "'https://b'"),
+        (302, "/login", "'http://a:1/login'"),
+        (304, None, "nowhere"),
+        (307, "http://[", "nowhere"),
+        (307, "http://b/\x1b", r"'http://b/\x1b'"),
+    ],
+)
+def test_a_redirect_is_told_by_its_status(status: int, location: Any, target: str | None):
+    assert redirect_target(status, location, "http://a:1/x") == target
