@@ -75,7 +75,7 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
         before, after = outcomes(best["iteration"]), outcomes(row["iteration"])
         shared = [world for world in before if world in after]
         total = max(losses.total, losses_in(best).total)
-        if total - len(shared) > most * total:
+        if not shared or total - len(shared) > most * total:
             notes[row["iteration"]] = _refusal(name, len(shared), total, most)
             continue
         notes[row["iteration"]] = (

@@ -63,3 +63,11 @@ def test_losses_of_both_count_together():
 def test_a_first_evaluation_that_lost_too_much_leaves_its_place_to_the_next():
     assert best_of({0: outcomes(*[9.0] * 10, lost=(0, 1, 2)), 2: ALL_ONE})[0] == 2
     assert best_of({0: outcomes(*[9.0] * 10, lost=(0, 1, 2))})[0] is None
+
+
+def test_evaluations_without_a_common_world_are_never_compared():
+    first, second = (
+        outcomes(*[1.0] * 10, lost=tuple(range(5))),
+        outcomes(*[5.0] * 10, lost=tuple(range(5, 10))),
+    )
+    assert best_of({0: first, 2: second}, most=1.0)[0] == 0
