@@ -9,6 +9,7 @@ import signal
 import sysconfig
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -58,8 +59,10 @@ class Boundary:
     ) -> None:
         if exc is None or isinstance(exc, ServiceError) or self._was_requested(exc):
             return
-        # As text: a logger may read an exception whose own text raises.
-        log.error("boundary", what=self._what, exception="".join(traceback.format_exception(exc)).rstrip())
+        # A log on a full disk must not turn this error into another one.
+        with suppress(Exception):
+            # As text: a logger may read an exception whose own text raises.
+            log.error("boundary", what=self._what, exception=_format(exc))
         error = self._error(encodable(f"{self._what} raised {describe_error(exc)}"))
         error.recurs = not isinstance(exc, OSError | MemoryError)
         raise error from exc
@@ -80,6 +83,13 @@ def describe_error(exc: BaseException) -> str:
     # A SyntaxError's own text has the place; its frames are those of the import system.
     place = "" if isinstance(exc, SyntaxError) else _place(exc)
     return f"{type(exc).__name__}{': ' * bool(text)}{text}{f' ({place})' if place else ''}"
+
+
+def _format(exc: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(exc)).rstrip()
+    except BaseException:  # from its own attributes, such as notes that raise
+        return "".join([*traceback.format_tb(exc.__traceback__), describe_error(exc)])
 
 
 def _first_line(exc: BaseException) -> str:

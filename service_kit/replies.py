@@ -71,6 +71,11 @@ class Lines:
             raise ReplyTooLarge(self._most_bytes)
         return [bytes(line) for line in lines]
 
+    @property
+    def rest(self) -> bytes:
+        """What follows the last line feed: the last line of a stream that ends without one."""
+        return bytes(self._rest)
+
 
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
     """Return where a reply sends its reader, or None if it is no redirect.

@@ -132,7 +132,7 @@ def plain_number(value: Any, place: str) -> int | float:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{place} is {shown(value)}; a number is needed")
     plain: int | float = int(number) if isinstance(number, int) else float(number)
-    if not math.isfinite(plain):
+    if not abs(plain) <= _LARGEST:  # `not`, for NaN
         raise ValueError(f"{place} is {plain}; a finite number is needed")
     return plain
 
@@ -161,7 +161,7 @@ def _first(value: Any, test: Callable[[Any], bool]) -> str:
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset):
         parts = enumerate(value)
     for name, part in parts:
         if found := _first(part, test):

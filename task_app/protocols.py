@@ -37,6 +37,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         # Here, where the plug-in makes it: an error has the plug-in's line, and no route meets such a value.
+        _refuse_no_text(self.text, "text")
         _set(self, "data", plain_json(self.data, "data"))
         counts = self.achievements_counts
         if any([type(count) is not int for count in counts.values()]):
@@ -72,6 +73,9 @@ class DecisionOutcome:
     results: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.observation, Observation):
+            raise TypeError(f"observation is {shown(self.observation)}; an Observation is needed")
+        _refuse_no_text(self.result, "result")
         rewards: Any = self.env_rewards
         if type(rewards) is not tuple or any([type(reward) is not float for reward in rewards]):
             if not isinstance(rewards, Iterable):
@@ -83,6 +87,11 @@ class DecisionOutcome:
         for name in ("terminated", "truncated"):
             if type(flag := getattr(self, name)) is not bool:
                 _set(self, name, _flag(name, flag))
+
+
+def _refuse_no_text(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {shown(value)}; a text is needed")
 
 
 def _set(made: object, name: str, value: object) -> None:

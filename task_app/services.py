@@ -14,9 +14,9 @@ from service_kit.keys import Keys
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import RolloutRequest
 from task_app.captures.door import Captures
+from task_app.environment_calls import list_tools
 from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.wire import CLOSE_S
-from task_app.episode.prompts import list_tools
 from task_app.held import Held
 from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
@@ -176,7 +176,7 @@ class Services:
         """The environment's tools; a foreign one may have to ask for them first."""
         if steps_quickly(environment):
             return list_tools(environment)
-        return await self.threads.run("environment.tools", environment.tools)
+        return await self.threads.run("environment.tools", list_tools, environment)
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
         """Remove the training switches of a forgotten policy from its environment, if that still exists."""

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from service_kit.errors import ServiceError
+from service_kit.boundary import describe_error
+from service_kit.errors import InternalError, ServiceError
 from task_app.errors import CapacityReached, boundary
 
 T = TypeVar("T")
@@ -89,6 +90,8 @@ def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[
             settle = partial(future.set_result, context.run(guarded))
         except ServiceError as exc:
             settle = partial(future.set_exception, exc)
+        except BaseException as exc:  # of the boundary itself: an unsettled future would hang the call
+            settle = partial(future.set_exception, InternalError(f"{what}: {describe_error(exc)}"))
         with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle)
         del future, settle  # an error holds this frame, and would hold itself and the plug-in

@@ -219,7 +219,7 @@ class Iteration:
                 self._rounds.append(collection)
             self._branches.append(branches)
             try:
-                await self._credit_and_store(collection)  # 7 to 10
+                await self._credit_and_store()  # 7 to 10
             except CreditError as error:
                 if not self.reject(error):
                     raise
@@ -236,9 +236,10 @@ class Iteration:
             goes_on: whether the run can learn from others after this error.
         """
         run, name = self._run, f"iteration_{self.number}"
-        ids = dict.fromkeys(rejected_rollouts(error), error)
+        ids: dict[str, TrainerError] = {}
         if isinstance(error, CreditError):
             ids |= run.credit.find_rejected(join_rounds(self._rounds).rollouts, self._measured)
+        ids |= dict.fromkeys(rejected_rollouts(error), error)
         parts = (*self._rounds, *self._branches)
         rollouts = [item for part in parts for item in part.rollouts if item.rollout_id in ids]
         if not rollouts:
@@ -291,8 +292,8 @@ class Iteration:
             first, self._first = self._first, None
             return await first
         if self._again:
-            self._requests, self._again = self._again, []
-            return await self._collect("again", self._requests)
+            again, self._again = self._again, []
+            return await self._collect("again", again)
         missing = self._missing
         self._requests = self._planner.refill(
             self.number, len(self._rounds), missing, refilled=self._refilled
@@ -320,7 +321,7 @@ class Iteration:
             self._run.losses.report(collection, _stage(_NAMES[what], self.number, refills))
         return collection
 
-    async def _credit_and_store(self, newest: Collection) -> None:
+    async def _credit_and_store(self) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
         collection, branches = join_rounds(self._rounds), join_rounds(self._branches)
         run, credit = self._run, self._run.credit
@@ -332,7 +333,7 @@ class Iteration:
 
         try:
             # First: where a fixed policy plays the whole iteration, it is why the collection is empty.
-            refuse_round(credit.policies, self._requests, newest)
+            refuse_round(credit.policies, self._all_requests, self._rounds[-1])
             run.losses.refuse(collection, f"iteration {self.number}")
             if branches.all:
                 run.losses.refuse(branches, f"branches of iteration {self.number}")

@@ -13,7 +13,7 @@ from task_app.dialects.openenv_wire import (
     step_data,
     tools_data,
 )
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools
 from task_app.errors import UnknownId
 from task_app.routes.env import open_session
 from task_app.services import Services

@@ -17,10 +17,11 @@ from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.rewards import RewardPart
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.trajectory import StepData, UserAnswer
+from task_app.environment_calls import list_tools
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget, apply, context_specs
 from task_app.episode.history import Change, History
-from task_app.episode.prompts import DecisionEffect, Execute, Prompt, list_tools, open_with
+from task_app.episode.prompts import DecisionEffect, Execute, Prompt, open_with
 from task_app.errors import CriticalError, boundary
 from task_app.interactions.replies import InteractionReply
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.rewards import RewardPart
 from shared_schemas.trajectory import StepData, UserAnswer
+from task_app.environment_calls import list_tools
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget
 from task_app.errors import boundary
@@ -124,12 +125,6 @@ def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Messa
     if any(message.role == "system" for message in opening):
         own = [message for message in own if message.role != "system"]
     return (*opening, *own)
-
-
-def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
-    """The tools that the environment offers a model."""
-    with boundary("environment.tools"):
-        return environment.tools()
 
 
 class FreshPrompts:

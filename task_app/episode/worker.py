@@ -21,6 +21,7 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import PolicyLogprobs, StepData, StopReason, Trajectory, is_cut_short
+from task_app.environment_calls import take_decision
 from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.context_tools import Budget
 from task_app.episode.conversation import Conversation
@@ -439,12 +440,11 @@ async def execute(
         # No env step runs, so its reward is not paid again.
         return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
     if action.text is not None and isinstance(environment, AnsweredEnvironment):
-        step = partial(environment.answer, action.text)
+        step = partial(take_decision, environment.answer, action.text)
     else:
-        step = partial(environment.step, action.requests, invalid_reason=action.invalid_reason)
+        step = partial(take_decision, environment.step, action.requests, invalid_reason=action.invalid_reason)
     if steps_quickly(environment):
-        with boundary("environment.step"):
-            return step()
+        return step()
     try:
         async with asyncio.timeout(timeout_s):
             return await in_thread(threads, "environment.step", step)

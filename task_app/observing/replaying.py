@@ -18,6 +18,7 @@ from service_kit.errors import RequestDeadline
 from shared_schemas.json_text import encodable
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import EnvSpec, Rollout
+from task_app.environment_calls import reset_environment, take_decision
 from task_app.episode.actions import tool_request
 from task_app.episode.release import close
 from task_app.errors import Conflict, EpisodeOver, InvalidRequest, TaskAppError, UnknownId, boundary
@@ -127,8 +128,7 @@ class Replay:
             ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.
         """
         try:
-            with boundary("environment.reset"):
-                self.environment.reset(self.seed)
+            reset_environment(self.environment, self.seed)
             moment = Moment(0)
             if 0 in turns:
                 yield moment
@@ -163,11 +163,10 @@ class Replay:
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
         refused = recorded.invalid_reason if not requests else None
         try:
-            with boundary("environment.step"):
-                if recorded.text is not None and isinstance(self.environment, AnsweredEnvironment):
-                    outcome = self.environment.answer(recorded.text)
-                else:
-                    outcome = self.environment.step(requests, invalid_reason=refused)
+            if recorded.text is not None and isinstance(self.environment, AnsweredEnvironment):
+                outcome = take_decision(self.environment.answer, recorded.text)
+            else:
+                outcome = take_decision(self.environment.step, requests, invalid_reason=refused)
         except EpisodeOver as exc:
             raise _departure(moment.turn + 1) from exc
         if not _agrees(outcome, recorded):

@@ -166,7 +166,7 @@ class _Draws:
     def _number(self, schema: Mapping[str, Any], *, is_whole: bool) -> int | float:
         low, high = _bounds(schema, inside=1 if is_whole else 0)
         step = _number_in(schema, "multipleOf")
-        if step is not None and step > 0:
+        if step is not None and step > 0 and math.isfinite(low / step) and math.isfinite(high / step):
             first, last = math.ceil(low / step), math.floor(high / step)
             multiple = self._source.randint(first, max(first, last)) * step
             return int(multiple) if is_whole else multiple

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.captures.agents import AgentEnvironment
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools
 from task_app.protocols import (
     ConversationalEnvironment,
     ReseedableEnvironment,

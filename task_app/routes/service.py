@@ -19,7 +19,7 @@ from service_kit.keys import presented_keys
 from service_kit.observed import metrics_response
 from shared_schemas.base import Body
 from shared_schemas.messages import ToolSpec
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools, reset_environment
 from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.observing.metrics import Metrics
@@ -195,7 +195,7 @@ def _about(services: Services, environment: Environment, tools: Sequence[ToolSpe
 
 async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
     """The task of one seed, with the first observation of its world."""
-    observation = await services.threads.run("environment.reset", environment.reset, seed)
+    observation = await services.threads.run("environment.reset", reset_environment, environment, seed)
     return {
         **_about(services, environment, list_tools(environment)),
         "observation": {"seed": seed, **legacy_observation(observation_json(observation))},

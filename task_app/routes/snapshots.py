@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import InferenceKey
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
 from task_app.routes.wire import EnvId, ForeignBody, ReplyJSON, observation_json
 from task_app.services import Services, services_of

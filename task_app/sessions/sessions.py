@@ -11,6 +11,7 @@ from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards, decision_rewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec
 from shared_schemas.trajectory import StepMetadata
+from task_app.environment_calls import reset_environment, take_decision
 from task_app.episode.decisions import NO_METADATA, step_metadata
 from task_app.episode.release import begin_close
 from task_app.errors import EpisodeOver, SessionBusy, boundary
@@ -149,15 +150,14 @@ class EnvironmentSession:
         """Decide at once; the caller holds the lock, or has checked `steps_at_once` and awaits nothing."""
         self._write_backlog()
         before = self.observation
-        with boundary("environment.step"):
-            outcome = self.environment.step(requests, invalid_reason=invalid_reason)
+        outcome = take_decision(self.environment.step, requests, invalid_reason=invalid_reason)
         return self._finish_step(before, requests, outcome)
 
     async def _reset(self, seed: int) -> Observation:
         async with self.lock:
             self._write_backlog()
             self.observation = await in_thread(
-                self.threads, "environment.reset", self.environment.reset, seed
+                self.threads, "environment.reset", reset_environment, self.environment, seed
             )
             self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
             self.over = False
@@ -171,7 +171,9 @@ class EnvironmentSession:
         async with self.lock:
             self._write_backlog()
             before = self.observation
-            outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
+            outcome = await in_thread(
+                self.threads, "environment.step", take_decision, self.environment.step, requests
+            )
             return self._finish_step(before, requests, outcome)
 
     def _finish_step(

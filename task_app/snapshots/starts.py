@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
+from task_app.environment_calls import reset_environment
 from task_app.errors import NotRestorable, SnapshotRefused, boundary
 from task_app.protocols import (
     Environment,
@@ -46,7 +47,7 @@ def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
     """Start in the world of a seed, which a thread makes, because that takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
-        return StartView(await in_thread(threads, "environment.reset", environment.reset, seed))
+        return StartView(await in_thread(threads, "environment.reset", reset_environment, environment, seed))
 
     return EpisodeStart(begin)
 
@@ -111,7 +112,7 @@ class Worlds:
         """Make the world; if this fails, the next sibling tries."""
         event = self._events[name] = asyncio.Event()
         try:
-            observation = await in_thread(threads, "environment.reset", environment.reset, seed)
+            observation = await in_thread(threads, "environment.reset", reset_environment, environment, seed)
             with boundary("environment.snapshot"):
                 self._cache.put(name, environment.snapshot())
             return StartView(observation)

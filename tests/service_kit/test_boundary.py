@@ -19,7 +19,15 @@ class Unreadable(Exception):
         raise SystemExit(4)
 
 
+class Hostile(Exception):
+    """Raises wherever a formatter looks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SystemExit(5)
+
+
 KINDS = {
+    "Hostile": Hostile,
     "KeyError: 'oops'": lambda: KeyError("oops"),
     "StopIteration": StopIteration,
     "SystemExit: 3": lambda: SystemExit(3),
@@ -66,6 +74,15 @@ async def test_all_that_a_plug_in_raises_is_one_error_with_file_and_line(told):
     # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError.
     expected = f"RuntimeError: coroutine raised {told}" if told == "StopIteration" else told
     assert caught.value.detail.startswith(f"plug.step raised {expected} (test_boundary.py:")
+
+
+def test_a_log_that_cannot_be_written_changes_no_error(monkeypatch: pytest.MonkeyPatch):
+    def full(*facts: object, **more: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("service_kit.boundary.log.error", full, raising=False)
+    with pytest.raises(Failed, match=r"^plug\.step raised KeyError"), Boundary("plug.step", Failed):
+        raise KeyError("x")
 
 
 async def wait_within(entered: asyncio.Event) -> None:

@@ -196,6 +196,8 @@ async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
         ({"env_rewards": 0.5}, "env_rewards is 0.5 (float); a tuple"),
         ({"env_rewards": ("1",)}, "env_rewards[0] is '1' (str); a number is needed"),
         ({"terminated": "no"}, "terminated is 'no' (str); a bool is needed"),
+        ({"observation": None}, "observation is None (NoneType); an Observation is needed"),
+        ({"result": 5}, "result is 5 (int); a text is needed"),
     ],
 )
 async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told):
@@ -210,6 +212,31 @@ async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told)
         answer = await client.post("/env/step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
     assert told in answer.json()["detail"] and "(test_contained_plugins.py:" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "needed"),
+    [
+        ("reset", None, "Observation"),
+        ("step", None, "DecisionOutcome"),
+        ("tools", None, "tuple"),
+        ("tools", [{"type": "function"}], "ToolSpec"),
+    ],
+)
+async def test_a_method_that_returns_something_else_is_named(method, value, needed):
+    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+        return value
+
+    kind: Any = type("Odd", (CountingEnvironment,), {method: wrong})
+    plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: kind())}, {})
+    async with running_app(plug_boards) as client:
+        answer = await client.post("/env/create", json={"env_name": "counting"})
+        if answer.status_code == 200:
+            body = {"env_id": answer.json()["env_id"], "tool_calls": []}
+            answer = await client.post("/env/step", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error"), answer.text
+    place = f"test_contained_plugins.py:{wrong.__code__.co_firstlineno}"
+    assert f"{needed} is needed ({place})" in answer.json()["detail"]
 
 
 class NoState(BaseModel):

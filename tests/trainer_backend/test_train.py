@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -611,6 +611,30 @@ async def test_what_credit_or_update_rejects_is_set_aside_and_planned_once_more(
     assert (row["rollout/finished"], row["rollout/failure/rollout_rejected"]) == (8.0, 2.0)
     assert isinstance(run.reporter, ListReporter)
     assert any("2 rollouts cannot be learned from and are set aside" in line for line in run.reporter.lines)
+
+
+class Unscored(Learner):
+    """The first call cannot score one rollout, and so measures none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    def score(self, episodes: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked.append([name.rpartition("/train/")[2] for name in episodes])
+        if len(self.asked) > 1:
+            raise NonFiniteLoss("far enough")
+        raise SegmentError("token id 99", where=place(list(episodes)[1], 1, 2))
+
+
+async def test_a_rollout_that_cannot_be_measured_is_set_aside_alone(tmp_path: Path):
+    learner = Unscored()
+    run = run_of(tmp_path, learner=learner, training__iterations=1, training__kl_reward_coef=0.1)
+    with pytest.raises(NonFiniteLoss):
+        await train(run, Progress(), asyncio.Event())
+    (row,) = read_lines(run.directory.rejected_file("iteration_1"))
+    assert row["rollout"]["rollout_id"].endswith("1/0/1") and "token id 99" in row["why"]
+    assert len(learner.asked[1]) == 8 and "1/0/1:1" in learner.asked[1]
 
 
 async def test_a_second_rejection_ends_the_run_and_poisons_no_resumed_one(tmp_path: Path):

@@ -1,6 +1,5 @@
-"""Pure: whether a finished rollout answers its own request, and whether its numbers are finite."""
+"""Pure: whether a finished rollout answers its own request, with numbers that can be summed."""
 
-import math
 from collections.abc import Iterator
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
@@ -8,6 +7,8 @@ from shared_schemas.trajectory import StepData, Trajectory
 
 # The failure code of a rollout that is none of what was asked for.
 WRONG_ROLLOUT = "wrong_rollout"
+# Squares and sums of larger numbers leave the range of float32, in which the loss is computed.
+_LARGEST = 1e15
 _PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
 
 
@@ -33,14 +34,18 @@ def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
         return f"it was played in the world of seed {episode.seed}; seed {start.seed} was asked for"
     if (episode.parent_rollout_id, episode.parent_turn) != (start.parent_rollout_id, start.parent_turn):
         return f"it continues {episode.parent_rollout_id!r}; {start.parent_rollout_id!r} was asked for"
-    place = next((place for place, value in _numbers(episode) if not math.isfinite(value)), None)
-    return None if place is None else f"its {place} is no finite number"
+    # `not <=`, because NaN is neither larger nor smaller.
+    found = next((item for item in _numbers(episode) if not abs(item[1]) <= _LARGEST), None)
+    return None if found is None else f"its {found[0]} is {found[1]}, beyond +-{_LARGEST:g}"
 
 
 def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
     """Every number that a reward, a metric or a loss is made of, with its place."""
     yield "outcome_reward", episode.outcome_reward
     yield "wall_s", episode.wall_s
+    if episode.user_reward is not None:
+        yield "environment_outcome_reward", episode.user_reward.environment_outcome_reward
+        yield "score of the reward function", episode.user_reward.result.score
     for step in episode.steps:
         for name, value in _numbers_of_step(step):
             yield f"{name} at turn {step.turn}", value
@@ -49,7 +54,9 @@ def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
 def _numbers_of_step(step: StepData) -> Iterator[tuple[str, float]]:
     yield from (("env_reward", value) for value in step.env_rewards or ())
     yield from (("reward part", part.value) for part in step.reward_parts)
-    if step.policy_value_estimate is not None:
-        yield "policy_value_estimate", step.policy_value_estimate
+    for name in ("policy_value_estimate", "base_reward"):
+        if (value := getattr(step, name)) is not None:
+            yield name, value
+    yield "reward_last_step", step.observation_data.reward_last_step
     info = step.step_info
     yield from (("time", value) for value in (info.policy_s, info.environment_s, info.interaction_s))

@@ -1,7 +1,7 @@
 """What a stage lost: how many of its rollouts, why, and when that ends the run."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ FINISHED = ("rollout/finished", "branch/rollouts")
 _CAUSES = "lost_causes"
 _MOST_CAUSES = 3
 _MOST_CHARS = 600
-# Numbers and quotations differ between rollouts that one cause has lost.
-_DIFFERS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+# One cause writes other numbers and quotations for each rollout; its exception, file and line stay.
+_DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,13 @@ NO_LOSSES = Losses(0, 0)
 
 def count_losses(collection: Collection) -> Losses:
     """Count the lost rollouts of a stage by their causes."""
-    counts: Counter[str] = Counter()
-    words: dict[str, str] = {}
+    words: dict[str, Counter[str]] = defaultdict(Counter)
     for rollout in collection.failed:
         text = _text(rollout)
-        cause = _DIFFERS.sub("", text)
-        counts[cause] += 1
-        words.setdefault(cause, text)
-    causes = tuple((count, words[cause]) for cause, count in counts.most_common())
-    return Losses(len(collection.failed), len(collection.all), causes)
+        words[_DIFFERS.sub(_keep_place, text)][text] += 1
+    causes = [(texts.total(), texts.most_common(1)[0][0]) for texts in words.values()]
+    causes.sort(key=lambda cause: -cause[0])
+    return Losses(len(collection.failed), len(collection.all), tuple(causes))
 
 
 def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
@@ -146,6 +144,10 @@ class LossCheck:
     def refuse(self, collection: Collection, stage: str) -> None:
         """Raise what `refuse_losses` raises."""
         refuse_losses(collection, stage, most=self.most, log=self.log)
+
+
+def _keep_place(found: re.Match[str]) -> str:
+    return found[0] if ".py:" in found[0] and found[0][0] not in "'\"" else ""
 
 
 def _text(rollout: Rollout) -> str:

@@ -68,6 +68,8 @@ class ReplayDeparts(NoPictures):
 
 
 _OF_BACKENDS = (502, 504)
+# A request that took too long may still be carried out, and a retry gets its answer.
+_GOES_ON = "deadline_exceeded"
 _ANSWERS: dict[int, type[Answered]] = {
     422: Refused,
     424: PluginFailed,
@@ -89,8 +91,9 @@ def is_final(status: int, answer: Any) -> bool:
     """Return whether an error that may come from a proxy, or asks to try later, is a task app's last word."""
     if not isinstance(answer, dict):
         return False
-    by_itself = status in _OF_BACKENDS and problem_in(answer) is not None
-    return by_itself or answer.get("code") == "missing_environment_api_key"
+    if status in _OF_BACKENDS and answer.get("code") != _GOES_ON and problem_in(answer) is not None:
+        return True
+    return answer.get("code") == "missing_environment_api_key"
 
 
 def problem_in(answer: Any) -> Problem | None:
@@ -115,7 +118,7 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     if kind is not None:
         return kind(sentence)
     problem = problem_in(answer)
-    if problem is not None and status in _ANSWERS:
+    if problem is not None and status in _ANSWERS and problem.code != _GOES_ON:
         return _ANSWERS[status](sentence, problem)
     if status >= _ITS_OWN_FAULT and not is_final(status, answer):
         return TaskAppLost(sentence)

@@ -194,7 +194,10 @@ class CreditAssignment:
     def find_rejected(
         self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
     ) -> dict[str, CreditError]:
-        """The error of each finished rollout that cannot be credited, whatever the others are, by its id."""
+        """The error of each finished rollout that cannot be credited, whatever the others are, by its id.
+
+        Of one that was not measured, because the measurement of another failed, only the segments are tried.
+        """
         rejected: dict[str, CreditError] = {}
         for rollout in rollouts:
             if rollout.trajectory is None:
@@ -202,11 +205,19 @@ class CreditAssignment:
             try:
                 self.policies.segments_by(rollout)
                 self.policies.final_view_by(rollout)
+                if self._lacks(rollout.rollout_id, measured):
+                    continue
                 rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
                 self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
             except CreditError as error:
                 rejected[rollout.rollout_id] = error
         return rejected
+
+    def _lacks(self, name: str, measured: Measured) -> bool:
+        """Whether a rollout has not been measured as credit needs it."""
+        return (self.rewards.pays_kl and name not in measured.scored) or (
+            bool(self.estimator.needs_values) and name not in measured.values
+        )
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
         """Stop 7 for those that finished.

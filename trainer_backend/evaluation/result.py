@@ -10,6 +10,7 @@ from typing import Any
 
 from shared_schemas.rewards import DecisionRewards
 from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.losses import count_losses
 from trainer_backend.collect.metrics import (
     are_successes,
     finished_trajectories,
@@ -85,6 +86,7 @@ class EvaluationResult:
         endings: episodes by stop reason.
         rows: outcome of each held-out row by its id; empty without a data set.
         lost: worlds without an episode, which no figure includes.
+        lost_because: the causes of that; empty without losses.
         failures: counts of failure codes; a rollout that failed once was repeated.
         prompt_tokens, sampled_tokens: over all episodes; None if no server counts them.
         published: rows to compare with, and what makes them incomparable.
@@ -113,6 +115,7 @@ class EvaluationResult:
     endings: Mapping[str, int]
     rows: Mapping[str, float]
     lost: int
+    lost_because: str
     failures: Mapping[str, int]
     prompt_tokens: int | None
     sampled_tokens: int | None
@@ -167,6 +170,7 @@ def evaluation_result(
         endings=endings,
         rows=_outcome_by_row(collection),
         lost=len(collection.failed),
+        lost_because=count_losses(collection).explain() if collection.failed else "",
         failures=dict(sorted(collection.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
         sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from pydantic import SecretStr, TypeAdapter, ValidationError
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -26,7 +26,6 @@ from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from shared_schemas.chat import ROLLOUT_HEADER
-from shared_schemas.rollouts import Id
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, InferenceUnauthorized
 from trainer_backend.inference.asgi import (
     EventStream,
@@ -48,7 +47,6 @@ from trainer_backend.inference.text_completion import read_text_request, text_co
 # From this size on, rendering and encoding run on a thread, so that other answers do not wait.
 _LARGE_BYTES = 100_000
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
-_ID: TypeAdapter[str] = TypeAdapter(Id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,22 +283,15 @@ class TextEndpoint(_Endpoint):
 
 
 def _rollout_id(scope: Scope) -> str:
-    """The rollout whose conversation the request continues; empty: none.
+    """The conversation that the request continues: a rollout's, or one of a captured agent; empty: none.
 
     Raises:
-        BadChatRequest: the header holds no id, or there are several; its conversation would be kept under
-            another name than the rollout's.
+        BadChatRequest: there are several; it would be kept under another name.
     """
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == _ROLLOUT_HEADER]
-    if not values:
-        return ""
-    try:
-        return _ID.validate_python(", ".join(values))
-    except ValidationError as error:
-        value = ", ".join(values)[:80]
+    if len(values) > 1:
         raise BadChatRequest(
-            f"{ROLLOUT_HEADER} is {value!r}, and must be the id of one rollout: 1 to 200 letters, digits and "
-            "characters of ._:/-",
+            f"{ROLLOUT_HEADER} is there {len(values)} times: {', '.join(values)[:80]!r}; it names one",
             where=f"header {ROLLOUT_HEADER}",
-            hint="A request outside of any rollout has no such header.",
-        ) from error
+        )
+    return values[0] if values else ""

@@ -544,20 +544,26 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
     raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
 
 
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    lines = Lines(MOST_REPLY_BYTES)
+    async for part in content.iter_any():
+        for line in lines.take(part):
+            yield line
+    yield lines.rest
+
+
 async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE].
 
     Raises:
         RemoteUnavailable: the stream ends without it.
     """
-    lines = Lines(MOST_REPLY_BYTES)
-    async for part in content.iter_any():
-        for line in lines.take(part):
-            data = line.strip().removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            if data:
-                yield _reply(200, data, where)
+    async for line in _lines(content):
+        data = line.strip().removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return
+        if data:
+            yield _reply(200, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 

@@ -227,7 +227,7 @@ class Beginning:
 
         lines = await until_on_thread(self._stop, work)
         if lines is None:
-            raise Stopped("stopped while the rows were measured; nothing new to save")
+            raise Stopped("while the rows were measured; nothing new to save")
         for line in lines:
             self._reporter.say(line)
 

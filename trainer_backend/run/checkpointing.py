@@ -140,8 +140,11 @@ class Saving:
         behind. A mark whose row is lost stands until an evaluation is better.
         """
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
-        saved = [row for row in rows if self.is_saved(row["iteration"])]
-        best, notes = find_best(saved, self._outcomes, most=self._training.max_lost_share)
+        most = self._training.max_lost_share
+        best, notes = find_best(rows, self._outcomes, most=most)
+        if best is not None and not self.is_saved(best["iteration"]):  # somebody has deleted it
+            saved = [row for row in rows if self.is_saved(row["iteration"])]
+            best, notes = find_best(saved, self._outcomes, most=most)
         found = [] if best is None else [best]
         marks = [BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"]) for row in found]
         standing = best_mark(self.directory.checkpoints)

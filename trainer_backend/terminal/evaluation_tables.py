@@ -39,9 +39,11 @@ def _figures(result: EvaluationResult) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, text in _result(result):
         facts.add_row(Text(name), Text(text))
-    lost = f", {result.lost} more lost to failures: in no figure" if result.lost else ""
+    lost = f", {result.lost} more lost: in no figure" if result.lost else ""
     each = f" of {result.outcome.count} worlds, {result.repeats} each" if result.repeats > 1 else ""
     facts.add_row("episodes", f"{result.episodes}{each}{lost}")
+    if result.lost:
+        facts.add_row("lost", Text(result.lost_because))
     facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
     facts.add_row("env steps", _interval(result.env_steps, "{:.1f}"))
     facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")

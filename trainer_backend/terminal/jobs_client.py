@@ -117,6 +117,8 @@ class JobsClient:
         for part in answer.iter_bytes():
             for line in lines.take(part):
                 yield line.rstrip(b"\r").decode(errors="replace")
+        if lines.rest:
+            yield lines.rest.decode(errors="replace")
 
     def _refusal(self, answer: httpx.Response) -> TrainerError:
         location = answer.headers.get("Location")

@@ -20,7 +20,7 @@ from shared_schemas.trajectory import StopReason
 from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
 from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, reply
 from task_app.dialects.one_call.request import LegacyRollout
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools
 from task_app.episode.release import close
 from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import EpisodeOver, SessionBusy, ShuttingDown

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from shared_schemas.rollouts import Seed
 from task_app.dialects.one_call.request import LegacyRollout, legacy_calls
 from task_app.dialects.one_call.rollout import legacy_rollout
-from task_app.episode.prompts import list_tools
+from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.env import EnvCreate, create_session
 from task_app.routes.steps import decide

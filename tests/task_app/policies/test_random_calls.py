@@ -132,6 +132,7 @@ OTHERS: list[Any] = [
     having(x={**TEXT, "minLength": 10**12}),
     having(x={**WHOLE, "minimum": 10**400}),
     having(x={**WHOLE, "multipleOf": 0}),
+    having(x={**WHOLE, "multipleOf": 5e-324}),
     listing(minItems=10**9),
     listing(contains={}, minContains=10**12),
     listing(items="x", minItems=2.5, uniqueItems="y"),

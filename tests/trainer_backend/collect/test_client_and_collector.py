@@ -122,6 +122,7 @@ async def test_a_refusal_is_not_asked_again_and_its_words_are_passed_on():
         (424, PROBLEM, PluginFailed),
         (502, PROBLEM, BackendFailed),
         (504, PROBLEM, BackendFailed),
+        (504, {**PROBLEM, "code": "deadline_exceeded"}, TaskAppLost),  # a retry gets its answer
         (422, PROBLEM, Refused),
         (502, {"message": "a proxy's"}, TaskAppLost),
         (500, {**PROBLEM, "code": "internal_error"}, TaskAppLost),

@@ -30,6 +30,9 @@ def test_causes_are_counted_whatever_numbers_and_ids_they_quote_the_most_common_
     assert losses.describe("iteration 2") == (
         "iteration 2: 4 of 9 rollouts lost: 2 x no level 7 (plug.py:14); 1 x disk full; 1 x …: it 'a' hung"
     )
+    # Errors at two lines are two causes, and the words are those of most of them.
+    keys = [f"KeyError: '{key}' (plug.py:{line})" for key, line in (("a", 14), ("b", 99), ("b", 99))]
+    assert count_losses(stage(3, *keys)).causes == ((2, keys[1]), (1, keys[0]))
     one = count_losses(stage(3, "no level 7"))
     assert one.describe("prompts") == "prompts: 1 of 3 rollouts lost: no level 7"
 

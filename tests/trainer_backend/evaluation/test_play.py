@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import at_the_task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import LAST
 from trainer_backend.__main__ import app
@@ -102,12 +103,14 @@ def test_another_environment_has_no_crafter_score_and_no_published_rows():
 
 
 def test_worlds_that_were_lost_are_told():
-    lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None})
+    failure = RolloutFailure(code="critical_error", detail="environment.step raised KeyError (plug.py:14)")
+    lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
     found = evaluation_result("p", Collection(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
     assert found.lost == 1
     out = io.StringIO()
     Console(file=out, width=120).print(tables(found))
-    assert "1, 1 more lost to failures: in no figure" in out.getvalue()
+    assert "1, 1 more lost: in no figure" in out.getvalue()
+    assert "environment.step raised KeyError (plug.py:14)" in out.getvalue()
 
 
 def test_a_name_in_brackets_is_printed_as_it_is():

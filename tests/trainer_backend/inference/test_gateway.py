@@ -59,9 +59,8 @@ def ask(http: httpx.Client, *, rollout: str = "", **changes: object) -> httpx.Re
     return http.post("/v1/chat/completions", json=body, headers={ROLLOUT_HEADER: rollout} if rollout else {})
 
 
-@pytest.mark.parametrize("values", [[""], ["a b"], ["x" * 201], ["r/1", "r/2"]])
-def test_a_header_that_names_no_rollout_or_two_is_refused(http: httpx.Client, values: list[str]):
-    headers = [(ROLLOUT_HEADER, value) for value in values]
+def test_a_request_that_names_two_rollouts_is_refused(http: httpx.Client):
+    headers = [(ROLLOUT_HEADER, value) for value in ("r/1", "r/2~1")]
     reply = http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES}, headers=headers)
     assert (reply.status_code, reply.json()["where"]) == (400, f"header {ROLLOUT_HEADER}")
 

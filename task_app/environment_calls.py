@@ -1,0 +1,41 @@
+"""Calls of an environment whose results the service reads: a wrong one is a mistake of its author."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shared_schemas.base import shown
+from shared_schemas.messages import ToolSpec
+from task_app.errors import CriticalError, boundary
+from task_app.protocols import DecisionOutcome, Environment, Observation
+
+T = TypeVar("T")
+
+
+def reset_environment(environment: Environment, seed: int) -> Observation:
+    """Start the world of a seed; CriticalError if the environment fails or returns something else."""
+    with boundary("environment.reset"):
+        return _expect(Observation, environment.reset(seed), environment.reset)
+
+
+def take_decision(step: Callable[..., DecisionOutcome], *arguments: Any, **options: Any) -> DecisionOutcome:
+    """Call `step` or `answer` of an environment; errors as in `reset_environment`."""
+    with boundary("environment.step"):
+        return _expect(DecisionOutcome, step(*arguments, **options), step)
+
+
+def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
+    """The tools that the environment offers a model; errors as in `reset_environment`."""
+    with boundary("environment.tools"):
+        tools: Any = environment.tools()
+        listed = _expect(tuple, tuple(tools) if isinstance(tools, list) else tools, environment.tools)
+        return tuple(_expect(ToolSpec, tool, environment.tools) for tool in listed)
+
+
+def _expect(kind: type[T], result: object, method: Callable[..., object]) -> T:
+    if isinstance(result, kind):
+        return result
+    code = getattr(method, "__code__", None)
+    place = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    name = getattr(method, "__qualname__", "the environment")
+    raise CriticalError(f"{name} returned {shown(result)}; {kind.__name__} is needed{place}")
