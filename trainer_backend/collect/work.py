@@ -147,8 +147,8 @@ def with_earlier(collection: Collection, earlier: Sequence[Rollout]) -> Collecti
 
 
 def without(collection: Collection, ids: Container[str]) -> Collection:
-    """The collection without these finished rollouts, which count as REJECTED and as no loss: others are played
-    in their place."""
+    """The collection without these finished rollouts. They count as REJECTED, and as no loss, since others
+    are played in their place."""
     rest = tuple(rollout for rollout in collection.rollouts if rollout.rollout_id not in ids)
     count = len(collection.rollouts) - len(rest)
     failures = collection.failures + Counter({REJECTED: count} if count else {})
