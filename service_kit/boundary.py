@@ -9,6 +9,7 @@ import signal
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from shared_schemas.json_text import encodable
 log = structlog.get_logger("service_kit")
 
 _MOST_CHARS = 200
+# Of a traceback in the log, from each end: an exception's text may have any length.
+_MOST_LOGGED = 4_000
 _OURS = tuple(
     f"{Path(__file__).parents[1] / package}/"
     for package in ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
@@ -42,13 +45,16 @@ class Boundary:
     Args:
         what: the call, as the error names it: "environment.step".
         error: class of the new error.
+        call: the plug-in's function: its own line is the place, where what it returned raises in our code.
     """
 
     # A class, because it surrounds every step, and @contextmanager costs three times as much.
-    __slots__ = ("_error", "_task", "_what")
+    __slots__ = ("_call", "_error", "_task", "_what")
 
-    def __init__(self, what: str, error: type[ServiceError]) -> None:
-        self._what, self._error = what, error
+    def __init__(
+        self, what: str, error: type[ServiceError], call: Callable[..., object] | None = None
+    ) -> None:
+        self._what, self._error, self._call = what, error, call
         self._task = _current_task()
 
     def __enter__(self) -> None:
@@ -63,7 +69,7 @@ class Boundary:
         with suppress(Exception):
             # As text: a logger may read an exception whose own text raises.
             log.error("boundary", what=self._what, exception=_format(exc))
-        error = self._error(encodable(f"{self._what} raised {describe_error(exc)}"))
+        error = self._error(encodable(f"{self._what} raised {describe_error(exc, self._call)}"))
         error.recurs = not isinstance(exc, OSError | MemoryError)
         raise error from exc
 
@@ -77,19 +83,25 @@ class Boundary:
         return isinstance(exc, KeyboardInterrupt) and _is_of_signal(exc)
 
 
-def describe_error(exc: BaseException) -> str:
-    """Describe an exception in a line: `KeyError: 'oops' (plug.py:14)`."""
+def describe_error(exc: BaseException, call: Callable[..., object] | None = None) -> str:
+    """Describe an exception in a line: `KeyError: 'oops' (plug.py:14)`; see `Boundary` for `call`."""
+    if isinstance(exc, RuntimeError) and isinstance(exc.__cause__, StopIteration | StopAsyncIteration):
+        exc = exc.__cause__  # a coroutine's own end in disguise, whose frames are the plug-in's
     text = _first_line(exc)
     # A SyntaxError's own text has the place; its frames are those of the import system.
-    place = "" if isinstance(exc, SyntaxError) else _place(exc)
+    place = "" if isinstance(exc, SyntaxError) else _place(exc, call)
     return f"{type(exc).__name__}{': ' * bool(text)}{text}{f' ({place})' if place else ''}"
 
 
 def _format(exc: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(exc)).rstrip()
+        text = "".join(traceback.format_exception(exc)).rstrip()
     except BaseException:  # from its own attributes, such as notes that raise
-        return "".join([*traceback.format_tb(exc.__traceback__), describe_error(exc)])
+        text = "".join([*traceback.format_tb(exc.__traceback__), describe_error(exc)])
+    left_out = len(text) - 2 * _MOST_LOGGED
+    if left_out <= 0:
+        return text
+    return f"{text[:_MOST_LOGGED]}\n... {left_out:,} characters are left out ...\n{text[-_MOST_LOGGED:]}"
 
 
 def _first_line(exc: BaseException) -> str:
@@ -99,7 +111,13 @@ def _first_line(exc: BaseException) -> str:
         return f"its text cannot be read, which raises {type(error).__name__}"
 
 
-def _place(exc: BaseException) -> str:
+def describe_line(call: Callable[..., object] | None) -> str:
+    """File and line where a function is defined, as `plug.py:14`; empty for one without Python code."""
+    code = getattr(call, "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
     """The file and line where foreign code raised: the innermost frame that is neither ours nor a library's.
 
     A plug-in of a package lies among the libraries, and a built-in one among our packages.
@@ -109,6 +127,8 @@ def _place(exc: BaseException) -> str:
         for file, line in reversed(places):
             if not file.startswith((_NO_FILE, *known)):
                 return f"{Path(file).name}:{line}"
+        if call is not None and (own := describe_line(call)):
+            return own
     return ""
 
 

@@ -1,9 +1,9 @@
 """Calls of an environment whose results the service reads: a wrong one is a mistake of its author."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
+from service_kit.boundary import describe_line
 from shared_schemas.base import shown
 from shared_schemas.messages import ToolSpec
 from task_app.errors import CriticalError, boundary
@@ -35,7 +35,7 @@ def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
 def _expect(kind: type[T], result: object, method: Callable[..., object]) -> T:
     if isinstance(result, kind):
         return result
-    code = getattr(method, "__code__", None)
-    place = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
     name = getattr(method, "__qualname__", "the environment")
-    raise CriticalError(f"{name} returned {shown(result)}; {kind.__name__} is needed{place}")
+    raise CriticalError(
+        f"{name} returned {shown(result)}; {kind.__name__} is needed ({describe_line(method)})"
+    )

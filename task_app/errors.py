@@ -33,7 +33,7 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
@@ -252,6 +252,6 @@ class CriticalError(EpisodeFailed):
     recurs = True
 
 
-def boundary(what: str) -> Boundary:
-    """Turn whatever a plug-in raises within it into a CriticalError; `what` names the call."""
-    return Boundary(what, CriticalError)
+def boundary(what: str, call: Callable[..., object] | None = None) -> Boundary:
+    """Turn whatever a plug-in raises within it into a CriticalError; see `Boundary`."""
+    return Boundary(what, CriticalError, call)

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,12 +19,15 @@ T = TypeVar("T")
 
 log = structlog.get_logger("task_app")
 
+_SOON_S = 1.0
+
 
 class Threads:
     """Runs up to `most` calls at once, in the order of the requests.
 
     A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call that runs longer
-    than `stuck_after_s` gives its place to the next one; its daemon thread goes on.
+    than `stuck_after_s`, or that is awaited no more, gives its place to the next one; its daemon thread goes
+    on.
 
     Args:
         most: limit of running calls, and of stuck calls.
@@ -45,17 +49,26 @@ class Threads:
                 hint="its log names them; restart it",
             )
         await self._places.acquire()
+        loop = asyncio.get_running_loop()
         future = begin(what, call, *arguments)
-        watcher = asyncio.get_running_loop().create_task(self._watch(what, future))
+        given_up: asyncio.Future[None] = loop.create_future()
+        watcher = loop.create_task(self._watch(what, future, given_up))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        return await asyncio.shield(future)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            given_up.set_result(None)
 
-    async def _watch(self, what: str, future: asyncio.Future[T]) -> None:
-        done, _ = await asyncio.wait({future}, timeout=self._stuck_after_s)
+    async def _watch(self, what: str, future: asyncio.Future[T], given_up: asyncio.Future[None]) -> None:
+        begun, stuck_after_s = time.monotonic(), self._stuck_after_s
+        either: set[asyncio.Future[Any]] = {future, given_up}
+        await asyncio.wait(either, timeout=stuck_after_s, return_when=asyncio.FIRST_COMPLETED)
+        # Most calls end soon after their caller has given up.
+        await asyncio.wait({future}, timeout=min(_SOON_S, stuck_after_s))
         self._places.release()
-        if not done:
-            log.error("plugin_hangs", what=what, after_s=self._stuck_after_s)
+        if not future.done():
+            log.error("plugin_hangs", what=what, after_s=round(time.monotonic() - begun, 1))
             self.stuck_count += 1
             await asyncio.wait({future})
             self.stuck_count -= 1

@@ -31,7 +31,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
-from trainer_backend.errors import AdvantageError, JobError, place
+from trainer_backend.errors import AdvantageError, JobError, NonFiniteLoss, place
 from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
 
 KEY = "job.trainer_plugins"
@@ -144,7 +144,7 @@ def _with_checks(
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
 
     def advantages_of(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
-        with Boundary(f"the estimator {name!r}", AdvantageError):
+        with Boundary(f"the estimator {name!r}", AdvantageError, compute):
             result = _as_advantages(compute(episodes, config))
         _refuse_rows(name, "", episodes, result.per_episode)
         for part, rows in result.parts.items():
@@ -194,9 +194,8 @@ def _refuse_rows(
     for episode, row_T in zip(episodes, rows, strict=True):
         if len(row_T) != len(episode.rewards_T):
             raise AdvantageError(
-                f"the estimator {name!r} returned {len(row_T)} advantages{what} for "
-                f"{len(episode.rewards_T)} decisions",
-                where=place(episode.rollout_id),
+                f"it returned {len(row_T)} advantages{what} for {len(episode.rewards_T)} decisions",
+                where=_place(name, episode),
             )
         _refuse_numbers(name, what, episode, [[value] for value in row_T])
 
@@ -211,9 +210,12 @@ def _refuse_numbers(
     for t, row in enumerate(rows_T):
         for value in row:
             if value is not None and not math.isfinite(value):
-                raise AdvantageError(
-                    f"the estimator {name!r} returned {value}{what}", where=place(episode.rollout_id, t + 1)
-                )
+                raise AdvantageError(f"it returned {value}{what}", where=_place(name, episode, t + 1))
+
+
+def _place(name: str, episode: EpisodeRewards, turn: int | None = None) -> str:
+    """The place of an error of the estimator's own: it begins with its name, so that no rollout is blamed."""
+    return f"the estimator {name!r}, {place(episode.rollout_id, turn)}"
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
@@ -234,6 +236,11 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
             )
         if own.requires_grad and not found.requires_grad and bool((weights != 0).any()):
             raise JobError(f"the loss {name!r} has no gradient; it must depend on its log-probs, undetached")
+        if bool(own.isfinite().all()) and not bool(found.isfinite()):
+            raise NonFiniteLoss(
+                f"the loss {name!r} returned {found.item()} for finite log-probs; the weights before this "
+                "step are kept"
+            )
         return found
 
     return loss_of

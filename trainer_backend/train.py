@@ -334,9 +334,9 @@ class Iteration:
         try:
             # First: where a fixed policy plays the whole iteration, it is why the collection is empty.
             refuse_round(credit.policies, self._all_requests, self._rounds[-1])
-            run.losses.refuse(collection, f"iteration {self.number}")
+            run.losses.refuse(collection, f"iteration {self.number}", self.number)
             if branches.all:
-                run.losses.refuse(branches, f"branches of iteration {self.number}")
+                run.losses.refuse(branches, f"branches of iteration {self.number}", self.number)
             self._measured = await self._measure(collection, branches)  # 7, 8
             self._credited = credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
         except TrainerError:
@@ -530,7 +530,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     write_rollouts(run.directory.rollouts_file(name), collection.all)
     stage = f"evaluation after iteration {progress.iteration}"
     run.losses.report(collection, stage)
-    run.losses.refuse(collection, stage)
+    run.losses.refuse(collection, stage, progress.iteration)
     await run.ack(collection.all)
     row = {
         "kind": "evaluation",

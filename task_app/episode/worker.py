@@ -223,7 +223,7 @@ class RLRolloutWorker:
         definition = self._environment.outcome_definition
         if not definition:
             return self._prompts.outcome()
-        with boundary("environment.outcome_reward"):
+        with boundary("environment.outcome_reward", self._environment.outcome_reward):
             return plain_number(self._environment.outcome_reward(), "it"), definition
 
     async def _start(self) -> None:
@@ -458,7 +458,7 @@ async def ask(
     """Ask the policy for one action; None if it was too slow, which ends the episode."""
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
-            with boundary(f"policy {policy_name(policy)}"):
+            with boundary(f"policy {policy_name(policy)}", policy.get_action):
                 action, raw, log_probs, value = await policy.get_action(observation, tools)
                 return Choice(action, raw, log_probs or {}, value), read_action(action)
     except TimeoutError as exc:

@@ -157,7 +157,7 @@ async def _decide(
 ) -> tuple[Choice, Action]:
     try:
         async with asyncio.timeout(at_most_s):
-            with boundary(f"policy {policy_name(policy)}"):
+            with boundary(f"policy {policy_name(policy)}", policy.get_action):
                 action, raw, log_probs, value = await policy.get_action(observation, tools)
                 return Choice(action, raw, log_probs or {}, value), read_action(action)
     except TimeoutError as exc:

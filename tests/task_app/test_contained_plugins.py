@@ -102,13 +102,8 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
         place, kind, _ = name.split("-")
         other = {"get_action": "policy planned", "__init__": "environment 'faulty'"}
         what = other.get(place, f"environment.{place}")
-        raised = (
-            f"RuntimeError: coroutine raised {kind}"
-            if (place, kind) == ("get_action", "StopIteration")
-            else kind
-        )
         assert one.failure.code == "critical_error"
-        assert re.fullmatch(rf"{re.escape(what)} raised {raised} \(\w+\.py:\d+\)", one.failure.detail), (
+        assert re.fullmatch(rf"{re.escape(what)} raised {kind} \(\w+\.py:\d+\)", one.failure.detail), (
             one.failure.detail
         )
 
@@ -237,6 +232,36 @@ async def test_a_method_that_returns_something_else_is_named(method, value, need
     assert (answer.status_code, answer.json()["code"]) == (424, "critical_error"), answer.text
     place = f"test_contained_plugins.py:{wrong.__code__.co_firstlineno}"
     assert f"{needed} is needed ({place})" in answer.json()["detail"]
+
+
+class Unsound(CountingEnvironment):
+    def outcome_reward(self) -> float:
+        return float("nan")
+
+
+class Mute(PlannedPolicy):
+    async def get_action(self, *arguments: Any) -> Any:
+        return None
+
+
+async def test_a_wrong_result_that_our_own_code_meets_has_the_line_of_the_plug_in():
+    plug_boards = PlugBoards(
+        {
+            "counting": EnvironmentPlugin(NoConfig, lambda config: CountingEnvironment()),
+            "unsound": EnvironmentPlugin(NoConfig, lambda config: Unsound()),
+        },
+        {
+            "planned": PolicyPlugin(NoConfig, lambda config, context: PlannedPolicy(add("a"))),
+            "mute": PolicyPlugin(NoConfig, lambda config, context: Mute()),
+        },
+    )
+    async with running_app(plug_boards) as client:
+        env, policy = {"env_name": "unsound"}, {"policy_name": "mute"}
+        await accept(client, rollout("env", env=env), rollout("policy", policy=policy))
+        found = await all_of(client, 2)
+    for name, method in (("env", Unsound.outcome_reward), ("policy", Mute.get_action)):
+        line = method.__code__.co_firstlineno
+        assert found[name].failure.detail.endswith(f"(test_contained_plugins.py:{line})"), found[name].failure
 
 
 class NoState(BaseModel):

@@ -17,7 +17,7 @@ from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.losses import LossConfig
-from trainer_backend.errors import AdvantageError, JobError
+from trainer_backend.errors import AdvantageError, JobError, rejected_rollouts
 from trainer_backend.evaluation.play import what_to_evaluate
 from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.jobs.data_dir import open_data_dir
@@ -97,12 +97,15 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
     ("result", "words"),
     [
         ("[[0.0] * 3]", "'mine' returned 1 rows for 2 episodes"),
-        ("[[0.0] * 3, [0.0] * 3]", "rollout b: the estimator 'mine' returned 3 advantages for 2 decisions"),
-        ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "rollout a, turn 3: the estimator 'mine' returned nan"),
+        (
+            "[[0.0] * 3, [0.0] * 3]",
+            "'mine', rollout b: it returned 3 advantages for 2 decisions",
+        ),
+        ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "the estimator 'mine', rollout a, turn 3: it returned nan"),
         ("1 / 0", "'mine' raised ZeroDivisionError: division by zero (mine.py:"),
         ("next(iter([]))", "'mine' raised StopIteration (mine.py:"),
         ("exit(3)", "'mine' raised SystemExit: 3 (mine.py:"),
-        ("None", "'mine' raised TypeError"),
+        ("None", "'mine' raised TypeError: 'NoneType' object is not iterable (mine.py:"),
         ("Advantages(None)", "'mine' raised TypeError"),
         (
             "Advantages([[0.0] * 3, [0.0] * 2], {}, {'scale': [[1.0] * 3]})",
@@ -111,7 +114,7 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
         (
             "Advantages([[0.0] * 3, [0.0] * 2], "
             "per_token=[ByToken([[0.0, float('nan')]] * 3), ByToken([[0.0]] * 2)])",
-            "rollout a, turn 1: the estimator 'mine' returned nan by token",
+            "the estimator 'mine', rollout a, turn 1: it returned nan by token",
         ),
     ],
 )
@@ -120,6 +123,7 @@ def test_wrong_credit_is_never_learned_from(tmp_path, result, words):
     with pytest.raises(AdvantageError) as error:
         estimator("mine").compute(EPISODES, AdvantageConfig())
     assert words in str(error.value)
+    assert not rejected_rollouts(error.value), "none of them is at fault"
 
 
 def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):

@@ -15,7 +15,7 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
-from trainer_backend.collect.losses import losses_in
+from trainer_backend.collect.losses import Losses, losses_in
 from trainer_backend.collect.metrics import count_worlds
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.work import Collection, Keep
@@ -532,7 +532,11 @@ async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_p
     with pytest.raises(TooManyLost, match=told):
         await train(run, Progress(), asyncio.Event())
     assert isinstance(run.reporter, ListReporter) and told in run.reporter.lines
+    # Its row is for the page and the report; a start that plays the stage again drops it.
+    assert losses_in(rows_of(run.directory, "lost")[-1]) == Losses(2, 8, ((2, "connection refused"),))
     done = 1 if stage == "train" else 2
+    run.directory.forget_after(done)
+    assert not rows_of(run.directory, "lost")
     assert saved(run)[-1] == f"iteration_{done}"
     asked: list[int] = []
 

@@ -9,13 +9,15 @@ from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.work import Collection
-from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
+from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost, TrainerError
 
 # A stage of fewer rollouts may lose a large share by accident.
 LEAST_ROLLOUTS = 8
 # The numbers of a row that count what failed for good, and what was finished.
 FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
+# The share of missing or cut episodes from which on a stage says so.
+NOTABLE_SHARE = 0.1
 _CAUSES = "lost_causes"
 _MOST_CAUSES = 3
 _MOST_CHARS = 600
@@ -111,7 +113,8 @@ def refuse_losses(collection: Collection, stage: str, *, most: float = 1.0, log:
     where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
     if not collection.rollouts:
         raise (JobTeachesNothing if recurs and losses.lost else NothingToLearnFrom)(
-            losses.describe(stage), hint=f"Each was tried twice; {where} says more."
+            losses.describe(stage),
+            hint=f"Each was tried twice, and a resumed run tries them again; {where} says more.",
         )
     if losses.total >= LEAST_ROLLOUTS and losses.share > most:
         error = TooManyLost(
@@ -130,20 +133,33 @@ class LossCheck:
     Attributes:
         most: `training.max_lost_share`.
         log: of the job's own task app.
+        record: keeps the row of a stage that ends the run.
     """
 
     say: Callable[[str], None]
     most: float
     log: Path
+    record: Callable[[dict[str, Any]], None]
 
     def report(self, collection: Collection, stage: str) -> None:
         losses = count_losses(collection)
         if losses.lost:
             self.say(losses.describe(stage))
+        episodes = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
+        cut = sum(episode.stop_reason == "deadline" for episode in episodes)
+        if episodes and cut / len(episodes) >= NOTABLE_SHARE:
+            self.say(f"{stage}: {cut:,} of {len(episodes):,} episodes were cut short by their time limit")
 
-    def refuse(self, collection: Collection, stage: str) -> None:
-        """Raise what `refuse_losses` raises."""
-        refuse_losses(collection, stage, most=self.most, log=self.log)
+    def refuse(self, collection: Collection, stage: str, iteration: int) -> None:
+        """Raise what `refuse_losses` raises, with a row for the page and the report of the run."""
+        try:
+            refuse_losses(collection, stage, most=self.most, log=self.log)
+        except TrainerError:
+            losses = count_losses(collection)
+            counts = zip((FAILED[0], FINISHED[0]), (losses.lost, losses.total - losses.lost), strict=True)
+            row = {"iteration": iteration, "stage": stage}
+            self.record(row | {name: float(count) for name, count in counts} | losses.row())
+            raise
 
 
 def _keep_place(found: re.Match[str]) -> str:

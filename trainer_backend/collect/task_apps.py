@@ -85,6 +85,11 @@ class EmbeddedTaskApp:
             raise
         return self
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._child is None else self._child.exit_code
+
     def _command(self, place: Place) -> tuple[str, ...]:
         where = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
         return (sys.executable, "-m", "task_app", *where, *self._arguments)
@@ -158,7 +163,13 @@ async def task_apps(
             urls = [app.url for app in own]
             # No waiting for one that is lost: nobody would restart it.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
-        yield await stack.enter_async_context(apps)
+        try:
+            yield await stack.enter_async_context(apps)
+        except TaskAppError as error:
+            codes = [] if table.task_url else [app.exit_code for app in own if app.exit_code is not None]
+            if codes:
+                error.hint = f"The job's own task app ended by itself, with exit code {codes[0]}."
+            raise
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
-from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Inference, Planner, Players, Slot, stored_state_keys
 from trainer_backend.collect.sources import row_of
@@ -101,11 +101,27 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
                 await _try(app.client, "policy", body, stage.key_of)
         except TaskAppLost as error:
+            await _refuse_hanging(app, error)
             app.fault = str(error)
             apps.tell(f"task app lost: {error}")
     apps.refuse_if_none_answers()
     if warning is not None:
         apps.tell(warning)
+
+
+async def _refuse_hanging(app: App, error: TaskAppLost) -> None:
+    """Raise an error if a request ran out of time and the task app answers others."""
+    cause = error.__cause__
+    if cause is None or not isinstance(cause.__cause__, TimeoutError):
+        return
+    try:
+        await app.look(attempts=1)
+    except TaskAppError:
+        return
+    raise TaskAppError(
+        f"{error}, while the task app answers other requests: the call hangs",
+        hint="The task app's log names it once it has run for its plugin_stuck_after_s.",
+    ) from error
 
 
 def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_StagePolicy]:

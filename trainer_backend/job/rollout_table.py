@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
 from shared_schemas.patterns import Pattern
-from shared_schemas.rollouts import MultiTurn, Name, Seed, TerminationTarget
+from shared_schemas.rollouts import InteractionName, MultiTurn, Name, Seed, TerminationTarget
 from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.tables import Table
@@ -184,7 +184,7 @@ class DataTable(Table):
     shuffle: bool = Field(
         default=True, description="give each epoch its own order; false: keep the order of the file"
     )
-    interaction: Name | None = Field(
+    interaction: InteractionName | None = Field(
         default=None,
         description="the user's interaction for rows that name none; its kwargs are then the row's "
         "`query` and `ground_truth`, unless the row has its own",

@@ -13,7 +13,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
-from trainer_backend.collect.losses import LossCheck, losses_in
+from trainer_backend.collect.losses import NOTABLE_SHARE, LossCheck, losses_in
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
 _FILES = {"teacher": "warmup", "prompts": "prompts"}
-# A warm-up that misses this share of its games says so.
-_NOTABLE_SHARE = 0.1
 _STAGES = {"teacher": "warm-up", "prompts": "prompts"}
 
 
@@ -289,7 +287,7 @@ class Beginning:
             f"{kind}: {row['eval/episodes']}{total} episodes with {row['eval/outcome_reward']:.2f} "
             f"{outcome_name(row)} on average, {duration}"
         )
-        if kind == "teacher" and losses.share >= _NOTABLE_SHARE:
+        if kind == "teacher" and losses.share >= NOTABLE_SHARE:
             self._reporter.say(
                 f"the warm-up imitates {losses.total - losses.lost} of the {losses.total} games that were "
                 f"planned: {losses.share:.0%} are missing"
@@ -311,10 +309,10 @@ class Beginning:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
         write_rollouts(path, collection.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
-        losses = LossCheck(self._reporter.say, most, log)
+        losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
         # Before the spool goes: with it a resumed run plays the lost ones alone.
         losses.report(collection, _STAGES[kind])
-        losses.refuse(collection, _STAGES[kind])
+        losses.refuse(collection, _STAGES[kind], 0)
         spool.remove()
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection

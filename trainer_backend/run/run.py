@@ -51,7 +51,8 @@ class Run:
 
     @property
     def losses(self) -> LossCheck:
-        return LossCheck(self.reporter.say, self.planner.table.max_lost_share, self.directory.task_app_log)
+        most, directory = self.planner.table.max_lost_share, self.directory
+        return LossCheck(self.reporter.say, most, directory.task_app_log, directory.append_last_stage)
 
     @property
     def metrics(self) -> IterationMetrics:

@@ -26,6 +26,9 @@ from trainer_backend.rundir.files import (
 from trainer_backend.rundir.spool import cut_ledger, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
+# The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
+_ENDED_RUN = "lost"
+
 # The mode of a run directory: other users of the machine must not read its jobs and rollouts.
 OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
@@ -152,6 +155,10 @@ class RunDirectory:
         """Append a row and flush it to disk."""
         append_line(self.metrics_file, row, durable=True)
 
+    def append_last_stage(self, row: dict[str, Any]) -> None:
+        """Append the row of a stage that ends the run, for its page and report; see `forget_after`."""
+        self.append_metrics({"kind": _ENDED_RUN, **row})
+
     def metrics(self) -> list[dict[str, Any]]:
         """Read all rows, oldest first. A line that a crash cut short is skipped."""
         return read_lines(self.metrics_file)
@@ -197,9 +204,9 @@ class RunDirectory:
         )
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the rows of later iterations from metrics and ledger."""
+        """Drop the rows of later iterations from metrics and ledger, and of a stage that ended the run."""
         rows = self.metrics()
-        rest = [row for row in rows if row.get("iteration", 0) <= iteration]
+        rest = [row for row in rows if row.get("iteration", 0) <= iteration and row.get("kind") != _ENDED_RUN]
         if len(rest) < len(rows):
             replace_lines(self.metrics_file, rest, durable=True)
         cut_ledger(self.path, iteration)

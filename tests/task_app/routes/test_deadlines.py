@@ -101,6 +101,21 @@ async def test_calls_that_hang_lose_their_place_and_too_many_of_them_stop_new_on
         assert await threads.run("next", int, "7") == 7
 
 
+async def test_a_call_that_is_awaited_no_more_loses_its_place():
+    threads, opened = Threads(most=2, stuck_after_s=3600.0), threading.Event()
+    async with asyncio.timeout(20.0):
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.0):
+                    await threads.run("hung", opened.wait, 15.0)
+        while threads.stuck_count < 2:
+            await asyncio.sleep(0)
+        opened.set()
+        while threads.stuck_count:
+            await asyncio.sleep(0)
+        assert await threads.run("next", int, "7") == 7
+
+
 async def test_what_a_call_in_a_thread_raises_is_raised():
     with pytest.raises(CriticalError, match=r"int raised ValueError: invalid literal"):
         await Threads(most=1, stuck_after_s=1.0).run("int", int, "seven")
