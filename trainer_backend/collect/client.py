@@ -10,6 +10,7 @@ import aiohttp
 import stamina
 from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
+from stamina.instrumentation import set_on_retry_hooks
 
 from service_kit.replies import ReplyTooLarge, read_bounded, redirect_target
 from shared_schemas.base import OpenBody
@@ -27,6 +28,9 @@ from trainer_backend.collect.wire import (
     slices,
 )
 from trainer_backend.errors import TaskAppError
+
+# A hook would print a line for each try; `TaskApps` tells once that a task app is lost.
+set_on_retry_hooks(())
 
 # Few, because another task app can play the rollout, and lost apps are tried again later.
 _ATTEMPTS = 4
