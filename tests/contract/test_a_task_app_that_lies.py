@@ -77,7 +77,7 @@ class Proxy:
 @pytest.mark.parametrize(
     ("spoil", "error", "told"),
     [
-        (without_outcome, TooManyLost, r"2 of 8 rollouts lost: .*its outcome_reward is no finite number"),
+        (without_outcome, TooManyLost, r"2 of 8 rollouts lost: .*its outcome_reward is nan"),
         (of_another_world, TooManyLost, r"2 of 8 rollouts lost: .*it was played in the world of seed \d+"),
         (with_unknown_ids, SegmentError, r"token id 1000000, and the actor knows the ids 0 to \d+"),
     ],

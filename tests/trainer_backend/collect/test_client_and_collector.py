@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+from collections.abc import Iterator
 
 import pytest
+import stamina
 from aiohttp import web
 from pydantic import SecretStr
 
@@ -14,6 +16,13 @@ from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.errors import JobError, RunNotWritten, TaskAppError
+
+
+@pytest.fixture(autouse=True)
+def tries_without_waits() -> Iterator[None]:
+    with stamina.set_testing(True, attempts=10, cap=True):
+        yield
+
 
 PROBLEM = {
     "title": "Failed",
