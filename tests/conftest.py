@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import stamina
 from hypothesis import settings
 from pydantic import SecretStr
 
@@ -53,6 +54,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def tries_without_waits() -> Iterator[None]:
+    """As many tries as the code makes, without the waits between them."""
+    with stamina.set_testing(True, attempts=100, cap=True):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -89,6 +89,7 @@ async def test_a_task_app_that_has_two_addresses_is_asked_once():
     assert told == [f"{other} is the task app at {client.url}; it is asked once"]
 
 
+@pytest.mark.usefixtures("tries_without_waits")
 async def test_one_of_two_may_be_missing_at_the_start_and_a_wrong_key_may_not():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused

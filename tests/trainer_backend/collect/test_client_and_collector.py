@@ -2,10 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
 
 import pytest
-import stamina
 from aiohttp import web
 from pydantic import SecretStr
 
@@ -17,12 +15,7 @@ from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.errors import JobError, RunNotWritten, TaskAppError
 
-
-@pytest.fixture(autouse=True)
-def tries_without_waits() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=10, cap=True):
-        yield
-
+pytestmark = pytest.mark.usefixtures("tries_without_waits")
 
 PROBLEM = {
     "title": "Failed",

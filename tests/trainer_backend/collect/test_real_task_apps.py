@@ -155,6 +155,7 @@ async def test_the_siblings_of_a_group_live_on_one_task_app():
     assert sorted(figures.finished for figures in found.apps.values()) == [8, 8]
 
 
+@pytest.mark.usefixtures("tries_without_waits")
 async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_everything(tmp_path):
     with task_app_thread() as one, socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
