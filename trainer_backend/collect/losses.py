@@ -18,6 +18,8 @@ FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
 # The share of missing or cut episodes from which on a stage says so.
 NOTABLE_SHARE = 0.1
+# By the kind of its row, how a stage before the first iteration is named.
+NAMES_BEFORE_RL = {"teacher": "warm-up", "prompts": "prompts"}
 _CAUSES = "lost_causes"
 _MOST_CAUSES = 3
 _MOST_CHARS = 600

@@ -91,9 +91,13 @@ def is_final(status: int, answer: Any) -> bool:
     """Return whether an error that may come from a proxy, or asks to try later, is a task app's last word."""
     if not isinstance(answer, dict):
         return False
-    if status in _OF_BACKENDS and answer.get("code") != _GOES_ON and problem_in(answer) is not None:
-        return True
-    return answer.get("code") == "missing_environment_api_key"
+    by_itself = status in _OF_BACKENDS and _kind_of_answer(status, problem_in(answer)) is not None
+    return by_itself or answer.get("code") == "missing_environment_api_key"
+
+
+def _kind_of_answer(status: int, problem: Problem | None) -> type[Answered] | None:
+    """The error of a problem that is an answer to the request; None for any other."""
+    return None if problem is None or problem.code == _GOES_ON else _ANSWERS.get(status)
 
 
 def problem_in(answer: Any) -> Problem | None:
@@ -118,8 +122,9 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     if kind is not None:
         return kind(sentence)
     problem = problem_in(answer)
-    if problem is not None and status in _ANSWERS and problem.code != _GOES_ON:
-        return _ANSWERS[status](sentence, problem)
+    answered = _kind_of_answer(status, problem)
+    if answered is not None and problem is not None:
+        return answered(sentence, problem)
     if status >= _ITS_OWN_FAULT and not is_final(status, answer):
         return TaskAppLost(sentence)
     return TaskAppError(sentence)

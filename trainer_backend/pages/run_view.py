@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, get_args
 
-from trainer_backend.collect.losses import NO_LOSSES, Losses, losses_in
+from trainer_backend.collect.losses import NAMES_BEFORE_RL, NO_LOSSES, Losses, losses_in
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import end_of, time_taken
@@ -210,8 +210,7 @@ def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> st
 
 MOST_LOSSES = 50  # stages that the page lists
 _STAGES = {
-    "teacher": "warm-up",
-    "prompts": "prompts",
+    **NAMES_BEFORE_RL,
     "evaluation": "evaluation after iteration {}",
     "iteration": "iteration {}",
 }

@@ -13,7 +13,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
-from trainer_backend.collect.losses import NOTABLE_SHARE, LossCheck, losses_in
+from trainer_backend.collect.losses import NAMES_BEFORE_RL, NOTABLE_SHARE, LossCheck, losses_in
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
 _FILES = {"teacher": "warmup", "prompts": "prompts"}
-_STAGES = {"teacher": "warm-up", "prompts": "prompts"}
 
 
 class Stopped(Exception):
@@ -311,8 +310,8 @@ class Beginning:
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
         # Before the spool goes: with it a resumed run plays the lost ones alone.
-        losses.report(collection, _STAGES[kind])
-        losses.refuse(collection, _STAGES[kind], 0)
+        losses.report(collection, NAMES_BEFORE_RL[kind])
+        losses.refuse(collection, NAMES_BEFORE_RL[kind], 0)
         spool.remove()
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection

@@ -142,7 +142,7 @@ class Saving:
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
         most = self._training.max_lost_share
         best, notes = find_best(rows, self._outcomes, most=most)
-        if best is not None and not self.is_saved(best["iteration"]):  # somebody has deleted it
+        if best is not None and not self.is_saved(best["iteration"]):  # its folder was deleted by hand
             saved = [row for row in rows if self.is_saved(row["iteration"])]
             best, notes = find_best(saved, self._outcomes, most=most)
         found = [] if best is None else [best]
