@@ -3,7 +3,7 @@
 import asyncio
 import atexit
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.rundir.checkpoint_paths import run_of
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.new_job import load_new_job
@@ -73,6 +74,10 @@ def train(
         Path | None,
         typer.Option(help="a run to continue; --set changes its job.toml"),
     ] = None,
+    accept_data: Annotated[
+        bool,
+        typer.Option("--accept-data", help="with --resume: continue although rows of [data] have changed"),
+    ] = False,
     seeds: Annotated[
         str | None,
         typer.Option(help="such as 0,1,2: one run per seed; repeating the command skips finished ones"),
@@ -89,15 +94,18 @@ def train(
         # The imports and the first look at the job take a second or two.
         tell(_out, f"turnwise train {' '.join(map(str, job)) if job else resume}")
         from trainer_backend.terminal.train_command import (
+            RunPlan,
             dashboard_beside,
             run_of_each_seed,
             single_run,
             train_one,
         )
 
-        for plan in (
-            run_of_each_seed(*arguments, seeds=seeds) if seeds is not None else [single_run(*arguments)]
-        ):
+        if seeds is None:
+            plans: Iterable[RunPlan] = [single_run(*arguments, accept_data=accept_data)]
+        else:
+            plans = run_of_each_seed(*arguments, seeds=seeds, accept_data=accept_data)
+        for plan in plans:
             warn(_err, plan.loaded)
             if dashboard and stay is None:  # one shows all runs
                 roots = {file.resolve().parent for file in plan.loaded.config.services.task_plugins}
@@ -409,13 +417,14 @@ def evaluate_policy(
     settings += [f"evaluation.temperature={temperature}"] if temperature is not None else []
     player_flags = player_of_flags(policy, model, inference_url, api_key_env)
     loaded, player = what_to_evaluate(folder, job, player_flags, settings, job_to_play)
+    run = run_of(folder) if folder is not None and job is None else None
     warn(_err, loaded)
     with _err.status("playing the held-out worlds") as status:
 
         def tell(done: int, total: int) -> None:
             status.update(f"playing the held-out worlds: {done}/{total}")
 
-        result = asyncio.run(evaluate(loaded.config, player, tell, keep=rollouts, repeats=repeats))
+        result = asyncio.run(evaluate(loaded.config, player, tell, run=run, keep=rollouts, repeats=repeats))
     _out.print(tables(result, with_published=published))
     if json_file is not None:
         with write_errors(json_file):

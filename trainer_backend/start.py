@@ -20,7 +20,6 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import describe, task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
@@ -36,6 +35,7 @@ from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
+from trainer_backend.rundir.data_record import continue_with_data
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
@@ -56,10 +56,21 @@ class Ended(NamedTuple):
     stopped: str
 
 
-async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *, resume: bool) -> Ended:
+async def run_job(
+    job: JobConfig,
+    directory: RunDirectory,
+    reporter: Reporter,
+    *,
+    resume: bool,
+    accept_data: bool = False,
+) -> Ended:
     """Start everything, train, and end everything again, also after an error or Ctrl-C.
 
+    Args:
+        accept_data: resume with the rows of [data] as they are, even if they changed since the run began.
+
     Raises:
+        DataError: rows changed since the run began, and `accept_data` is false.
         Stopped: a stop came before the first checkpoint.
     """
     with (
@@ -79,7 +90,10 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
                         learners = await until(stop, stack.enter_async_context(learner))
                         if learners is None:
                             raise Stopped("before the learner was there; nothing new to save")
-                        return await _run(job, directory, recording, learners, launcher, stop, resume=resume)
+                        return await _run(
+                            job, directory, recording, learners, launcher, stop,
+                            resume=resume, accept_data=accept_data,
+                        )  # fmt: skip
 
                 ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
@@ -147,13 +161,13 @@ async def _run(
     stop: Stop,
     *,
     resume: bool,
+    accept_data: bool,
 ) -> Ended:
     # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
     # not fit the actor.
-    data = await asyncio.to_thread(data_of, job)
+    data = await asyncio.to_thread(continue_with_data, directory, job, accept_changes=accept_data)
     if resume:
-        needs_start = job.lora is not None or job.training.needs_reference
-        await asyncio.to_thread(_refuse_damage, directory.checkpoints, needs_start=needs_start)
+        await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
@@ -230,13 +244,14 @@ async def _checked_servers(job: JobConfig) -> list[str]:
     return await check_servers(job.inference, broadcasts=job.weights_by_broadcast)
 
 
-def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:
+def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
     """Refuse a damaged newest checkpoint, and where it is needed a damaged one that RL started from."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return
     refuse_damaged(newest)
     started_from = checkpoints / STARTED_FROM
+    needs_start = job.lora is not None or job.training.needs_reference
     if newest != started_from and needs_start:
         refuse_damaged(started_from)
 

@@ -10,14 +10,14 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import InteractionSpec
-from tests.conftest import at_the_task_app, rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.data.rows import Row
-from trainer_backend.errors import JobError
+from trainer_backend.errors import DataError, JobError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.evaluation.result import as_json
 from trainer_backend.job.schema import JobConfig
@@ -25,6 +25,7 @@ from trainer_backend.pages.report import last_minus_first, write_report
 from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
+from trainer_backend.start import run_job
 from trainer_backend.terminal.evaluation_tables import tables
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -154,6 +155,16 @@ async def test_an_evaluation_lists_the_rows_by_their_ids(run):
     assert any("lowest outcomes of 4 rows" in str(part) for part in tables(result).renderables)
 
 
+def test_a_run_refuses_rows_that_changed_since_it_began(run, tmp_path):
+    directory, _, _ = run
+    changed = tmp_path / "sums.jsonl"
+    changed.write_text("".join(Path(directory.job().data.path).read_text().splitlines(keepends=True)[1:]))
+    job = directory.job()
+    job = job.model_copy(update={"data": job.data.model_copy(update={"path": changed})})
+    with pytest.raises(DataError, match=r"since the run began, 1 held-out row is gone: \w+ \(.*line 1\)"):
+        asyncio.run(run_job(job, directory, ListReporter(), resume=True))
+
+
 def file_of(path: Path, prompts: dict[str, object]) -> str:
     rows = [json.dumps({"id": row, "prompt": prompt, "answer": "4"}) for row, prompt in prompts.items()]
     path.write_text("\n".join(rows))
@@ -188,7 +199,7 @@ def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose
         tokens = re.search(r"a prompt of (\d+) tokens \+ max_tokens 8", lost[row].detail)
         assert f"1 of {4 if kind == 'training' else 2} {kind} rows do not fit" in line
         assert (
-            f": {row} ({int(tokens[1]):,} tokens); 248 tokens fit: inference.max_model_len 256 less" in line
+            f": line 2, {int(tokens[1]):,} tokens); 248 tokens fit: inference.max_model_len 256 less" in line
         )
         assert lost[row].code == "context_length_exceeded"
         assert re.search(rf"\('dialogue', seed \d+ in group '[^']*/{row}'\)", lost[row].detail)

@@ -113,11 +113,11 @@ class FirstPrompts:
         """
         lines, done, total = [], 0, sum(len(part.rows) for part in self.parts)
         for part in self.parts:
-            long: dict[str, LongPrompt] = {}
+            long: list[tuple[Row, LongPrompt]] = []
             for batch in _batches(part.rows):
                 tell(done, total)
                 prompts = [self._messages(row) for row in batch]
-                long |= {batch[item.place].id: item for item in find_long(prompts, self.room.tokens)}
+                long += [(batch[item.place], item) for item in find_long(prompts, self.room.tokens)]
                 done += len(batch)
             if long:
                 lines.append(self._line(part, long))
@@ -127,9 +127,9 @@ class FirstPrompts:
         prompt = row.prompt if isinstance(row.prompt, str) else tuple(map(Message.model_validate, row.prompt))
         return [message.model_dump(exclude_none=True) for message in dialogue_opening(prompt, self.system)]
 
-    def _line(self, part: _Part, long: dict[str, LongPrompt]) -> str:
+    def _line(self, part: _Part, long: Sequence[tuple[Row, LongPrompt]]) -> str:
         count = len(part.rows)
-        named = [_named(row_id, item) for row_id, item in list(long.items())[:_MOST_NAMED]]
+        named = [_named(row, item) for row, item in long[:_MOST_NAMED]]
         more = f" and {len(long) - _MOST_NAMED:,} more" if len(long) > _MOST_NAMED else ""
         rows = f"{len(long):,} of {count:,} {part.kind} rows"
         text = f"do not fit the model: {', '.join(named)}{more}; {self.room}"
@@ -138,8 +138,9 @@ class FirstPrompts:
         return f"{part.key}: {rows} {text}; their rollouts will be lost (context_length_exceeded)"
 
 
-def _named(row_id: str, long: LongPrompt) -> str:
-    return f"{row_id} ({'at least ' * long.is_bound}{long.tokens:,} tokens)"
+def _named(row: Row, long: LongPrompt) -> str:
+    where = f"{row.where}, " if row.where else ""
+    return f"{row.id} ({where}{'at least ' * long.is_bound}{long.tokens:,} tokens)"
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -22,6 +22,7 @@ from trainer_backend.core.seeds import (
 )
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
+from trainer_backend.errors import DataError
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import DataTable, MultiTurnTable
 from trainer_backend.job.schema import EvaluationTable
@@ -149,6 +150,12 @@ class Rows:
     def of_group(self, group_id: str, seed: int) -> Origin:
         row_id = row_of(group_id)
         assert row_id is not None, "the groups of a job with [data] are named with their rows"
+        if row_id not in self.data.by_id:
+            raise DataError(
+                f"has no training row {row_id!r} any more, from which stored rollouts began",
+                where=str(self.table.path),
+                hint="Restore it to play on from them.",
+            )
         return self.origin(self.data.by_id[row_id])
 
     def largest(self) -> Origin:
@@ -207,7 +214,7 @@ def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
 
 
 def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
-    """Return `train/3/0`, with a data set followed by the row's id: `train/3/0/train/17`."""
+    """Return `train/3/0`, with a data set followed by the row's id: `train/3/0/3f9c2a7be0d14585`."""
     row = "" if origin.row_id is None else f"/{origin.row_id}"
     return f"{stage}/{iteration}/{group}{row}"
 

@@ -4,9 +4,11 @@ All rows are in memory: a run plays all of them in shuffled epochs anyway, and a
 reported before the first is played.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.layout import files_of
@@ -18,6 +20,8 @@ from trainer_backend.job.schema import JobConfig
 
 _SHARES = 2**31 - 1
 
+Side = Literal["training", "held-out"]
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -26,14 +30,32 @@ class Split:
     Attributes:
         name: such as `train of data/gsm8k`.
         rows: with unique ids.
+        keys: what decides on which side of a `held_out_share` each row is: its id, without the number that
+            tells equal rows apart.
         used: the columns that were read, by the part of a row they became.
         unread: columns that nothing reads.
     """
 
     name: str
     rows: tuple[Row, ...]
+    keys: tuple[str, ...]
     used: Mapping[str, str]
     unread: tuple[str, ...] = ()
+
+
+class RowIdentity(NamedTuple):
+    """What tells whether a row is still the one that a run began with.
+
+    Attributes:
+        content, task: `Row.content_digest` and `Row.task_digest`.
+        where: file and line.
+    """
+
+    side: Side
+    id: str
+    content: str
+    task: str
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +66,29 @@ class DataSet:
         training: in the order of their files.
         evaluation: the same for every job with this data and held_out_seed.
         notes: lines for the user.
+        identities: of all rows in the order of their files, those too that no evaluation plays.
         by_id: the training rows; held-out ones may have equal ids, as many sets count anew in each split.
     """
 
     training: tuple[Row, ...]
     evaluation: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    identities: tuple[RowIdentity, ...] = ()
     by_id: Mapping[str, Row] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})
 
 
-def data_of(job: JobConfig) -> DataSet | None:
-    """Read the rows that a job names; None if its environment makes its own worlds."""
-    data = None if job.data is None else read_data(job.data, instances=job.evaluation.instances)
+def data_of(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
+    """Read the rows that a job names; None if its environment makes its own worlds.
+
+    Args:
+        by_position: see `read_split`.
+    """
+    data = None
+    if job.data is not None:
+        data = read_data(job.data, instances=job.evaluation.instances, by_position=by_position)
     if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         reason = (
             "no row has interaction_kwargs"
@@ -80,18 +110,20 @@ def _has_interactions(table: DataTable | None, data: DataSet | None) -> bool:
     return table.interaction is not None or any(row.interaction is not None for row in rows)
 
 
-def read_data(table: DataTable, *, instances: int) -> DataSet:
+def read_data(table: DataTable, *, instances: int, by_position: bool = False) -> DataSet:
     """Read the data set of a job.
 
     Args:
         instances: the most held-out rows to evaluate (evaluation.instances).
+        by_position: see `read_split`.
     """
-    split = read_split(table.path, table.split)
+    split = read_split(table.path, table.split, by_position=by_position)
     if table.held_out_share is None:
-        other = read_split(table.evaluation_path or table.path, table.held_out_split)
+        path = table.evaluation_path or table.path
+        other = read_split(path, table.held_out_split, by_position=by_position)
         training, held_out, splits = split.rows, other.rows, [split, other]
     else:
-        training, held_out = _split_rows(split.rows, table.held_out_share, table.held_out_seed)
+        training, held_out = split_rows(split, table.held_out_share, table.held_out_seed)
         splits = [split]
         for rows, what in ((training, "to train on"), (held_out, "to evaluate on")):
             if not rows:
@@ -101,20 +133,37 @@ def read_data(table: DataTable, *, instances: int) -> DataSet:
     counts = (
         f"data: {len(training)} rows to train on, {len(evaluation)} of {len(held_out)} held-out rows played"
     )
-    return DataSet(training, evaluation, (counts, *map(_summary, splits), *_overlaps(training, held_out)))
+    identities = (*_identities("training", training), *_identities("held-out", held_out))
+    notes = (counts, *map(_summary, splits), *_overlaps(identities))
+    return DataSet(training, evaluation, notes, identities)
 
 
-def read_split(path: Path, split: str) -> Split:
+def _identities(side: Side, rows: Sequence[Row]) -> Iterator[RowIdentity]:
+    for row in rows:
+        yield RowIdentity(side, row.id, row.content_digest(), row.task_digest(), row.where)
+
+
+def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     """Read the rows of one split.
 
-    A row without an id gets its split and number, such as `train/17`, whatever the format.
+    A row without an id gets the digest of its content, whatever the format and its place in the file. Further
+    rows with equal content get a number too: `3f9c2a7be0d14585-2`.
+
+    Args:
+        by_position: such rows get their split and number instead, `train/17`, as all did before 2026-11-28.
     """
     parsed_rows: list[ParsedRow] = []
+    keys: list[str] = []
+    equal_rows: Counter[str] = Counter()
     places: dict[str, str] = {}
     unread: dict[str, None] = {}
     for file in files_of(path, split):
         for record in read_records(file):
-            parsed = parse_row(record.columns, where=record.where, default_id=f"{split}/{len(parsed_rows)}")
+            position = f"{split}/{len(parsed_rows)}" if by_position else None
+            parsed = parse_row(record.columns, where=record.where, default_id=position)
+            keys.append(parsed.row.id)
+            if "id" not in parsed.used and not by_position:
+                parsed = _number_equal_rows(parsed, equal_rows)
             if parsed.row.id in places:
                 raise DataError(
                     f"id {parsed.row.id!r} is also that of {places[parsed.row.id]}; each row has its own",
@@ -128,7 +177,15 @@ def read_split(path: Path, split: str) -> Split:
     if not parsed_rows:
         raise DataError(f"split {split!r} has no rows", where=str(path))
     rows = tuple(item.row for item in parsed_rows)
-    return Split(f"{split} of {path}", rows, parsed_rows[0].used, tuple(unread))
+    return Split(f"{split} of {path}", rows, tuple(keys), parsed_rows[0].used, tuple(unread))
+
+
+def _number_equal_rows(parsed: ParsedRow, equal_rows: Counter[str]) -> ParsedRow:
+    digest = parsed.row.id
+    equal_rows[digest] += 1
+    if equal_rows[digest] == 1:
+        return parsed
+    return parsed._replace(row=replace(parsed.row, id=f"{digest}-{equal_rows[digest]}"))
 
 
 def _refuse_other_columns(row: ParsedRow, first: ParsedRow, where: str) -> None:
@@ -145,18 +202,15 @@ def _refuse_other_columns(row: ParsedRow, first: ParsedRow, where: str) -> None:
             )
 
 
-def _split_rows(rows: Sequence[Row], share: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Split rows into training and held-out ones by a hash of each id.
+def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Split rows into training and held-out ones by a hash of each key.
 
-    A longer file with the same rows therefore holds out the same ones and more.
+    A file with further rows therefore holds out the same ones and more, wherever the further ones stand.
     """
-    held_out = {
-        row.id for row in rows if derived_seed(seed, "held out", row.id, below=_SHARES) < share * _SHARES
-    }
-    return (
-        tuple(row for row in rows if row.id not in held_out),
-        tuple(row for row in rows if row.id in held_out),
-    )
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row, key in zip(split.rows, split.keys, strict=True):
+        sides[derived_seed(seed, "held out", key, below=_SHARES) < share * _SHARES].append(row)
+    return tuple(sides[False]), tuple(sides[True])
 
 
 def first_instances(rows: Sequence[Row], instances: int, seed: int) -> tuple[Row, ...]:
@@ -171,16 +225,16 @@ def _summary(split: Split) -> str:
     return f"{split.name}: {len(split.rows)} rows, {columns}{unread}"
 
 
-def _overlaps(training: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
+def _overlaps(identities: Iterable[RowIdentity]) -> list[str]:
     """Warn if a held-out row has the prompt of a training row."""
-    ids = {_key(row): row.id for row in training}
-    shared = [(row.id, ids[_key(row)]) for row in held_out if _key(row) in ids]
+    places: dict[str, str] = {}
+    shared: list[tuple[str, str]] = []
+    for row in identities:  # training rows come first
+        if row.side == "training":
+            places[row.task] = row.where
+        elif row.task in places:
+            shared.append((row.where, places[row.task]))
     if not shared:
         return []
     example = " = ".join(shared[0])
     return [f"warning: {len(shared)} held-out rows ask what a training row asks ({example})"]
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    messages = row.prompt if isinstance(row.prompt, str) else tuple(m["content"] for m in row.prompt)
-    return messages, row.document

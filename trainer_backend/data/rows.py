@@ -13,9 +13,11 @@ Names separated by a comma must agree if both are present; semicolons separate r
 absent, since Parquet does not distinguish the two.
 """
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -30,6 +32,8 @@ from trainer_backend.errors import DataError
 ANSWER_MARK = "####"
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _LONGEST_ID = 100
+# 64 bits: two of a million different rows share a digest with a probability of 3e-8.
+_DIGEST_BYTES = 8
 _INTERACTION = ("interaction_kwargs", "extra_info.interaction_kwargs")
 _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
@@ -39,12 +43,14 @@ class Row:
     """One task of a data set, shared by the siblings of a group.
 
     Attributes:
-        id: its name in messages, and its key in every order.
+        id: its name in messages, and its key in every order. A row of a file without a column `id` has the
+            digest of its content, and equal rows a number after it.
         prompt: the user's text, or the opening messages, `{role, content}` each; the last is the user's.
         document: a text that the environment holds outside the prompt. Such a row asks one question, and its
             ground_truth is the answer as text, or a list of accepted answers.
         ground_truth: what the episode is scored by; the policy never sees it.
         interaction: the user in a conversation, and its arguments.
+        where: its file and line, for people who look for it; no part of what the row is.
     """
 
     id: str
@@ -52,11 +58,28 @@ class Row:
     document: str | None = None
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
+    where: str = field(default="", compare=False)
 
     @property
     def question(self) -> str:
         """The user's last words before the policy answers."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    def task_digest(self) -> str:
+        """Digest what the policy is asked: texts of the prompt and document, in 16 hexadecimal digits."""
+        prompt = self.prompt
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        return _digest(texts, self.document)
+
+    def content_digest(self) -> str:
+        """Digest all that an episode takes from the row, so neither its id nor its place."""
+        interaction = None if self.interaction is None else self.interaction.model_dump(mode="json")
+        return _digest(self.prompt, self.document, self.ground_truth, interaction)
+
+
+def _digest(*parts: object) -> str:
+    text = json.dumps(parts, sort_keys=True)
+    return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 class ParsedRow(NamedTuple):
@@ -72,24 +95,26 @@ class ParsedRow(NamedTuple):
     unread: tuple[str, ...] = ()
 
 
-def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str) -> ParsedRow:
+def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
     Args:
         where: file and row, the beginning of every error.
-        default_id: the id in a data set without a column `id`.
+        default_id: the id without a column `id`; None: the digest of the row's content.
     """
     reader = _Columns({name: _without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.one_of("interaction", *_INTERACTION)
     row = Row(
-        id=_id(reader, default_id),
+        id=_id(reader) or default_id or "",
         prompt=_prompt(reader),
         document=_document(reader),
         ground_truth=_ground_truth(reader, interaction),
         interaction=_interaction(reader, interaction),
+        where=where,
     )
     if row.document is not None:
         row = replace(row, prompt=_one_question(reader, row), ground_truth=_document_answer(reader, row))
+    row = row if row.id else replace(row, id=row.content_digest())
     return ParsedRow(row, reader.used, reader.unread)
 
 
@@ -141,10 +166,10 @@ class _Columns:
         return value
 
 
-def _id(reader: _Columns, default: str) -> str:
+def _id(reader: _Columns) -> str | None:
     value = reader.one_of("id", "id")
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise reader.error(f"id is {shown(value)}; it is a string or a whole number")
     text = str(value)

@@ -31,6 +31,8 @@ from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
+from trainer_backend.rundir.data_record import describe_changes, read_run_data
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
@@ -145,7 +147,13 @@ def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> Loaded
 
 
 async def evaluate(
-    job: JobConfig, player: Player, tell: Tell | None = None, *, keep: Path | None = None, repeats: int = 1
+    job: JobConfig,
+    player: Player,
+    tell: Tell | None = None,
+    *,
+    run: Path | None = None,
+    keep: Path | None = None,
+    repeats: int = 1,
 ) -> EvaluationResult:
     """Play every held-out world of the job, on its task apps.
 
@@ -155,11 +163,14 @@ async def evaluate(
         job: environment, limits, worlds ([evaluation]) and services.
         player: the policy to evaluate.
         tell: receives the number of ended episodes, and the total.
+        run: directory of the run that is evaluated: rows have the ids that they have there, and the setting
+            says how they differ from those that the run began with.
         keep: Parquet file for the episodes, failed ones too, as in a run.
         repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
     """
     configure_logs_from()
-    data = await asyncio.to_thread(data_of, job)
+    directory = None if run is None else open_run(run)
+    data = await asyncio.to_thread(partial(read_run_data, directory) if directory else data_of, job)
     server = player if isinstance(player, Inference) else None
     with task_app_log() as log:
         async with task_apps(job, log, server, data=data) as apps:
@@ -181,7 +192,13 @@ async def evaluate(
             write_rollouts(keep, collection.all)
         refuse_losses(collection, "evaluation", log=log)
     setting = _setting(planner_for().players, player, job.data)
-    return evaluation_result(_name(player), collection, setting, env_config=job.rollout.env_config)
+    if directory is not None and data is not None:
+        changes = describe_changes(directory, job, data)
+        setting |= {"since the run began": changes} if changes else {}
+    places = {row.id: row.where for row in data.evaluation} if data is not None else {}
+    return evaluation_result(
+        _name(player), collection, setting, env_config=job.rollout.env_config, row_places=places
+    )
 
 
 @contextmanager

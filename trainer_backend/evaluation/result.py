@@ -85,6 +85,7 @@ class EvaluationResult:
         invalid_frac: share of refused decisions.
         endings: episodes by stop reason.
         rows: outcome of each held-out row by its id; empty without a data set.
+        row_places: file and line of each held-out row by its id.
         lost: worlds without an episode, which no figure includes.
         lost_because: the causes of that; empty without losses.
         failures: counts of failure codes; a rollout that failed once was repeated.
@@ -114,6 +115,7 @@ class EvaluationResult:
     invalid_frac: float
     endings: Mapping[str, int]
     rows: Mapping[str, float]
+    row_places: Mapping[str, str]
     lost: int
     lost_because: str
     failures: Mapping[str, int]
@@ -128,6 +130,7 @@ def evaluation_result(
     setting: Mapping[str, Any] | None = None,
     *,
     env_config: Mapping[str, Any] | None = None,
+    row_places: Mapping[str, str] | None = None,
 ) -> EvaluationResult:
     """Compute the figures of played episodes.
 
@@ -136,6 +139,7 @@ def evaluation_result(
         collection: the played episodes.
         setting: names and JSON values that describe the evaluation.
         env_config: settings of the environment.
+        row_places: file and line of each row of a data set, by id.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")
     worlds = [item.group_id for item in collection.rollouts if item.trajectory is not None]
@@ -169,6 +173,7 @@ def evaluation_result(
         invalid_frac=metrics["episode/invalid_frac"],
         endings=endings,
         rows=_outcome_by_row(collection),
+        row_places=dict(row_places or {}),
         lost=len(collection.failed),
         lost_because=count_losses(collection).explain() if collection.failed else "",
         failures=dict(sorted(collection.failures.items())),

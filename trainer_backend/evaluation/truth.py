@@ -24,12 +24,12 @@ from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.truth import even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
-from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
 from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
+from trainer_backend.rundir.data_record import read_run_data, refuse_changes
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
@@ -92,7 +92,8 @@ async def measure_truth(
     configure_logs_from()
     source = source_of(run, job, options)
     _refuse_longer(source.rollouts, job.max_decisions)
-    data = await asyncio.to_thread(data_of, job)
+    data = await asyncio.to_thread(read_run_data, run, job)
+    refuse_changes(run, job, data)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
             environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())

@@ -18,6 +18,7 @@ from trainer_backend.pages.report import save
 from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story
+from trainer_backend.rundir.data_record import DataRecord, describe_mismatch, read_record
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
@@ -26,18 +27,23 @@ from trainer_backend.store.rows import JobState
 # With a difference in one of these keys the same seed is another task, so the policy is not the only cause.
 _TASK = (
     "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
-    "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.path", "data.split",
-    "data.evaluation_", "data.held_out_", "data.interaction",
+    "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.interaction",
 )  # fmt: skip
+_ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run of the comparison; no two have the same name."""
+    """A run of the comparison; no two have the same name.
+
+    Attributes:
+        data: its rows, where it recorded them.
+    """
 
     name: str
     story: Story
     state: JobState
+    data: DataRecord | None = None
 
     @property
     def last(self) -> Row | None:
@@ -58,10 +64,12 @@ class Difference:
     Attributes:
         outcome: the mean difference; None if no world was played by both.
         doubt: the keys that differ and make the same world another task.
+        mismatch: why rows that both played cannot be compared.
     """
 
     outcome: Interval | None
     doubt: tuple[str, ...]
+    mismatch: tuple[str, ...] = ()
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:
@@ -73,8 +81,8 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
     if twice is not None:
         raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
     return [
-        Side(name, read_story(open_run(path)), state_of_run(read_status(path))[0])
-        for name, path in zip(_names(folders), paths, strict=True)
+        Side(name, read_story(run), state_of_run(read_status(run.path))[0], read_record(run))
+        for name, run in zip(_names(folders), map(open_run, paths), strict=True)
     ]
 
 
@@ -104,10 +112,14 @@ def differences_to_first(sides: Sequence[Side]) -> list[Difference | None]:
 def _difference(first: Side, other: Side) -> Difference:
     before, after = (_rollouts_file(side) for side in (first, other))
     outcome = paired_difference(before, after) if before and after else None
-    doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(_TASK)]
+    # Rows whose ids follow from their content are the same in any file and any split.
+    by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
+    task = _TASK if by_content else (*_TASK, *_ROWS)
+    doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
     if first.story.job.evaluation_temperature != other.story.job.evaluation_temperature:
         doubt.append("evaluation.temperature")
-    return Difference(outcome, tuple(doubt))
+    mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
+    return Difference(outcome, tuple(doubt), tuple(mismatch))
 
 
 def _rollouts_file(side: Side) -> Path | None:
@@ -173,16 +185,17 @@ def doubts(sides: Sequence[Side]) -> list[str]:
     uneven = "the last evaluations are after different numbers of iterations"
     measures = dict.fromkeys(side.outcome for side in sides if side.outcome is not None)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
-    return (
-        [uneven] * (len(iterations) > 1)
-        + [other] * (len(measures) > 1)
-        + [
-            f"{side.name} against {first}: {', '.join(difference.doubt)} differ, so the same world is "
-            "another task, and the difference is not the policy's alone"
-            for side, difference in zip(sides, differences_to_first(sides), strict=True)
-            if difference is not None and difference.doubt
-        ]
-    )
+    sentences = [uneven] * (len(iterations) > 1) + [other] * (len(measures) > 1)
+    for side, difference in zip(sides, differences_to_first(sides), strict=True):
+        if difference is None:
+            continue
+        if difference.doubt:
+            sentences.append(
+                f"{side.name} against {first}: {', '.join(difference.doubt)} differ, so the same world is "
+                "another task, and the difference is not the policy's alone"
+            )
+        sentences += [f"{side.name} against {first}: {reason}" for reason in difference.mismatch]
+    return sentences
 
 
 def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:

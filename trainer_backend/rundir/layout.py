@@ -34,9 +34,11 @@ OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
 # The record of fixed policies (run.fixed_policies); runs without them have no such file.
 FIXED_RECORD = "fixed_policies.json"
+# The rows that a run began with (rundir.data_record); runs without [data] have no such file.
+DATA_RECORD = "data.parquet"
 # Marks a run whose rollouts `turnwise import` wrote.
 _IMPORTED = "imported"
-_OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
+_OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, DATA_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
 
 
 @dataclass(frozen=True, slots=True)

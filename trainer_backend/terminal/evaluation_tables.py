@@ -101,9 +101,9 @@ def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
     if not result.rows:
         return []
     worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
-    table = Table("held-out row", "outcome", box=None, pad_edge=False)
+    table = Table("held-out row", "where", "outcome", box=None, pad_edge=False)
     for row_id, outcome in worst:
-        table.add_row(Text(row_id), f"{outcome:.2f}")
+        table.add_row(Text(row_id), Text(result.row_places.get(row_id, "")), f"{outcome:.2f}")
     return [f"lowest outcomes of {len(result.rows)} rows", table, ""]
 
 

@@ -33,11 +33,16 @@ Paths = Sequence[Path]
 
 
 class RunPlan(NamedTuple):
-    """A run to start or to continue."""
+    """A run to start or to continue.
+
+    Attributes:
+        accept_data: as in `run_job`.
+    """
 
     loaded: LoadedJob
     directory: RunDirectory
     resume: bool
+    accept_data: bool = False
 
     @property
     def folder(self) -> Path:
@@ -46,10 +51,19 @@ class RunPlan(NamedTuple):
         return runs if path.is_relative_to(runs) else path.parent
 
 
-def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> RunPlan:
+def single_run(
+    job: Paths | None,
+    run: Path | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    *,
+    accept_data: bool = False,
+) -> RunPlan:
     """Create a run of a job, or open an existing one; `start.run_job` stores a changed job."""
     if bool(job) == (resume is not None):
         raise JobError("give either a job TOML, or --resume with a run directory")
+    if accept_data and resume is None:
+        raise JobError("--accept-data continues a run whose rows changed: it needs --resume RUN")
     if job:
         loaded = load_new_job(job, overrides)
         return RunPlan(loaded, create_run(loaded.config, run), resume=False)
@@ -59,11 +73,17 @@ def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrid
     directory = open_run(resume)
     loaded = directory.job_with(overrides)
     refuse_missing_libraries(loaded.config.sinks)
-    return RunPlan(loaded, directory, resume=True)
+    return RunPlan(loaded, directory, resume=True, accept_data=accept_data)
 
 
 def run_of_each_seed(
-    job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str], *, seeds: str
+    job: Paths | None,
+    run: Path | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    *,
+    seeds: str,
+    accept_data: bool = False,
 ) -> Iterator[RunPlan]:
     """Yield the unfinished runs of a job under every seed, in FOLDER/seed_N, each when it is its turn.
 
@@ -91,7 +111,7 @@ def run_of_each_seed(
                 f"--run, or continue it with turnwise train --resume {path}"
             )
         if not directory.is_finished(loaded.config.training.iterations):
-            yield RunPlan(loaded, directory, resume=True)
+            yield RunPlan(loaded, directory, resume=True, accept_data=accept_data)
 
 
 def _seeds_of(text: str) -> list[int]:
@@ -233,7 +253,9 @@ def _train(out: Console, plan: RunPlan, streams: LastingStreams) -> Ended | None
             streams.when_lost(partial(_log, directory, GONE))
             values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
             with SinkReporter(config.sinks, directory, console, job=values) as reporter:
-                end = asyncio.run(run_job(config, directory, reporter, resume=resume))
+                end = asyncio.run(
+                    run_job(config, directory, reporter, resume=resume, accept_data=plan.accept_data)
+                )
         except Stopped as stop:
             console.say(str(stop))
             return None

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer_backend.data.folders import jsonl, parquet
-from trainer_backend.data.dataset import first_instances, read_data
+from trainer_backend.data.dataset import Split, first_instances, read_data, read_split, split_rows
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
@@ -28,14 +28,14 @@ def shared(path: Path, share: float = 0.2, seed: int = 0, instances: int = 1000)
 def test_a_held_out_share_parts_the_rows_and_is_a_function_of_seed_and_id_alone(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", questions(400))
     data = shared(path)
-    assert sorted([*ids(data.training), *ids(data.evaluation)]) == sorted(f"train/{n}" for n in range(400))
+    assert len({*ids(data.training), *ids(data.evaluation)}) == 400
     assert 50 <= len(data.evaluation) <= 110  # 80 expected, standard deviation 8
     again = shared(parquet(tmp_path / "b.parquet", questions(400)))
     assert (again.training, again.evaluation) == (data.training, data.evaluation)
     assert set(ids(shared(path, seed=1).evaluation)) != set(ids(data.evaluation))
     # A larger share holds out the same rows and more; so does a longer file.
     assert set(ids(data.evaluation)) <= set(ids(shared(path, share=0.4).evaluation))
-    longer = shared(jsonl(tmp_path / "c.jsonl", questions(600)))
+    longer = shared(jsonl(tmp_path / "c.jsonl", questions(600)[::-1]))
     assert set(ids(data.evaluation)) <= set(ids(longer.evaluation))
 
 
@@ -53,13 +53,43 @@ def test_the_instances_of_an_evaluation_do_not_depend_on_the_order_of_the_file(n
 def test_an_evaluation_split_is_read_from_its_own_file_or_folder(tmp_path):
     train, test = jsonl(tmp_path / "a.jsonl", questions(5)), jsonl(tmp_path / "b.jsonl", questions(4))
     data = read_data(DataTable(path=train, evaluation_path=test), instances=3)
-    assert ids(data.training) == [f"train/{n}" for n in range(5)]
-    assert set(ids(data.evaluation)) < {f"test/{n}" for n in range(4)}
+    # The same rows as in another file have the same ids.
+    assert set(ids(data.evaluation)) < set(ids(data.training)[:4])
     assert data.notes[0] == "data: 5 rows to train on, 3 of 4 held-out rows played"
     assert data.notes[1] == (
         f"train of {train}: 5 rows, prompt from question, ground_truth from answer after ####"
     )
-    assert data.notes[-1] == "warning: 4 held-out rows ask what a training row asks (test/0 = train/0)"
+    assert data.notes[-1] == "warning: 4 held-out rows ask what a training row asks " + (
+        f"({test}: line 1 = {train}: line 1)"
+    )
+
+
+def test_a_row_without_an_id_has_the_digest_of_its_content(tmp_path):
+    rows = [*questions(3), *questions(2)]
+    first, second, third, *again = ids(read_split(jsonl(tmp_path / "a.jsonl", rows), "train").rows)
+    # Other digests would move rows between training and held-out in every run that is resumed.
+    assert first == "b3eea39bd4508b30"
+    assert len({first, second, third}) == 3
+    assert again == [f"{first}-2", f"{second}-2"]
+    changed = jsonl(tmp_path / "b.jsonl", [{**rows[0], "answer": "#### 7"}])
+    assert ids(read_split(changed, "train").rows) != [first]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 40), min_size=5, max_size=60), st.data())
+def test_rows_that_go_or_are_equal_move_no_other_row_between_training_and_held_out(numbers, draw):
+    rows = [Row(str(number), f"What is {number}?") for number in numbers]
+
+    def held_out(rows) -> tuple[set[str], set[str]]:
+        keys = tuple(row.id for row in rows)
+        training, evaluation = split_rows(Split("train", tuple(rows), keys, {}), 0.3, 0)
+        return {row.question for row in training}, {row.question for row in evaluation}
+
+    training, evaluation = held_out(rows)
+    assert not training & evaluation, "equal rows are on one side"
+    left = draw.draw(st.lists(st.sampled_from(rows), unique_by=id, min_size=1))
+    training_left, evaluation_left = held_out(left)
+    assert training_left <= training and evaluation_left <= evaluation
 
 
 def test_columns_that_nothing_reads_are_told(tmp_path):
