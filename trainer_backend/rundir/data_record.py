@@ -131,7 +131,9 @@ def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
         row.side == "held-out" and contents.get(row.id, row.content) != row.content for row in other.rows
     )
     leaked = max(_count_leaked(first.rows, other.rows), _count_leaked(other.rows, first.rows))
+    names_differ = first.by_position != other.by_position
     return [
+        *(["one run names its rows by position, so no rows can be paired"] if names_differ else []),
         *([f"{differ} held-out rows of the same id have different content"] if differ else []),
         *([f"one run trained on what {leaked} held-out rows of the other ask"] if leaked else []),
     ]
