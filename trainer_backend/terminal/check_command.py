@@ -62,6 +62,10 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
 
         for name, folder in checked_folders(job.fixed_policies, job.model).items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
+    if job.lora is not None and not job.lora.adapts_all:
+        from trainer_backend.learner.capacity import refuse_unknown_targets  # with torch
+
+        refuse_unknown_targets(job.model, job.lora)
     if trial:
         yield from _trial(job, data)
     if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run

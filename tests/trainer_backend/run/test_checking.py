@@ -44,6 +44,16 @@ def test_one_that_does_not_fit_is_told_by_the_first_difference(
         CliRunner().invoke(app, asked, catch_exceptions=False)
 
 
+def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
+    tmp_path: Path, model_folders: dict[str, Path]
+):
+    file = tmp_path / "job.toml"
+    file.write_text('lora = { target_modules = ["q_proj", "query_proj"] }\n')
+    for model in ('preset="tiny-0.3m"', f"path={model_folders['llama']}"):
+        with pytest.raises(JobError, match=r"^lora\.target_modules: .*'query_proj'; known: all-linear, down"):
+            CliRunner().invoke(app, ["check", str(file), "--set", f"model.{model}"], catch_exceptions=False)
+
+
 def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without_its_weights(
     tmp_path: Path, model_folders: dict[str, Path]
 ):
