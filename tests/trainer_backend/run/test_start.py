@@ -37,6 +37,7 @@ from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.start import Ended, again_after_losses, run_job
+from trainer_backend.terminal.train_command import single_run
 
 
 class Interrupting(ListReporter):
@@ -200,6 +201,13 @@ async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_u
     )
     directory.remove_spools(0)
     assert not list(directory.rollouts.glob("*.spool.jsonl"))
+
+
+def test_a_resume_tells_that_a_warm_up_which_is_done_is_not_changed(trained):
+    path = trained[0].path
+    assert single_run(None, None, path, ["training.iterations=9"]).loaded.warnings == ()
+    (warning,) = single_run(None, None, path, ["warmup.episodes=99"]).loaded.warnings
+    assert warning.startswith("[warmup] has changed, and nothing reads it")
 
 
 def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
