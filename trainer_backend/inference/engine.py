@@ -28,7 +28,7 @@ from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.weights import copy_weights, read_weights
+from trainer_backend.inference.weights import ServedWeights, read_weights
 from trainer_backend.inference.worker import EngineCounters, EngineWorker
 from trainer_backend.models.folder import embedding_rows
 
@@ -89,7 +89,7 @@ class LocalEngine:
             self.limits.max_model_len or model.config.get_text_config().max_position_embeddings
         )
         self._vocabulary = embedding_rows(model)
-        self._model = model
+        self._weights = ServedWeights(model)
         self._inbox = Inbox(max_waiting=self.limits.max_waiting)
         self._worker = EngineWorker(
             RunningBatch(
@@ -153,7 +153,7 @@ class LocalEngine:
         tensors = await asyncio.to_thread(read_weights, source)
 
         def swap() -> None:
-            self._worker.swap(version, lambda: copy_weights(self._model, tensors))
+            self._worker.swap(version, lambda: self._weights.replace(tensors))
 
         await self._wait_for(self._inbox.swap(swap))
 

@@ -9,8 +9,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerFast
 
+from shared_schemas.base import did_you_mean
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
@@ -27,6 +30,24 @@ _START = 16
 
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
+
+
+# Variables of a chat template that the library or jinja sets, beside the special tokens.
+_SET_FOR_TEMPLATES = {
+    "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
+    "cycler", "dict", "joiner", "lipsum", "namespace", "range",
+}  # fmt: skip
+# A tag of transformers alone; what it surrounds is read as if it were not there.
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+def _variables_in(template: str | Mapping[str, str]) -> set[str]:
+    """The names that a chat template, or any of several, reads and is given."""
+    texts = [template] if isinstance(template, str) else template.values()
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    return {
+        name for text in texts for name in find_undeclared_variables(jinja.parse(_GENERATION.sub("", text)))
+    }
 
 
 class ChatRenderer:
@@ -96,6 +117,21 @@ class ChatRenderer:
                 f"the chat template cannot render this: {error}", where="messages"
             ) from error
         return [str(text) for text in texts]
+
+    def refuse_unread_settings(self, settings: JsonObject) -> None:
+        """Refuse settings that the chat template does not read: jinja ignores them.
+
+        Raises:
+            ModelFolderError: a name of model.chat_template_kwargs is none of the template's variables.
+        """
+        variables = _variables_in(self.tokenizer.chat_template)
+        for name in settings.keys() - variables:
+            known = variables - _SET_FOR_TEMPLATES - self.tokenizer.special_tokens_map.keys()
+            raise ModelFolderError(
+                f"the chat template reads no {name!r}"
+                + (did_you_mean(name, known) if known else "; it has no settings"),
+                where="model.chat_template_kwargs",
+            )
 
     def refuse_other_settings(self, settings: JsonObject) -> None:
         """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""

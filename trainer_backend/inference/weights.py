@@ -12,8 +12,8 @@ from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.models.layout import weight_files
 
 NAMES_IN_A_MESSAGE = 3
-# Part of the names of peft's adapter weights.
-OF_AN_ADAPTER = ".lora_"
+# Parts of the names that peft gives: to an adapter's weights, and to those of the layer that it is over.
+OF_AN_ADAPTER, BELOW_AN_ADAPTER = ".lora_", ".base_layer."
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
@@ -36,23 +36,60 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
     return tensors
 
 
-def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite the tensors of `model.state_dict()`, after checking all of them.
+class ServedWeights:
+    """The weights of an engine's model.
 
-    Names that share memory (a tied head and its embedding) need only one of them. A model with adapters needs
-    only these, since the weights below are never trained.
-
-    Each tensor is written over the old one, since a GPU has no room for both models. So an error that comes
-    while they are copied (out of memory) leaves some old and some new: nobody may compute with the model
-    until a later call returns.
-
-    Raises:
-        WeightsRefused: they do not fit; nothing was copied.
+    Of a model with adapters, these may be replaced alone, since the base below them is not trained. A whole
+    model, such as a merged checkpoint, replaces the base, and the adapters become 0. Adapters alone are
+    refused after that: those of a run are over the base that its engine began with.
     """
-    targets = model.state_dict()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_own_base = True
+
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the tensors of the model's `state_dict()`, after checking all of them.
+
+        Names that share memory (a tied head and its embedding) need only one of them.
+
+        Each tensor is written over the old one, since a GPU has no room for both models. So an error that
+        comes while they are copied (out of memory) leaves some old and some new: nobody may compute with the
+        model until a later call returns.
+
+        Raises:
+            WeightsRefused: they do not fit; nothing was copied.
+        """
+        targets = self._model.state_dict()
+        adapters = {name: tensor for name, tensor in targets.items() if OF_AN_ADAPTER in name}
+        has_adapters = any(OF_AN_ADAPTER in name for name in tensors)
+        is_whole = not has_adapters or any(OF_AN_ADAPTER not in name for name in tensors)
+        if adapters and not is_whole and not self._has_own_base:
+            raise WeightsRefused(
+                "they are adapters alone, and a whole model has replaced the base that they are over",
+                hint="Load a merged checkpoint, or adapters together with their base.",
+            )
+        if not has_adapters:
+            targets = {
+                name.replace(BELOW_AN_ADAPTER, "."): tensor
+                for name, tensor in targets.items()
+                if name not in adapters
+            }
+        _refuse_misfits(tensors, targets, required=targets if is_whole else adapters)
+        # Before the first copy: the second may fail.
+        self._has_own_base = not is_whole
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)
+        for tensor in () if has_adapters else adapters.values():
+            tensor.zero_()
+        self._has_own_base = has_adapters
+
+
+def _refuse_misfits(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], required: Mapping[str, Tensor]
+) -> None:
     memory = {targets[name].data_ptr() for name in tensors if name in targets}
-    adapters = {name: tensor for name, tensor in targets.items() if OF_AN_ADAPTER in name}
-    required = adapters or targets
     missing = [name for name, tensor in required.items() if tensor.data_ptr() not in memory]
     unknown = [name for name in tensors if name not in targets]
     shapes = [
@@ -70,6 +107,3 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if names:
             more = f" and {len(names) - NAMES_IN_A_MESSAGE} more" if len(names) > NAMES_IN_A_MESSAGE else ""
             raise WeightsRefused(f"tensors {what}: {', '.join(names[:NAMES_IN_A_MESSAGE])}{more}")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)

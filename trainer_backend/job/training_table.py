@@ -240,6 +240,10 @@ class TrainingTable(Table):
         )
 
 
+# The target of adapters that stands for every linear layer except the head, as in peft.
+ALL_LINEAR = "all-linear"
+
+
 class LoraTable(Table):
     """[lora]: train low-rank adapters and keep the model's own weights."""
 
@@ -253,7 +257,7 @@ class LoraTable(Table):
         "computed without it, by one more forward pass from the second step of an iteration on",
     )
     target_modules: tuple[str, ...] = Field(
-        default=("all-linear",),
+        default=(ALL_LINEAR,),
         min_length=1,
         description="layers with an adapter, by name; all-linear: every linear layer except the head",
     )
@@ -268,6 +272,18 @@ class LoraTable(Table):
     @classmethod
     def _one_name_is_a_list_of_one(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_stands_alone(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in targets and len(targets) > 1:
+            raise ValueError(f"{ALL_LINEAR!r} takes in every linear layer, and no other name goes with it")
+        return targets
+
+    @property
+    def adapts_all(self) -> bool:
+        """Whether every linear layer gets an adapter, whatever the model calls them."""
+        return self.target_modules == (ALL_LINEAR,)
 
 
 class AlgorithmTable(Table):

@@ -7,7 +7,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.core.logprobs import adds_wide, chunk_within, multiplies_wide
@@ -29,6 +28,7 @@ from trainer_backend.learner.attention import BlockMask, attention_for, head_dim
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.decoder import FAMILIES, is_known
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import computes_by_kernels, gates_are_known
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
@@ -343,6 +343,20 @@ def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
         yield "set training.optimizer_offload = true"
 
 
+def refuse_unknown_targets(table: ModelTable, lora: LoraTable) -> None:
+    """Refuse adapters of layers that the job's model lacks, where the model is on this machine.
+
+    Raises:
+        JobError: as `adapted_layers`.
+    """
+    try:
+        folder = None if table.preset is not None else model_folder(table, cached_only=True)
+        config = _model_config(table, folder, table.vocab_size)
+    except ModelFolderError:  # it may be whole on the machine that will train, whose learner checks it
+        return
+    model_shape(config, lora)
+
+
 def _model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) -> Any:
     if checkpoint is None and table.preset is not None:
         return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
@@ -360,13 +374,5 @@ def _folder_config(folder: Path) -> Any:
 
 def _adapter_weights(model: PreTrainedModel, lora: LoraTable) -> int:
     """rank * (in + out) of every linear layer that gets an adapter."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    everything = lora.target_modules == ("all-linear",)
-    named = {target.rpartition(".")[2] for target in lora.target_modules}
-    return sum(
-        lora.rank * (module.in_features + module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and (everything or name.rpartition(".")[2] in named)
-    )
+    layers = adapted_layers(model, lora.target_modules).values()
+    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)

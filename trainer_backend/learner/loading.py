@@ -12,6 +12,7 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import CheckpointError, ModelFolderError
 from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.protocol import WeightSource
+from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, put_in, read_adapter, take_out
 from trainer_backend.learner.checkpoints import save_weights
@@ -83,6 +84,7 @@ def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrain
         put_in(model, folder / FOLDER)
     remember_chat_settings(tokenizer, table)
     refuse_without_tools(tokenizer)
+    ChatRenderer(tokenizer).refuse_unread_settings(table.chat_template_kwargs)
     return model, tokenizer
 
 

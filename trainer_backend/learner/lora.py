@@ -24,8 +24,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shared_schemas.base import did_you_mean
 from trainer_backend.errors import CheckpointError, JobError
-from trainer_backend.job.training_table import LoraTable
+from trainer_backend.job.training_table import ALL_LINEAR, LoraTable
 from trainer_backend.learner.adapter_folder import (
     ADAPTER,
     AdaptedLinear,
@@ -56,21 +57,17 @@ class Adapter:
         Args:
             base: the path or hub name of the model, for whoever loads the saved adapters.
         """
-        _refuse_ends(model, table.target_modules)
-        whole = table.target_modules == ("all-linear",)
+        adapted_layers(model, table.target_modules)
         config = LoraConfig(
             r=table.rank,
             lora_alpha=table.alpha,
             lora_dropout=table.dropout,
-            target_modules="all-linear" if whole else list(table.target_modules),
+            target_modules=ALL_LINEAR if table.adapts_all else list(table.target_modules),
             task_type="CAUSAL_LM",
         )
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                wrapped = _wrapped(model, config)
-        except ValueError as error:
-            raise JobError(f"lora.target_modules: {error}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            wrapped = _wrapped(model, config)
         adapter = cls(wrapped)
         adapter._settings.base_model_name_or_path = base  # peft has put the model's own folder there
         return adapter
@@ -186,17 +183,41 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
-def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
+def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the layers that get an adapter, by their names in the model, which may be without memory.
+
+    A target is a layer's whole name or the end of it, as in peft. peft refuses targets only where none of
+    them is there, and skips the others in silence.
+
+    Raises:
+        JobError: a target names no linear layer of the model, or one of its ends.
+    """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}
     for name, module in model.named_modules():
-        if id(module) in ends and name.rpartition(".")[2] in {
-            target.rpartition(".")[2] for target in targets
-        }:
+        if id(module) in ends and any(_is_target(target, name) for target in targets):
             raise JobError(
                 f"lora.target_modules takes in {ends[id(module)]} ({name}), which may be one matrix with the "
                 "model's other end, and which scoring reads directly; leave it out"
             )
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if ALL_LINEAR in targets:
+        return linear
+    for target in targets:
+        if not any(_is_target(target, name) for name in linear):
+            known = {ALL_LINEAR, *(name.rpartition(".")[2] for name in linear)}
+            raise JobError(
+                f"lora.target_modules: the model has no linear layer {target!r}{did_you_mean(target, known)}"
+            )
+    return {name: layer for name, layer in linear.items() if any(_is_target(one, name) for one in targets)}
+
+
+def _is_target(target: str, name: str) -> bool:
+    return f".{name}".endswith(f".{target}")
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
@@ -36,7 +35,7 @@ from trainer_backend.rundir.checkpoint_paths import (
 )
 from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import stored_rollouts, write_rollouts
+from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.spool import Spool
 
 if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
@@ -246,6 +245,7 @@ class Beginning:
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
         # repeats the warm-up with its row, while a checkpoint without its row would never get one.
         await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
+        self._directory.remove_spools(0)
         self._reporter.say(
             f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
             f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
@@ -261,30 +261,22 @@ class Beginning:
         """Play a plan and return its finished episodes; those of an interrupted start are reused."""
         if not requests:
             return []
-        path = self._directory.rollouts_file(_FILES[kind])
-        # A spool is there as long as too many of the rollouts are lost.
-        is_whole = not self._directory.spool_file(_FILES[kind]).exists()
-        stored = stored_rollouts(path, self._reporter.say) if is_whole else []
         started = time.monotonic()
-        if any(rollout.trajectory is not None for rollout in stored):
-            collection, times, duration = _collection_of(stored), {}, "as stored before"
-        else:
-            collection = await self._collect(kind, path, requests)
-            times = {"time/collect_s": time.monotonic() - started}
-            duration = f"{times['time/collect_s']:.0f} s"
+        collection = await self._collect(kind, requests)
+        duration_s = time.monotonic() - started
         row = {
             "kind": kind,
             "iteration": 0,
             **evaluation_metrics(collection.rollouts),
             **collection_metrics(collection),
-            **times,
+            "time/collect_s": duration_s,
         }
         self._directory.append_metrics(row)
         losses = losses_in(row)
         total = f" of {losses.total}" if losses.lost else ""
         self._reporter.say(
             f"{kind}: {row['eval/episodes']}{total} episodes with {row['eval/outcome_reward']:.2f} "
-            f"{outcome_name(row)} on average, {duration}"
+            f"{outcome_name(row)} on average, {duration_s:.0f} s"
         )
         if kind == "teacher" and losses.share >= NOTABLE_SHARE:
             self._reporter.say(
@@ -293,8 +285,12 @@ class Beginning:
             )
         return finished_trajectories(collection.rollouts, kind)
 
-    async def _collect(self, kind: str, path: Path, requests: Sequence[RolloutRequest]) -> Collection:
-        """Collect and store a plan's rollouts, and only then refuse it if none was finished."""
+    async def _collect(self, kind: str, requests: Sequence[RolloutRequest]) -> Collection:
+        """Collect and store a plan's rollouts, and only then refuse it if none was finished.
+
+        Their spool stays until the policy that RL starts from is saved. A start before that plays only what
+        is not in it: lost rollouts, and those that a job with more episodes adds.
+        """
 
         def tell(done: int, total: int) -> None:
             self._reporter.stage(f"collect {kind}", done, total)
@@ -306,13 +302,11 @@ class Beginning:
         collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
         if collection is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
-        write_rollouts(path, collection.all)
+        write_rollouts(self._directory.rollouts_file(_FILES[kind]), collection.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
-        # Before the spool goes: with it a resumed run plays the lost ones alone.
         losses.report(collection, NAMES_BEFORE_RL[kind])
         losses.refuse(collection, NAMES_BEFORE_RL[kind], 0)
-        spool.remove()
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
 
@@ -340,10 +334,3 @@ def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") ->
     if there and not needed:
         return f"the value head of {checkpoint.name} is left behind: {name} needs none"
     return None
-
-
-def _collection_of(stored: Sequence[Rollout]) -> Collection:
-    """The collection of a stored stage; it has no failures that a second attempt made good."""
-    failed = tuple(rollout for rollout in stored if rollout.trajectory is None)
-    codes = Counter(rollout.failure.code for rollout in failed if rollout.failure is not None)
-    return Collection(tuple(item for item in stored if item.trajectory is not None), failed, codes)

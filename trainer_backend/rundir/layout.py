@@ -23,7 +23,7 @@ from trainer_backend.rundir.files import (
     replace_text,
     write_errors,
 )
-from trainer_backend.rundir.spool import cut_ledger, tidy_spools
+from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
 # The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
@@ -113,15 +113,16 @@ class RunDirectory:
         return dict(sorted(files.items()))
 
     def remove_spools(self, iteration: int) -> None:
-        """Delete the spools of training up to an iteration, whose weights have learned from them."""
-        for path in self.rollouts.glob("iteration_*.spool.jsonl"):
-            if int(path.name.removesuffix(".spool.jsonl").rpartition("_")[2]) <= iteration:
+        """Delete the spools of what the weights of an iteration have learned from, before RL too."""
+        for path in self.rollouts.glob(f"*{SPOOL_ENDING}"):
+            stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
+            if not stage or (stage == "iteration" and int(digits) <= iteration):
                 with write_errors(path):
                     path.unlink(missing_ok=True)
 
     def spool_file(self, name: str) -> Path:
         """The spool of an unfinished stage; see `rundir.spool`."""
-        return self.rollouts / f"{name}.spool.jsonl"
+        return self.rollouts / f"{name}{SPOOL_ENDING}"
 
     def job(self) -> JobConfig:
         """Read the resolved job of this run; whoever looks at a run executes no code that its job names."""

@@ -4,7 +4,7 @@ The flat columns and `decisions` are for people and queries. `rollout` holds the
 segments, rewards and advantages can be computed again from it exactly (`read_rollouts`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.garbage import while_a_batch_grows
-from trainer_backend.rundir.files import replace_text, replacement, write_errors
+from trainer_backend.rundir.files import replace_text, replacement
 
 # A part with a column of its own: the critic's values are read again (`read_values`).
 _OWN_COLUMNS = ("value",)
@@ -189,26 +189,6 @@ def read_rollouts(path: Path) -> list[Rollout]:
     with _read_errors(path), while_a_batch_grows():
         column = pq.read_table(path, columns=["rollout"]).column("rollout")
         return [Rollout.model_validate_json(text) for text in column.to_pylist()]
-
-
-def stored_rollouts(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
-    """Read the rollouts that an earlier start stored of a stage; none if there is no file.
-
-    Args:
-        tell: receives a sentence about an unreadable file, which is renamed and ignored.
-    """
-    try:
-        return read_rollouts(path)
-    except FileNotFoundError:
-        return []
-    except RunDirectoryError as error:
-        number = 1
-        while (aside := path.with_name(f"{path.name}.unreadable-{number}")).exists():
-            number += 1
-        with write_errors(path):
-            path.rename(aside)
-        tell(f"{error}; it is left as {aside.name}, and what it held is asked for again")
-        return []
 
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:

@@ -2,7 +2,7 @@
 
     rollouts/iteration_n.spool.jsonl     a header, then a rollout a line
 
-After a kill, the next start reuses them if it sends the same requests to the same weights; the header
+After a kill, the next start reuses those whose requests it sends again to the same weights; the header
 identifies both. Failed rollouts are not in the spool; they are requested again.
 """
 
@@ -29,7 +29,7 @@ from trainer_backend.rundir.files import (
     write_errors,
 )
 
-_ENDING = ".spool.jsonl"
+SPOOL_ENDING = ".spool.jsonl"
 
 
 class Spool:
@@ -54,13 +54,15 @@ class Spool:
             gateway_urls: addresses of the gateways, which differ in every start.
             tell: receives a sentence about rollouts of an earlier start; unusable ones are set aside.
         """
-        header = {"plan": plan_digest(requests, gateway_urls), "policy_version": versions[-1]}
+        header = {"requests": request_digests(requests, gateway_urls), "policy_version": versions[-1]}
         rows = read_lines(path)
-        if rows and rows[0].get("plan") == header["plan"] and rows[0].get("policy_version") in versions:
-            rollouts = _rollouts_in(path)
-            if rollouts:
-                tell(f"{len(rollouts)} rollouts of {path.name} were collected before, and are used")
-            return cls(path, rows[0], {plan_id(rollout.rollout_id): rollout for rollout in rollouts})
+        if rows and rows[0].get("policy_version") in versions:
+            earlier = {**header, "policy_version": rows[0]["policy_version"]}
+            rollouts = _answers_in(path, rows[0].get("requests") or {}, earlier, tell)
+            if rollouts is not None:
+                if rollouts:
+                    tell(f"{len(rollouts)} rollouts of {path.name} were collected before, and are used")
+                return cls(path, earlier, {plan_id(rollout.rollout_id): rollout for rollout in rollouts})
         if len(rows) > 1:
             set_aside(path, tell, why="for another plan, or of other weights")
         return cls(path, header, {})
@@ -108,12 +110,11 @@ class Spool:
         if self._held is not None:
             self._held = [one for one in self._held if plan_id(one.rollout_id) not in plans]
         if self._is_there:
-            lines = [_line_of(one) for one in _rollouts_in(self.path) if plan_id(one.rollout_id) not in plans]
-            header = read_texts(self.path)[0].decode()
-            replace_text(self.path, "".join(f"{line}\n" for line in (header, *lines)), durable=True)
+            rest = [one for one in _rollouts_in(self.path) if plan_id(one.rollout_id) not in plans]
+            replace_text(self.path, _text_of(self._header, rest), durable=True)
 
     def remove(self) -> None:
-        """Delete the spool, once its rollouts are stored as Parquet."""
+        """Delete the spool, once no later start needs its rollouts."""
         with write_errors(self.path):
             self.path.unlink(missing_ok=True)
 
@@ -124,12 +125,13 @@ def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
     append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_line_of(rollout)}}}', durable=True)
 
 
-def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
-    """Return a digest that is equal for equal requests, whatever the start and the gateways. Pure."""
-    digest = blake2b(digest_size=16)
+def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> dict[str, str]:
+    """Return digests by plan id, equal for equal requests, whatever the start and the gateways. Pure."""
+    digests = {}
     for request in requests:
-        digest.update(json.dumps(_comparable(request, gateway_urls), sort_keys=True).encode())
-    return digest.hexdigest()
+        text = json.dumps(_comparable(request, gateway_urls), sort_keys=True)
+        digests[plan_id(request.rollout_id)] = blake2b(text.encode(), digest_size=16).hexdigest()
+    return digests
 
 
 def tidy_spools(
@@ -150,8 +152,8 @@ def tidy_spools(
         iteration: -1: the run begins anew.
         policy_version: of the checkpoint; None: no token can be of a later one.
     """
-    for path in sorted(folder.glob(f"*_*{_ENDING}")):
-        stage, _, digits = path.name.removesuffix(_ENDING).rpartition("_")
+    for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
+        stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
         number = int(digits) if digits.isdecimal() else -1
         first = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
         if first is None:
@@ -170,12 +172,60 @@ def tidy_spools(
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
     """Rename a spool that cannot be used."""
-    count, number = max(len(read_texts(path)) - 1, 0), 1
-    while (aside := path.with_name(path.name.replace(_ENDING, f".unused-{number}.jsonl"))).exists():
-        number += 1
+    count, aside = max(len(read_texts(path)) - 1, 0), _name_aside(path)
     with write_errors(path):
         path.rename(aside)
-    tell(f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused")
+    tell(_left(count, path, aside, why))
+
+
+def _name_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(path.name.replace(SPOOL_ENDING, f".unused-{number}.jsonl"))).exists():
+        number += 1
+    return aside
+
+
+def _left(count: int, path: Path, aside: Path, why: str) -> str:
+    return f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused"
+
+
+def _keep_part(
+    path: Path,
+    header: Mapping[str, Any],
+    usable: Sequence[Rollout],
+    rest: Sequence[Rollout],
+    tell: Callable[[str], None],
+    *,
+    why: str,
+) -> None:
+    """Leave the usable rollouts in a spool, under this header, and set the rest aside."""
+    if rest:  # first: a kill must lose none
+        aside = _name_aside(path)
+        replace_text(aside, _text_of(read_lines(path)[0], rest), durable=False)
+        tell(_left(len(rest), path, aside, why))
+    replace_text(path, _text_of(header, usable), durable=False)
+
+
+def _answers_in(
+    path: Path, earlier: Mapping[str, str], header: Mapping[str, Any], tell: Callable[[str], None]
+) -> list[Rollout] | None:
+    """The rollouts of a spool that answer requests of the header; others are set aside. None: none does.
+
+    Requests that come later in a stage follow from its first ones: where these are the same, so are those.
+
+    Args:
+        earlier: digests of the first requests that the spool was begun for.
+    """
+    requests, rollouts = header["requests"], _rollouts_in(path)
+    if earlier == requests:
+        return rollouts
+    same = {name for name, digest in earlier.items() if requests.get(name) == digest}
+    usable = [rollout for rollout in rollouts if plan_id(rollout.rollout_id) in same]
+    if not usable:
+        return None
+    rest = [rollout for rollout in rollouts if plan_id(rollout.rollout_id) not in same]
+    _keep_part(path, header, usable, rest, tell, why="for another plan")
+    return usable
 
 
 def _comparable(request: RolloutRequest, gateway_urls: Sequence[str]) -> dict[str, Any]:
@@ -209,11 +259,14 @@ def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -
     """Leave out of a spool what later versions sampled: other weights will get the numbers of those."""
     rollouts = _rollouts_in(path)
     usable = [rollout for rollout in rollouts if _newest_version(rollout) <= newest]
-    if len(usable) < len(rollouts):
-        header = read_texts(path)[0].decode()
-        lines = [header, *map(_line_of, usable)]
-        set_aside(path, tell, why="in part by weights that no checkpoint holds")
-        replace_text(path, "".join(f"{line}\n" for line in lines), durable=False)
+    rest = [rollout for rollout in rollouts if _newest_version(rollout) > newest]
+    if rest:
+        why = "by weights that no checkpoint holds"
+        _keep_part(path, read_lines(path)[0], usable, rest, tell, why=why)
+
+
+def _text_of(header: Mapping[str, Any], rollouts: Iterable[Rollout]) -> str:
+    return "".join(f"{line}\n" for line in (json.dumps(header), *map(_line_of, rollouts)))
 
 
 def _line_of(rollout: Rollout) -> str:

@@ -62,12 +62,27 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
 
         for name, folder in checked_folders(job.fixed_policies, job.model).items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
+    _refuse_unread_names(job)
     if trial:
         yield from _trial(job, data)
     if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run
         yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
     yield f"expected policy gradient, biased by: {names} (docs/credit.md)"
+
+
+def _refuse_unread_names(job: JobConfig) -> None:
+    """Check names that peft and jinja would skip in silence, where the model is on this machine."""
+    if job.lora is not None and not job.lora.adapts_all:
+        from trainer_backend.learner.capacity import refuse_unknown_targets  # with torch
+
+        refuse_unknown_targets(job.model, job.lora)
+    if job.model.chat_template_kwargs:
+        from trainer_backend.inference.rendering import ChatRenderer
+        from trainer_backend.run.preflight import actors_tokenizer
+
+        if (tokenizer := actors_tokenizer(job.model)) is not None:
+            ChatRenderer(tokenizer).refuse_unread_settings(job.model.chat_template_kwargs)
 
 
 def _trial(job: JobConfig, data: DataSet | None) -> list[str]:

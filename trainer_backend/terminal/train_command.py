@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -17,9 +18,11 @@ from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
 from trainer_backend.run.reporters import SinkReporter
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import refuse_if_locked
 from trainer_backend.rundir.new_job import load_new_job
@@ -73,7 +76,17 @@ def single_run(
     directory = open_run(resume)
     loaded = directory.job_with(overrides)
     refuse_missing_libraries(loaded.config.sinks)
+    advice = _unread_by_a_resume(directory, loaded.config)
+    loaded = replace(loaded, warnings=(*loaded.warnings, *advice))
     return RunPlan(loaded, directory, resume=True, accept_data=accept_data)
+
+
+def _unread_by_a_resume(directory: RunDirectory, job: JobConfig) -> Iterator[str]:
+    if job.warmup != directory.job().warmup and latest_checkpoint(directory.checkpoints) is not None:
+        yield (
+            f"[warmup] has changed, and nothing reads it: {directory.path} has done its warm-up. "
+            "Another one takes another run"
+        )
 
 
 def run_of_each_seed(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from shared_schemas.base import Body
 
@@ -32,6 +32,14 @@ class GymnasiumConfig(Body):
     max_episode_steps: int | None = Field(
         default=None, ge=1, le=1_000_000, description="by default as registered"
     )
+
+    @field_validator("action_names")
+    @classmethod
+    def _each_name_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name!r} names two actions, and the second could never be taken")
+        return names
 
 
 class RemoteConfig(Body):

@@ -27,7 +27,7 @@ from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, fused, unsupported_because
 from trainer_backend.inference.row_attention import RowAttentions, spans_of
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
-from trainer_backend.inference.weights import copy_weights
+from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.loading import hold_in
 from trainer_backend.learner.lora import Adapter
@@ -178,7 +178,7 @@ def test_what_the_kernels_compute_between_the_products_equals_transformers(name:
 def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str):
     model, other = model_of(name), model_of(name, seed=1)
     rows, prompt = Rows(model), ids_of(20)
-    copy_weights(model, other.state_dict())
+    ServedWeights(model).replace(other.state_dict())
     expected = by_transformers(other, prompt)
     assert_near(rows.prefill(0, [0], [prompt], logits=True), expected)
     assert_near(by_transformers(model, prompt), expected)

@@ -145,6 +145,10 @@ def test_a_later_choice_leaves_out_what_it_does_not_read_and_says_so():
             "inference.vllm is read with engine = 'vllm' without urls, and nothing",
         ),
         ({"engine": "vllm"}, "it has neither urls of servers nor a vllm_python to start them with"),
+        (
+            {"vllm": {"hf-overrides": {"rope_thta": 1e6}}},
+            "hf-overrides is the run's own to set: it is the mo",
+        ),
         ({"vllm": {"max-model-len": 9}}, "max-model-len is the run's own to set: it is inference.max_model_"),
         ({"vllm": {"--seed": 9}}, "'--seed' is no name of an argument; write it as vLLM does, without --"),
     ],

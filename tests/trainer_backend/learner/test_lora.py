@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from tests.trainer_backend.segment_columns import lists
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
-from trainer_backend.inference.weights import copy_weights
+from trainer_backend.inference.weights import ServedWeights
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.capacity import refuse_unknown_targets
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
@@ -83,7 +87,7 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     at_first = logits(served)
     learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
     before = tensors_of(learner)
-    copy_weights(served, learner.weights())
+    ServedWeights(served).replace(learner.weights())
     assert (logits(served) - at_first).abs().max() > 1e-3, "the update did something"
     ids = PROBE[0].token_ids.tolist()
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
@@ -97,7 +101,7 @@ def test_adapters_that_are_not_all_given_are_refused(tokenizer):
     weights = learner.weights()
     weights.popitem()
     with pytest.raises(WeightsRefused, match=r"tensors missing: .*lora_B"):
-        copy_weights(learner.copy_to_serve(), weights)
+        ServedWeights(learner.copy_to_serve()).replace(weights)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -121,7 +125,7 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
         return hidden_BLD.float() @ model.lm_head.weight.float().T
 
     def of_all() -> list[torch.Tensor]:
-        copy_weights(served, adapter.weights())
+        ServedWeights(served).replace(adapter.weights())
         exact = held_copy(model, torch.float32)
         return [
             found(exact, Placement(torch.device("cpu"))),
@@ -176,6 +180,32 @@ async def test_an_engine_that_began_with_a_published_folder_loads_the_next_one_u
     served = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
     assert served.keys() == learner.weights().keys()
     assert all(torch.equal(served[name], tensor.to(dtype)) for name, tensor in learner.weights().items())
+
+
+async def test_an_engine_made_for_adapters_computes_as_a_merged_checkpoint_that_it_loads(
+    tokenizer, tmp_path: Path
+):
+    learner = updated(tokenizer)
+    engine = LocalEngine(served := learner.copy_to_serve(), stop_ids=[])
+    other = updated(tokenizer, iterations=2, job__seed=1)
+    other.save(tmp_path / "iteration_0", Progress())
+    plain, _ = load_model_folder(tmp_path / "iteration_0")
+    engine.start()
+    await engine.load_weights(1, tmp_path / "iteration_0")
+    ids = [5, 6, 7]
+    found = await engine.generate(ids, Sampling(max_tokens=6, seed=0), request_id="a")
+    exact = logits(plain, [*ids, *found.token_ids])[0, 2:-1].log_softmax(-1)
+    expected = exact.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+    assert found.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    with pytest.raises(WeightsRefused, match="adapters alone, and a whole model has replaced the base"):
+        await engine.load_weights(2, learner.weights())
+    assert engine.version == 1
+    # With their base they serve again, and from then on alone.
+    await engine.load_weights(2, tensors_of(learner))
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
+    await engine.load_weights(3, learner.weights())
+    engine.stop()
+    torch.testing.assert_close(logits(served), logits(learner.model), rtol=0, atol=1e-5)
 
 
 def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
@@ -450,18 +480,43 @@ def test_dropout_is_in_the_gradient_of_steps_and_in_no_log_prob(tokenizer, level
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
-        (["q_pro"], r"lora\.target_modules: Target modules .*q_pro.* not found"),
-        (["lm_head", "q_proj"], r"lora\.target_modules takes in the head"),
-        (["embed_tokens"], r"lora\.target_modules takes in the embedding"),
+        (["q_proj", "query_proj"], r"the model has no linear layer 'query_proj'.*Did you mean 'q_proj'"),
+        (["self_attn", "q_proj"], r"no linear layer 'self_attn'; known: all-linear, down_proj, gate_proj"),
+        (["layers.0.mlp.up_proj", "layers.2.mlp.up_proj"], r"no linear layer 'layers\.2\.mlp\.up_proj'"),
+        (["proj"], r"no linear layer 'proj'"),
+        (["lm_head", "q_proj"], r"takes in the head"),
+        (["embed_tokens"], r"takes in the embedding"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(tokenizer, targets: list[str], told: str):
-    with pytest.raises(JobError, match=told):
+def test_targets_that_do_not_fit_are_refused_before_and_after_the_weights_are_there(
+    tokenizer, targets: list[str], told: str
+):
+    with pytest.raises(JobError, match=rf"lora\.target_modules.*{told}"):
         learner_of(tokenizer, lora__target_modules=targets)
+    with pytest.raises(JobError, match=told):
+        refuse_unknown_targets(ModelTable(preset="tiny-0.3m"), LoraTable(target_modules=targets))
 
 
-def test_named_targets_alone_get_adapters(tokenizer):
-    learner = learner_of(tokenizer, lora__target_modules=["q_proj", "v_proj"])
-    trained = [name for name, weight in learner.model.named_parameters() if weight.requires_grad]
-    assert len(trained) == 2 * 2 * 2
-    assert all("q_proj" in name or "v_proj" in name for name in trained)
+def test_all_linear_layers_are_not_named_with_others():
+    with pytest.raises(ValidationError, match="'all-linear' takes in every linear layer"):
+        LoraTable(target_modules=("all-linear", "q_proj"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (
+            ["q_proj", "v_proj"],
+            {f"layers.{n}.self_attn.{name}" for n in (0, 1) for name in ("q_proj", "v_proj")},
+        ),
+        (["layers.1.mlp.up_proj"], {"layers.1.mlp.up_proj"}),
+    ],
+)
+def test_named_targets_alone_get_adapters(tokenizer, targets: list[str], layers: set[str]):
+    learner = learner_of(tokenizer, lora__target_modules=targets)
+    trained = {
+        name.partition(".lora_")[0].removeprefix("model.")
+        for name, weight in learner.model.named_parameters()
+        if weight.requires_grad
+    }
+    assert trained == layers

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.checks import biases
 from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.layout import RunDirectory
@@ -42,6 +42,35 @@ def test_one_that_does_not_fit_is_told_by_the_first_difference(
         JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed against the actor: "
     ):
         CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
+    tmp_path: Path, model_folders: dict[str, Path]
+):
+    file = tmp_path / "job.toml"
+    file.write_text('lora = { target_modules = ["q_proj", "query_proj"] }\n')
+    for model in ('preset="tiny-0.3m"', f"path={model_folders['llama']}"):
+        with pytest.raises(JobError, match=r"^lora\.target_modules: .*'query_proj'; known: all-linear, down"):
+            CliRunner().invoke(app, ["check", str(file), "--set", f"model.{model}"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("qwen3", "enable_thinkin", "; known: .*enable_thinking.*. Did you mean 'enable_thinking'"),
+        ("llama", "date_strin", "Did you mean 'date_string'"),
+        ("qwen3", "chat_template", "reads no 'chat_template'; known: "),
+    ],
+)
+def test_settings_that_a_chat_template_does_not_read_are_told(
+    tmp_path: Path, model_folders: dict[str, Path], family: str, name: str, told: str
+):
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'model = {{ path = "{model_folders[family]}", chat_template_kwargs = {{ {name} = "1" }} }}'
+    )
+    with pytest.raises(ModelFolderError, match=rf"^model\.chat_template_kwargs: .*{told}"):
+        CliRunner().invoke(app, ["check", "--no-trial", str(file)], catch_exceptions=False)
 
 
 def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without_its_weights(

@@ -30,7 +30,7 @@ from trainer_backend.run.gateway import Gateway, RunningTotals, load_s
 from trainer_backend.run.gateways import Gateways, actor_gateways, share_of
 from trainer_backend.run.policy_server import first_breakdown
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.spool import plan_digest, plan_id
+from trainer_backend.rundir.spool import plan_id, request_digests
 
 
 class Learner:
@@ -444,8 +444,8 @@ def test_no_two_gateways_control_the_same_server():
 
 def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways():
     one, two = ("http://a:1",), ("http://b:1", "http://c:1")
-    assert plan_digest(requests_at(one), one) == plan_digest(requests_at(two, "run.9"), two)
-    assert plan_digest(requests_at(two), two[:1]) != plan_digest(requests_at(two), two)
+    assert request_digests(requests_at(one), one) == request_digests(requests_at(two, "run.9"), two)
+    assert request_digests(requests_at(two), two[:1]) != request_digests(requests_at(two), two)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.start import Ended, again_after_losses, run_job
+from trainer_backend.terminal.train_command import single_run
 
 
 class Interrupting(ListReporter):
@@ -75,12 +76,13 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     again, reporter, progress = train_job(job, directory.path, resume=directory)
     assert progress.iteration == 0
     assert not any(name == "collect teacher" for name, _, _ in reporter.stages)
-    assert read_rollouts(directory.rollouts_file("warmup")) == stored
+    again_stored = read_rollouts(directory.rollouts_file("warmup"))
+    assert [item.trajectory for item in again_stored] == [item.trajectory for item in stored]
     (evaluated,) = read_rollouts(directory.rollouts_file("evaluation_0"))
     assert evaluated.run_id != stored[0].run_id, "what a killed start left at a task app is not met again"
     (after,) = rows_of(again, "teacher")
     played = {name: before[name] for name in before if name == "time/collect_s" or name.startswith("app/")}
-    assert {**after, **played} == before
+    assert {**after, **played} == {**before, "recovery/rollouts_reused": len(stored)}
     (warmup,) = rows_of(again, "warmup")
     assert warmup["warmup/steps"] > 0
     longest = (
@@ -155,65 +157,57 @@ async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything
         await beginning.load(resume=False)
 
 
-async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
-    directory = create_run(tiny_job(), tmp_path / "run")
-    broken = rollout(1, [WOOD]).model_copy(update={"status": "failed", "trajectory": None})
-    write_rollouts(directory.rollouts_file("warmup"), [broken])
-    (played,) = await played_by_the_teacher(directory, ListReporter())
-    assert played.outcome_reward == 1.0
-    assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+class HalfWayCollector:
+    """Plays so many of each plan, and is killed where that is not all."""
+
+    def __init__(self) -> None:
+        self.most, self.numbers = 0, list[int]()
+
+    async def collect(
+        self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
+    ) -> Collection:
+        self.numbers.append(len(requests))
+        played = tuple(finished(request) for request in requests[: self.most])
+        for item in played:
+            keep(item)
+        if len(played) < len(requests):
+            raise TaskAppError("killed")
+        return Collection(played)
+
+    async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
 
-@pytest.mark.parametrize("left", [b"", b"PAR1 but no more"])
-async def test_a_stored_stage_that_cannot_be_read_is_set_aside_told_and_played_again(
-    tmp_path: Path, left: bytes
-):
+async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    for number in (1, 2):
-        directory.rollouts_file("warmup").write_bytes(left)
-        assert len(await played_by_the_teacher(directory, reporter)) == 1
-        assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
-        aside = directory.rollouts / f"warmup.parquet.unreadable-{number}"
-        assert aside.read_bytes() == left
-        assert any(f"it is left as {aside.name}" in line for line in reporter.lines)
-
-
-async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_again(tmp_path: Path):
-    asked: list[int] = []
-
-    class Collector:
-        def __init__(self, most: int) -> None:
-            self._most = most
-
-        async def collect(
-            self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
-        ) -> Collection:
-            asked.append(len(requests))
-            played = tuple(finished(request) for request in requests[: self._most])
-            for item in played:
-                keep(item)
-            if len(played) < len(requests):
-                raise TaskAppError("killed")
-            return Collection(played)
-
-        async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
-
-    job = tiny_job()
-    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
-    for start, most in ((1, 10), (2, 24)):
-        collector: Any = Collector(most)
+    collector: Any = HalfWayCollector()
+    # episodes of the job, how many are played, how many are asked for and reused
+    starts = [(24, 10, 24, 0), (24, 24, 14, 10), (30, 30, 6, 24), (5, 0, 0, 5)]
+    for start, (episodes, collector.most, number, reused) in enumerate(starts):
+        job = tiny_job(warmup__episodes=episodes)
         planner = Planner.of(job, f"run.{start}")
         beginning = beginning_of(job, directory, planner, collector, reporter)
-        plan = planner.warmup()
-        if start == 1:
+        if start == 0:
             with pytest.raises(TaskAppError):
-                await beginning._play("teacher", plan)
+                await beginning._play("teacher", planner.warmup())
         else:
-            assert len(await beginning._play("teacher", plan)) == 24
-    assert asked == [24, 14]
-    assert rows_of(directory, "teacher")[0]["recovery/rollouts_reused"] == 10.0
+            assert len(await beginning._play("teacher", planner.warmup())) == episodes
+            assert rows_of(directory, "teacher")[-1].get("recovery/rollouts_reused") == reused
+            stored = read_rollouts(directory.rollouts_file("warmup"))
+            assert [item.rollout_id for item in stored] == [one.rollout_id for one in planner.warmup()]
+        assert collector.numbers[-1] == number
     assert "10 rollouts of warmup.spool.jsonl were collected before, and are used" in reporter.lines
-    assert not directory.spool_file("warmup").exists()
+    assert "25 rollouts of warmup.spool.jsonl were collected for another plan; they are left in " in (
+        "".join(reporter.lines)
+    )
+    directory.remove_spools(0)
+    assert not list(directory.rollouts.glob("*.spool.jsonl"))
+
+
+def test_a_resume_tells_that_a_warm_up_which_is_done_is_not_changed(trained):
+    path = trained[0].path
+    assert single_run(None, None, path, ["training.iterations=9"]).loaded.warnings == ()
+    (warning,) = single_run(None, None, path, ["warmup.episodes=99"]).loaded.warnings
+    assert warning.startswith("[warmup] has changed, and nothing reads it")
 
 
 def test_every_start_has_ids_of_its_own_at_the_task_app(trained):

@@ -10,7 +10,7 @@ from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.rundir.disk import full_disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.rundir.spool import Spool, plan_digest, tidy_spools
+from trainer_backend.rundir.spool import Spool, request_digests, tidy_spools
 
 
 def request(
@@ -183,12 +183,28 @@ def test_a_rollout_that_does_not_fit_the_disk_is_not_kept_and_those_before_it_ar
     assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
 
 
-def test_the_digest_of_a_plan_knows_its_order_and_every_key_but_those_of_a_start():
-    digest = plan_digest(plan("run.1"), ("http://a",))
-    assert plan_digest(plan("run.9", gateway="http://b", key="x"), ("http://a", "http://b")) == digest
-    assert plan_digest(plan("run.1", gateway="http://b"), ("http://a",)) != digest  # somebody else's server
-    assert plan_digest(plan("run.1")[::-1], ("http://a",)) != digest
-    assert plan_digest(plan("run.1")[:2], ("http://a",)) != digest
+def test_the_digests_of_a_plan_know_every_key_but_those_of_a_start():
+    digests = request_digests(plan("run.1"), ("http://a",))
+    assert list(digests) == ["train/1/0/0", "train/1/0/1", "train/1/0/2"]
+    assert request_digests(plan("run.9", gateway="http://b", key="x"), ("http://a", "http://b")) == digests
+    others = request_digests(plan("run.1", gateway="http://b"), ("http://a",))  # somebody else's server
+    assert all(others[name] != digest for name, digest in digests.items())
+
+
+@pytest.mark.parametrize(("siblings", "reused"), [(5, [0, 1]), (1, [0])])
+def test_a_plan_of_more_or_fewer_reuses_what_answers_its_requests_and_the_rest_is_set_aside(
+    path: Path, siblings: int, reused: list[int]
+):
+    left(path)
+    requests = [request("run.2", sibling) for sibling in range(siblings)]
+    for _ in range(2):  # the second start finds what the first has left
+        told: list[str] = []
+        found = begun(path, requests, told).rollouts_for(requests)
+        assert [item.sibling for item in found.values()] == reused
+        assert told.pop() == f"{len(reused)} rollouts of {path.name} were collected before, and are used"
+    assert told == []
+    aside = [line for file in path.parent.glob("*.unused-*") for line in file.read_text().splitlines()[1:]]
+    assert len(aside) == 2 - len(reused)
 
 
 def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):
@@ -233,7 +249,7 @@ def test_with_a_staleness_later_spools_stay_but_for_tokens_of_later_weights(tmp_
     for path in (spools[4], spools[5]):
         spool = Spool.open(path, requests, versions=range(2, 4), gateway_urls=("http://a",), tell=told.append)
         assert [item.sibling for item in spool.rollouts_for(requests).values()] == [0, 1]
-        assert len(path.with_name(path.name.replace(".spool.", ".unused-1.")).read_text().splitlines()) == 4
+        assert len(path.with_name(path.name.replace(".spool.", ".unused-1.")).read_text().splitlines()) == 2
     old = Spool.open(spools[4], requests, versions=range(4, 6), gateway_urls=("http://a",), tell=told.append)
     assert old.rollouts_for(requests) == {}, "older than the iteration may be"
 

@@ -274,6 +274,7 @@ def test_a_name_reaches_nothing_but_what_is_registered(env_name, config, sentenc
         ({"kwargs": {"map_name": "9x9"}}, "cannot be made of these: KeyError"),
         ({"kwargs": {"desc": ["SF", "F"]}}, "cannot be made of these: ValueError"),
         ({"action_names": ["a", "b"]}, "2 names for Discrete(4)"),
+        ({"action_names": ["a", "b", "a", "c"]}, "'a' names two actions"),
     ],
 )
 def test_what_only_the_environment_itself_can_tell_is_refused_when_it_is_made(config, sentence):
