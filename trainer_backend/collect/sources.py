@@ -1,7 +1,7 @@
 """The starts of an iteration's groups (worlds or rows), and the policy that samples each rollout. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from trainer_backend.core.seeds import (
     other_worlds,
     training_world,
 )
-from trainer_backend.data.dataset import DataSet
+from trainer_backend.data.dataset import DataSet, refuse_unmatchable
 from trainer_backend.data.rows import Row
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import DataTable, MultiTurnTable
@@ -76,6 +76,9 @@ class Source(Protocol):
     def interactions(self) -> frozenset[str | None]:
         """Names of all interactions; None where a row leaves the choice to the task app."""
 
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        """Refuse rows whose ground truth is no number, where one of these interactions needs a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
@@ -112,6 +115,9 @@ class Worlds:
 
     def interactions(self) -> frozenset[str | None]:
         return frozenset()
+
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        """Worlds have no ground truth."""
 
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
@@ -157,6 +163,9 @@ class Rows:
     def interactions(self) -> frozenset[str | None]:
         origins = map(self.origin, (*self.data.training, *self.data.evaluation))
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
+
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
         """Return the origin of this row's groups."""

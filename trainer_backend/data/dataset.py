@@ -4,14 +4,15 @@ All rows are in memory: a run plays all of them in shuffled epochs anyway, and a
 reported before the first is played.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.layout import files_of
-from trainer_backend.data.records import read_records
+from trainer_backend.data.records import Record, read_records
 from trainer_backend.data.rows import ParsedRow, Row, parse_row
+from trainer_backend.data.truths import GSM8K, is_unmatchable, number_interactions, truth_error
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.job.schema import JobConfig
@@ -58,7 +59,9 @@ class DataSet:
 
 def data_of(job: JobConfig) -> DataSet | None:
     """Read the rows that a job names; None if its environment makes its own worlds."""
-    data = None if job.data is None else read_data(job.data, instances=job.evaluation.instances)
+    numbers = number_interactions(job.multi_turn.interaction_config_path)
+    instances = job.evaluation.instances
+    data = None if job.data is None else read_data(job.data, instances=instances, numbers=numbers)
     if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         reason = (
             "no row has interaction_kwargs"
@@ -80,11 +83,14 @@ def _has_interactions(table: DataTable | None, data: DataSet | None) -> bool:
     return table.interaction is not None or any(row.interaction is not None for row in rows)
 
 
-def read_data(table: DataTable, *, instances: int) -> DataSet:
+def read_data(
+    table: DataTable, *, instances: int, numbers: Collection[str | None] = frozenset({GSM8K})
+) -> DataSet:
     """Read the data set of a job.
 
     Args:
         instances: the most held-out rows to evaluate (evaluation.instances).
+        numbers: of `refuse_unmatchable`.
     """
     split = read_split(table.path, table.split)
     if table.held_out_share is None:
@@ -97,11 +103,43 @@ def read_data(table: DataTable, *, instances: int) -> DataSet:
             if not rows:
                 share_text = f"data.held_out_share = {table.held_out_share:g}"
                 raise DataError(f"{share_text} leaves no row {what} of {len(split.rows)}", where=split.name)
+    refuse_unmatchable(table, (*training, *held_out), numbers)
     evaluation = first_instances(held_out, instances, table.held_out_seed)
     counts = (
         f"data: {len(training)} rows to train on, {len(evaluation)} of {len(held_out)} held-out rows played"
     )
     return DataSet(training, evaluation, (counts, *map(_summary, splits), *_overlaps(training, held_out)))
+
+
+def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
+    """Refuse rows whose ground truth no answer can equal, because their interaction needs a number.
+
+    Args:
+        rows: of `table`. If one is refused, all files of the table are searched.
+        numbers: the names of the interactions that need a number; None is that of rows that name none.
+
+    Raises:
+        DataError: with the places of the rows.
+    """
+    bad = [row for row in rows if is_unmatchable(row, table, numbers)]
+    if not bad:
+        return
+    splits = [(table.path, table.split)]
+    if table.held_out_share is None:
+        splits.append((table.evaluation_path or table.path, table.held_out_split))
+    found = [
+        (record.where, row)
+        for path, split in splits
+        for row, record in zip(read_split(path, split).rows, _records(path, split), strict=True)
+        if is_unmatchable(row, table, numbers)
+    ]
+    # The files may have changed since the rows were read.
+    raise truth_error(found or [(f"{table.path}: row {row.id}", row) for row in bad], table)
+
+
+def _records(path: Path, split: str) -> Iterator[Record]:
+    for file in files_of(path, split):
+        yield from read_records(file)
 
 
 def read_split(path: Path, split: str) -> Split:
