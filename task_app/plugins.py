@@ -59,6 +59,12 @@ class InteractionEntry:
         """Whether the class promises not to block, and may run on the service's event loop."""
         return bool(getattr(self.kind, "never_blocks", False))
 
+    @property
+    def ground_truth_is_number(self) -> bool:
+        """Whether the class refuses a row whose `ground_truth` is no number, as it says of its config."""
+        tell = getattr(self.kind, "ground_truth_is_number", None)
+        return callable(tell) and bool(tell(self.config))
+
     def build(self) -> BaseInteraction:
         """Build an object; its config holds its name too, as published."""
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})

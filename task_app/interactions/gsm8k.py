@@ -1,29 +1,24 @@
 """The interaction of grade-school maths: a right answer ends the episode, a wrong one may be corrected."""
 
-import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from pydantic import Field
 
 from shared_schemas.base import Body
+from shared_schemas.numbers import Number, last_number, read_number
 from task_app.plugins import config_of
 from task_app.protocols import BaseInteraction
 
 Method = Literal["strict", "flexible"]
-
-# As published: the answer stands at the end, and a search through megabytes would block the event loop.
-_TAIL = 300
-_STRICT = re.compile(r"#### (-?\$?[0-9.,]+)")
-_NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
     """The final answer in a text, without commas, dollar signs and trailing full stop.
 
     Args:
-        solution_str: what the assistant wrote; only its last 300 characters are read.
+        solution_str: what the assistant wrote. The published function reads its last 300 characters, and so
+            cuts numbers in half; here the last number counts wherever it stands.
         method: "strict" finds the last `#### 42`, "flexible" the last number.
 
     Returns:
@@ -32,11 +27,8 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
     Raises:
         ValueError: the method is unknown.
     """
-    if method not in ("strict", "flexible"):
-        raise ValueError(f"method is {method!r}; known: strict, flexible")
-    pattern = _STRICT if method == "strict" else _NUMBER
-    numbers = [_plain(text) for text in pattern.findall(solution_str[-_TAIL:])]
-    return next((number for number in reversed(numbers) if any(map(str.isdigit, number))), None)
+    answer = _answer(solution_str, method)
+    return None if answer is None else answer.text
 
 
 def compute_score(
@@ -56,24 +48,37 @@ def compute_score(
         ground_truth: the number as text.
         method: of `extract_solution`.
 
+    Raises:
+        ValueError: the method is unknown, or no answer can equal the ground truth.
+
     Source: 5-interactions.md, and the function that it imports.
     """
-    answer = extract_solution(solution_str, method)
+    truth, answer = read_truth(ground_truth), _answer(solution_str, method)
     if answer is None:
         return 0.0
-    return float(score if _value(answer) == _value(_plain(str(ground_truth))) else format_score)
+    return float(score if answer.equals(truth) else format_score)
 
 
-def _plain(number: str) -> str:
-    return number.replace(",", "").replace("$", "").strip().removesuffix(".")
+def read_truth(ground_truth: Any) -> Number:
+    """The number that an answer has to equal.
+
+    Raises:
+        ValueError: it is no number. The message contains only its type, because errors reach logs and
+            replies, and the value is the secret answer.
+    """
+    truth = read_number(ground_truth)
+    if truth is None:
+        kind = type(ground_truth).__name__
+        raise ValueError(
+            f"ground_truth is a {kind} that is no number; the answer as a number or text is needed"
+        )
+    return truth
 
 
-def _value(number: str) -> Decimal | str:
-    """The number as Decimal, so that 42.0 equals 42; text that is no number equals only itself."""
-    try:
-        return Decimal(number)
-    except InvalidOperation:
-        return number
+def _answer(solution_str: str, method: Method) -> Number | None:
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method is {method!r}; known: strict, flexible")
+    return last_number(solution_str, marked=method == "strict")
 
 
 RIGHT = "Your response is correct!"
@@ -102,6 +107,10 @@ class Gsm8kInteraction(BaseInteraction):
 
     never_blocks = True
 
+    @staticmethod
+    def ground_truth_is_number(config: Mapping[str, Any]) -> bool:
+        return True
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._settings = config_of(Gsm8kConfig, config)
@@ -109,10 +118,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         ground_truth = kwargs.get("ground_truth")
-        if not isinstance(ground_truth, str | int | float) or isinstance(ground_truth, bool):
-            # Only the type is shown: errors reach logs and replies, and the value is the secret answer.
-            kind = type(ground_truth).__name__
-            raise ValueError(f"ground_truth is a {kind}; the answer as a number or text is needed")
+        read_truth(ground_truth)
         instance_id = await super().start_interaction(instance_id)
         self._instance_dict[instance_id] = {"response": "", "ground_truth": str(ground_truth)}
         return instance_id
@@ -132,7 +138,7 @@ class Gsm8kInteraction(BaseInteraction):
         return self._score(instance_id, format_score=settings.format_score, score=settings.score)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        del self._instance_dict[instance_id]
+        self._instance_dict.pop(instance_id, None)  # absent if the start was refused
 
     async def _is_right(self, instance_id: str) -> bool:
         # Not decided by the score, which does not tell when score = 0.5 or format_score = score.

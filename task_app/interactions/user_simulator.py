@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr
 
 from shared_schemas.messages import Message
 from task_app.errors import InteractionFailed, InvalidRequest
-from task_app.interactions.gsm8k import compute_score, last_answer
+from task_app.interactions.gsm8k import compute_score, last_answer, read_truth
 from task_app.plugins import POLICIES, PolicyContext, config_of
 from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
 from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
@@ -55,6 +55,10 @@ class UserSimulatorInteraction(BaseInteraction):
 
     never_blocks = True
 
+    @staticmethod
+    def ground_truth_is_number(config: Mapping[str, Any]) -> bool:
+        return config.get("score") == "gsm8k"
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._settings = config_of(UserSimulatorConfig, config)
@@ -76,8 +80,10 @@ class UserSimulatorInteraction(BaseInteraction):
         )
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        if self._settings.score == "gsm8k" and kwargs.get("ground_truth") is None:
-            raise ValueError("score is 'gsm8k', and the row gives no ground_truth")
+        if self._settings.score == "gsm8k":
+            if kwargs.get("ground_truth") is None:
+                raise ValueError("score is 'gsm8k', and the row gives no ground_truth")
+            read_truth(kwargs["ground_truth"])
         self._instructions = _fill_instructions(self._settings, kwargs)
         return await super().start_interaction(instance_id)
 

@@ -153,6 +153,9 @@ def _capabilities(services: Services) -> dict[str, Any]:
         "environments": sorted(services.boards.environments),
         "policies": sorted(services.boards.policies),
         "interactions": sorted(services.boards.interactions),
+        "number_interactions": sorted(
+            name for name, entry in services.boards.interactions.items() if entry.ground_truth_is_number
+        ),
         "reward_functions": {name: plug.mode for name, plug in services.boards.reward_functions.items()},
     }
 

@@ -15,7 +15,7 @@ from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.dataset import DataSet, data_of, read_data
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
@@ -213,7 +213,7 @@ def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
             inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
             await try_job(Planner.of(job, "run.1", inference, data), apps, from_scratch=True)
 
-    with pytest.raises(JobError) as found:
+    with pytest.raises((JobError, DataError)) as found:
         asyncio.run(ask())
     return str(found.value)
 
@@ -250,6 +250,21 @@ def test_what_a_job_cannot_do_with_a_conversation_is_told_before_anything_is_pla
 ):
     found = told_of(on_documents(**overrides), with_a_document(1), tmp_path)
     assert found.startswith(told)
+
+
+def test_a_truth_that_is_no_number_is_told_under_any_name_of_the_interaction_that_needs_one(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Capital?", "ground_truth": "Paris"}\n' * 3)
+    named = tmp_path / "named.yaml"
+    named.write_text(
+        "interaction: [{class_name: task_app.interactions.gsm8k.Gsm8kInteraction, name: maths}]",
+        encoding="utf-8",
+    )
+    keys = {"data__path": str(rows), "multi_turn__interaction_config_path": str(named)}
+    held_out = {"data__evaluation_path": str(rows), "data__held_out_share": None}
+    job = job_on_sums(**keys, **held_out, data__interaction="maths")
+    data = read_data(job.data, instances=2)
+    assert "rows.jsonl: lines 1, 2, 3, 2, 3: no answer can equal" in told_of(job, data, tmp_path)
 
 
 def test_an_interaction_that_nobody_would_ask_is_told_before_anything_is_played(tmp_path):

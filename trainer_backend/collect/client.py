@@ -60,6 +60,7 @@ class _Service(OpenBody):
 class _Capabilities(OpenBody):
     reward_functions: dict[str, str] = Field(default_factory=dict)
     interactions: tuple[str, ...] = ()
+    number_interactions: tuple[str, ...] = ()
 
 
 class About(OpenBody):
@@ -70,7 +71,7 @@ class About(OpenBody):
         limits: `max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may
             hold, `max_frames` how many pictures it draws in one replay.
         capabilities: `reward_functions` are those that a rollout can name, with their modes; so are
-            `interactions`.
+            `interactions`; `number_interactions` are those whose ground truth must be a number.
     """
 
     service: _Service

@@ -1,7 +1,7 @@
 """The starts of an iteration's groups (worlds or rows), and the policy that samples each rollout. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -22,6 +22,7 @@ from trainer_backend.core.seeds import (
 )
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
+from trainer_backend.data.truths import refuse_unmatchable
 from trainer_backend.errors import DataError
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import DataTable, MultiTurnTable
@@ -77,6 +78,9 @@ class Source(Protocol):
     def interactions(self) -> frozenset[str | None]:
         """Names of all interactions; None where a row leaves the choice to the task app."""
 
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        """Refuse rows whose ground truth is no number, where one of these interactions needs a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
@@ -113,6 +117,9 @@ class Worlds:
 
     def interactions(self) -> frozenset[str | None]:
         return frozenset()
+
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        """Worlds have no ground truth."""
 
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
@@ -164,6 +171,9 @@ class Rows:
     def interactions(self) -> frozenset[str | None]:
         origins = map(self.origin, (*self.data.training, *self.data.evaluation))
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
+
+    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
         """Return the origin of this row's groups."""

@@ -19,7 +19,7 @@ from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Inference, Planner, Players, Slot, stored_state_keys
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import Source, row_of
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import JobError, TaskAppError
@@ -97,6 +97,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
             warning = warning or environment.reward_warning(instance)
             await _refuse_unknown_reward(app.client, first.reward_function)
             await _refuse_unknown_interactions(app.client, interactions)
+            await _refuse_unmatchable_rows(app.client, planner.source)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
                 await _try(app.client, "policy", body, stage.key_of)
@@ -198,6 +199,17 @@ async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[s
     if None in names and len(known) != 1:
         told = f"some rows name no interaction, and the task app at {client.url} has {len(known)}"
         raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
+
+
+async def _refuse_unmatchable_rows(client: TaskAppClient, source: Source) -> None:
+    """Refuse rows that an interaction can only score as wrong; the task app says which need a number."""
+    if not source.interactions():
+        return
+    capabilities = (await client.about()).capabilities
+    numbers: set[str | None] = set(capabilities.number_interactions)
+    if numbers.issuperset(capabilities.interactions):
+        numbers.add(None)
+    source.refuse_unmatchable(numbers)
 
 
 def _no_interaction(message: str) -> JobError:

@@ -5,7 +5,7 @@ reported before the first is played.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,6 +14,7 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.layout import files_of
 from trainer_backend.data.records import read_records
 from trainer_backend.data.rows import ParsedRow, Row, parse_row
+from trainer_backend.data.truths import GSM8K, number_interactions, refuse_unmatchable
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.job.schema import JobConfig
@@ -88,7 +89,9 @@ def data_of(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
     """
     data = None
     if job.data is not None:
-        data = read_data(job.data, instances=job.evaluation.instances, by_position=by_position)
+        numbers = number_interactions(job.multi_turn.interaction_config_path)
+        instances = job.evaluation.instances
+        data = read_data(job.data, instances=instances, numbers=numbers, by_position=by_position)
     if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         reason = (
             "no row has interaction_kwargs"
@@ -110,11 +113,18 @@ def _has_interactions(table: DataTable | None, data: DataSet | None) -> bool:
     return table.interaction is not None or any(row.interaction is not None for row in rows)
 
 
-def read_data(table: DataTable, *, instances: int, by_position: bool = False) -> DataSet:
+def read_data(
+    table: DataTable,
+    *,
+    instances: int,
+    numbers: Collection[str | None] = frozenset({GSM8K}),
+    by_position: bool = False,
+) -> DataSet:
     """Read the data set of a job.
 
     Args:
         instances: the most held-out rows to evaluate (evaluation.instances).
+        numbers: of `refuse_unmatchable`.
         by_position: see `read_split`.
     """
     split = read_split(table.path, table.split, by_position=by_position)
@@ -129,6 +139,7 @@ def read_data(table: DataTable, *, instances: int, by_position: bool = False) ->
             if not rows:
                 share_text = f"data.held_out_share = {table.held_out_share:g}"
                 raise DataError(f"{share_text} leaves no row {what} of {len(split.rows)}", where=split.name)
+    refuse_unmatchable(table, (*training, *held_out), numbers)
     evaluation = first_instances(held_out, instances, table.held_out_seed)
     counts = (
         f"data: {len(training)} rows to train on, {len(evaluation)} of {len(held_out)} held-out rows played"

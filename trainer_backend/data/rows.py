@@ -4,7 +4,8 @@ Several layouts name the same thing; all of them are read:
 
     part            columns, the first that is present
     prompt          prompt, raw_prompt; question; query, interaction_kwargs.query
-    ground truth    ground_truth, reward_model.ground_truth; interaction_kwargs.ground_truth; answer
+    ground truth    ground_truth, reward_model.ground_truth (verl), reward_spec.ground_truth (SkyRL);
+                    interaction_kwargs.ground_truth; answer
     interaction     interaction_kwargs, extra_info.interaction_kwargs
     document        document_content
     id              id
@@ -35,6 +36,7 @@ _LONGEST_ID = 100
 # 64 bits: two of a million different rows share a digest with a probability of 3e-8.
 _DIGEST_BYTES = 8
 _INTERACTION = ("interaction_kwargs", "extra_info.interaction_kwargs")
+TRUTH_COLUMNS = ("ground_truth", "reward_model.ground_truth", "reward_spec.ground_truth")
 _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
 
@@ -249,7 +251,7 @@ def _as_text(answer: JsonValue) -> str | None:
 
 
 def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
-    value = reader.one_of("ground_truth", "ground_truth", "reward_model.ground_truth")
+    value = reader.one_of("ground_truth", *TRUTH_COLUMNS)
     if value is None and isinstance(interaction, Mapping) and "ground_truth" in interaction:
         reader.used["ground_truth"] = f"{reader.used['interaction']}.ground_truth"
         value = interaction["ground_truth"]

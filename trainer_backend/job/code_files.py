@@ -16,8 +16,8 @@ from trainer_backend.job.load import LoadedJob
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import digests_of, refuse_changed
 
-# Of a class in a file of interactions, in YAML and TOML.
-_MODULE = re.compile(r"class_name\W+([\w.]+)\.\w")
+# Module and name of a class in a file of interactions, in YAML and TOML.
+_CLASS = re.compile(r"class_name\W+([\w.]+)\.(\w+)")
 
 
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
@@ -58,15 +58,19 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 
 def _modules_beside(file: Path) -> Iterator[Path]:
     """The modules in the folder of a file of interactions whose classes it names."""
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return  # its digest tells why
-    for name in dict.fromkeys(_MODULE.findall(text)):
+    for name in dict.fromkeys(module for module, _ in classes_in(file)):
         module = file.resolve().parent.joinpath(*name.split("."))
         for path in (module.with_suffix(".py"), module / "__init__.py"):
             if path.is_file():
                 yield path
+
+
+def classes_in(file: Path) -> Sequence[tuple[str, str]]:
+    """The module and the name of each class that a file of interactions names."""
+    try:
+        return _CLASS.findall(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ()  # its digest tells why
 
 
 def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:

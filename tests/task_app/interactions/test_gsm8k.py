@@ -1,6 +1,8 @@
 """Grade-school maths: what counts as an answer, and the six scripts that a published loop left unscored."""
 
+import csv
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,24 @@ def test_right_wrong_and_no_answer_are_three_scores(text, truth, score):
     found = compute_score(text, truth, format_score=0.1)
     assert found == score
     assert type(found) is float
+
+
+CASES = [
+    *csv.DictReader(
+        Path(__file__).with_name("gsm8k.tsv").read_text(encoding="utf-8").splitlines(), delimiter="\t"
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_answers_that_were_once_misread_have_the_right_score(case):
+    answer = case["answer"].replace("\\n", "\n")
+    if case["right"].startswith("refused"):
+        with pytest.raises(ValueError, match=r"ground_truth is a str that is no number"):
+            compute_score(answer, case["truth"], case["method"])
+    else:
+        right = float(case["right"].partition(",")[0])
+        assert compute_score(answer, case["truth"], case["method"]) == right
 
 
 def test_another_method_is_refused():
@@ -104,7 +124,9 @@ async def test_no_answer_is_worth_nothing(messages):
         assert (await live.respond(messages)).score == 0.0
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"ground_truth": None}, {"ground_truth": ["42"]}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"ground_truth": None}, {"ground_truth": ["42"]}, {"ground_truth": "42 apples"}]
+)
 async def test_a_row_without_the_answer_fails_and_is_never_a_score_of_0(kwargs):
     with pytest.raises(InteractionFailed, match="the answer as a number or text is needed") as failed:
         async with interactions(Gsm8kInteraction).open(None, kwargs, rollout_id="r"):

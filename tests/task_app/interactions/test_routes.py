@@ -41,7 +41,10 @@ async def test_the_four_calls_of_an_episode():
         assert await post(client, "/interaction/finalize", **one) == {"ok": True}
         gone = await refused(client, "/interaction/finalize", **one)
         assert gone[:3] == (404, "unknown_id", "interaction_id")
-        assert (await client.get("/info")).json()["capabilities"]["interactions"] == ["gsm8k"]
+        unmatchable = await refused(client, "/interaction/start", kwargs={"ground_truth": "42 apples"})
+        assert unmatchable[:2] == (424, "interaction_failed")
+        capabilities = (await client.get("/info")).json()["capabilities"]
+        assert capabilities["interactions"] == capabilities["number_interactions"] == ["gsm8k"]
 
 
 async def test_each_session_is_finalised_once_whoever_ends_it():

@@ -69,6 +69,8 @@ async def test_a_score_by_the_ground_truth():
     assert [one.score for one in found] == [0.0, 1.0]
     with pytest.raises(InteractionFailed, match="score is 'gsm8k', and the row gives no ground_truth"):
         await answers(says("No."), config={"score": "gsm8k"})
+    with pytest.raises(InteractionFailed, match="ground_truth is a str that is no number"):
+        await answers(says("No."), config={"score": "gsm8k"}, ground_truth="Paris")
 
 
 async def test_messages_without_text_and_the_system_message_are_left_out():

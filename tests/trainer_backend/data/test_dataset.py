@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.trainer_backend.data.folders import jsonl, parquet
 from trainer_backend.data.dataset import Split, first_instances, read_data, read_split, split_rows
 from trainer_backend.data.rows import Row
+from trainer_backend.data.truths import number_interactions
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
 
@@ -116,6 +117,65 @@ def test_a_share_that_leaves_nothing_on_one_side_is_refused(tmp_path):
         shared(path, share=0.001)
     with pytest.raises(DataError, match=r"held_out_share = 0.999 leaves no row to train on of 3"):
         shared(path, share=0.999)
+
+
+def with_interaction(path: Path, name: str | None = "gsm8k") -> DataTable:
+    test = jsonl(path.parent / "test.jsonl", questions(2))
+    return DataTable(path=path, evaluation_path=test, interaction=name)
+
+
+def refused(table: DataTable, **numbers: object) -> str:
+    with pytest.raises(DataError) as error:
+        read_data(table, instances=3, **numbers)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("truth", ["5 apples", "", True, ["5"], {"a": 5}, "NaN", "1,00"])
+def test_truths_that_no_answer_can_equal_are_refused_with_the_places_of_all_rows(tmp_path, truth):
+    rows = [{"prompt": f"{n}?", "ground_truth": truth if n % 2 else "5"} for n in range(6)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    message = refused(with_interaction(path))
+    assert message.startswith(
+        f"{path}: lines 2, 4, 6: no answer can equal the ground truth, which is {truth!r}"
+    )
+    # without the interaction any ground truth will do
+    assert len(read_data(with_interaction(path, None), instances=2).training) == 6
+
+
+def test_a_truth_that_is_missing_is_refused_with_a_hint_at_the_columns_of_verl_and_skyrl(tmp_path):
+    train = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}?", "reward_spec": "rule"} for n in range(12)])
+    test = parquet(tmp_path / "b.parquet", [{"prompt": "?", "reward_model": {"style": "rule"}}])
+    message = refused(DataTable(path=train, evaluation_path=test, interaction="gsm8k"))
+    assert message.startswith(f"{train}: lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more: ")
+    assert "which is missing in the first of 13; the interaction 'gsm8k' needs one number" in message
+    assert "reward_model.ground_truth, reward_spec.ground_truth" in message
+
+
+def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_interaction_count(tmp_path):
+    own = {"name": "gsm8k", "ground_truth": "Paris"}
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "5", "interaction_kwargs": own}])
+    assert "line 1: no answer" in refused(with_interaction(path, "quiz"))
+    path.write_text(path.read_text().replace("gsm8k", "maths"))
+    assert "the interaction 'maths' needs" in refused(with_interaction(path), numbers=frozenset({"maths"}))
+
+
+@pytest.mark.parametrize(
+    ("file", "is_refused"),
+    [
+        ('interaction: [{class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}]', True),
+        ('[[interaction]]\nclass_name = "turnwise.Gsm8kInteraction"', True),
+        ('interaction: [{class_name: "mine.Gsm8kInteraction"}]', False),
+    ],
+)
+def test_a_class_of_the_user_s_own_may_take_any_truth(tmp_path, file, is_refused):
+    table = with_interaction(jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "Paris"}]))
+    interactions = tmp_path / "interactions.yaml"
+    interactions.write_text(file)
+    numbers = number_interactions(interactions)
+    if is_refused:
+        assert "line 1: no answer" in refused(table, numbers=numbers)
+    else:
+        assert len(read_data(table, instances=2, numbers=numbers).training) == 1
 
 
 @pytest.mark.parametrize(

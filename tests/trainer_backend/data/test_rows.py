@@ -77,6 +77,18 @@ def test_a_row_in_the_layout_of_verl():
     }
 
 
+def test_a_row_in_the_layout_of_skyrl():
+    found = parsed(
+        data_source="openai/gsm8k",
+        prompt=[{"role": "user", "content": "What is 2+2?"}],
+        env_class="gsm8k",
+        reward_spec={"method": "rule", "ground_truth": "4"},
+        extra_info={"split": "train", "index": 0, "answer": "2+2=4\n#### 4", "question": "What is 2+2?"},
+    )
+    assert (found.row.question, found.row.ground_truth) == ("What is 2+2?", "4")
+    assert found.used == {"prompt": "prompt", "ground_truth": "reward_spec.ground_truth"}
+
+
 def test_the_published_row_has_its_truth_in_the_arguments_of_its_interaction():
     found = parsed(raw_prompt="2+2?", interaction_kwargs={"query": "2+2?", "ground_truth": "4"})
     assert found.row.ground_truth == "4"
