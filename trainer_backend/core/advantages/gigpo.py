@@ -124,8 +124,9 @@ def system_apply_gigpo_to_batch_steps(
 ) -> list[list[Any]]:
     """`gigpo` for `StepData`, or any objects with its published attributes: the door that source 2 publishes.
 
-    A_E comes from the final scores. G_k sums the steps' base_reward, discounted; default_step_reward stands
-    for one that is None, and where all of a rollout are None its final score is added at its last step.
+    A_E comes from the final scores. G_k sums the steps' base_reward, discounted. Where a step of the group
+    lacks one, default_step_reward stands for each that is missing, and every sibling's final score is added
+    at its last step: siblings that are compared have returns of one kind.
 
     Args:
         batch_of_step_data_lists: the steps of each rollout, in order. Read are observation_data and, where a
@@ -154,16 +155,16 @@ def system_apply_gigpo_to_batch_steps(
     for what, given in (("final scores", scores), ("group keys", keys)):
         if len(given) != len(batch):
             raise AdvantageError(f"{len(given)} {what} for {len(batch)} rollouts")
-    groups, states = _Names(), _Names()
+    group_names, states = _Names(), _Names()
+    names = [f"number {index}" for index in range(len(batch))]
+    groups = [group_names.of(key, place(name)) for key, name in zip(keys, names, strict=True)]
+    rewards = _base_rewards(batch, scores, groups, float(default_step_reward))
     episodes = []
-    for index, (steps, score, key) in enumerate(zip(batch, scores, keys, strict=True)):
-        name = f"number {index}"
+    for name, group, steps, score, rewards_T in zip(names, groups, batch, scores, rewards, strict=True):
         state_keys_T = [
             states.of(state_hashing_function(_observation(step, name, t)), place(name, t + 1))
             for t, step in enumerate(steps)
         ]
-        rewards_T = _base_rewards(steps, score, float(default_step_reward))
-        group = groups.of(key, place(name))
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
     advantages = gigpo(episodes, AdvantageConfig(gamma=float(gamma), omega=float(omega))).per_episode
     return [
@@ -248,9 +249,15 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
     return discounted if value is None else advantage + float(value)
 
 
-def _base_rewards(steps: Sequence[Any], final_score: float, default: float) -> list[float]:
-    given = [getattr(step, "base_reward", None) for step in steps]
-    rewards = [default if reward is None else float(reward) for reward in given]
-    if steps and all(reward is None for reward in given):
-        rewards[-1] += final_score
+def _base_rewards(
+    batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
+) -> list[list[float]]:
+    """[T] rewards of each rollout, by one rule for all of its group: with or without the final scores."""
+    given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
+    lack = [any(reward is None for reward in row_T) for row_T in given]
+    sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}
+    rewards = [[default if reward is None else float(reward) for reward in row_T] for row_T in given]
+    for group, score, row_T in zip(groups, scores, rewards, strict=True):
+        if row_T and group in sparse:
+            row_T[-1] += score
     return rewards
