@@ -19,9 +19,11 @@ from trainer_backend.core.advantages.state_graph import (
     first_decisions,
     refuse_missing_keys,
     relative_at,
+    return_sizes,
     returns_to_go,
 )
 from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError, place
 
 
@@ -76,12 +78,13 @@ def _gigpo(
     refuse_missing_keys(episodes, "gigpo")
     extra = config.default_step_reward
     rewarded = [
-        replace(episode, rewards_T=[reward + extra for reward in episode.rewards_T]) if extra else episode
+        replace(episode, rewards_T=[add_up([reward, extra]) for reward in episode.rewards_T])
+        if extra
+        else episode
         for episode in episodes
     ]
-    returns_D = returns_to_go(rewarded, config.gamma)
     met = anchors(episodes)
-    of_steps_D, parts_D = _of_steps(episodes, met, returns_D, config)
+    of_steps_D, parts_D = _of_steps(rewarded, met, config)
     sizes = anchor_sizes(met, first_decisions(episodes))
     return summed_levels(episodes, config, of_steps_D, parts_D, sizes, groups=groups, weights=weights)
 
@@ -89,16 +92,16 @@ def _gigpo(
 def _of_steps(
     episodes: Sequence[EpisodeRewards],
     met: Sequence[Sequence[int]],
-    returns_D: Sequence[float],
     config: AdvantageConfig,
 ) -> tuple[list[float], Columns]:
     """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
-    scale = SCALES[config.fnorm]
-    own_D, parts_D = relative_at(met, returns_D, scale)
+    scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
+    sizes_D = return_sizes(episodes, config.gamma)
+    own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
     if config.context_depth == 0:
         return own_D, {"return": returns_D, **parts_D}
     depths = [own_D] + [
-        relative_at(anchors(episodes, depth), returns_D, scale)[0]
+        relative_at(anchors(episodes, depth), returns_D, scale, sizes_D)[0]
         for depth in range(1, config.context_depth + 1)
     ]
     weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
@@ -259,5 +262,5 @@ def _base_rewards(
     rewards = [[default if reward is None else float(reward) for reward in row_T] for row_T in given]
     for group, score, row_T in zip(groups, scores, rewards, strict=True):
         if row_T and group in sparse:
-            row_T[-1] += score
+            row_T[-1] = add_up([row_T[-1], score])
     return rewards
