@@ -5,7 +5,7 @@ such a number turns into a signal of full size. Rounding errors are measured by 
 sum, its `size`: what is left of them after they have cancelled says nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 # Numbers closer than this, relative to their size, differ by rounding alone.
@@ -17,16 +17,19 @@ def is_rounding(number: float, *, size: float) -> bool:
     return abs(number) <= TOLERANCE * size
 
 
-def has_spread(values: Sequence[float], *, size: float = 0.0) -> bool:
-    """Whether values differ by more than rounding errors; one value has no spread, and none neither.
+def has_spread(values: Sequence[float], *, size: float) -> bool:
+    """Whether values differ by more than rounding errors; one value has no spread, nor have none.
 
     Args:
-        size: of the largest number that the values are sums or differences of, where it is larger than they
-            are.
+        size: of the largest number that the values are sums or differences of: at least that of the largest
+            value.
     """
-    if len(values) < 2:
-        return False
-    return not is_rounding(max(values) - min(values), size=max(size, *map(abs, values)))
+    return len(values) > 1 and not is_rounding(max(values) - min(values), size=size)
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the size of values that are no sums: the largest of them, without its sign."""
+    return max(map(abs, values), default=0.0)
 
 
 def clear_rounding(number: float, *, size: float) -> float:

@@ -7,12 +7,14 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.derivation import PARTS, substitution
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.critic import ByToken
+from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError
 from trainer_backend.plugins import ESTIMATORS
 
@@ -26,7 +28,8 @@ DECISION = st.tuples(
     st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=3),
     st.lists(st.integers(-4, 4).map(float), max_size=2),
 )
-TEXTS = {"a": "a tree to the north", "b": "a tree to the south", "c": ""}
+TEXTS_T = ["a tree to the north", "a tree to the south", ""]
+TEXTS = dict(zip("abc", TEXTS_T, strict=True))
 EPISODE = st.tuples(st.sampled_from(["g", "h"]), st.lists(DECISION, min_size=1, max_size=4))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
 SCORES = st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=1, max_size=8)
@@ -153,14 +156,64 @@ def test_names_of_rollouts_groups_and_states_change_no_bit(drawn):
         assert computed(name, renamed).per_episode == computed(name, episodes).per_episode, name
 
 
-@EACH
-def test_equal_scores_leave_nothing_to_learn_and_so_does_a_lone_episode(name):
-    if name in CRITICS:
-        pytest.skip("it compares with its critic, not with siblings")
-    for scores in ([0.1] * 7, [3.0]):
-        for row_T in computed(name, single(scores)).per_episode:
-            # the mean of six tenths is a tenth but for the last bit, which core.flat_groups takes for 0 too
-            assert row_T == pytest.approx([0.0], abs=1e-16)
+@st.composite
+def episodes_equal_but_for_rounding(draw):
+    """Siblings that earn the same at every decision, in sums whose terms come in another order."""
+    terms = st.lists(st.integers(-30, 30).map(lambda n: n / 10), min_size=1, max_size=4)
+    terms_T = draw(st.lists(terms, min_size=1, max_size=3))
+    unit = 10.0 ** draw(st.integers(-9, 9))
+    sums_G = draw(st.lists(st.tuples(*map(st.permutations, terms_T)), min_size=1, max_size=6))
+    return [
+        EpisodeRewards(
+            f"r-{index}", "g", [unit * add_up(terms) for terms in permuted_T],
+            state_keys_T="abc"[: len(terms_T)], texts_T=TEXTS_T[: len(terms_T)],
+            branch_returns_T=[()] * len(terms_T),
+        )
+        for index, permuted_T in enumerate(sums_G)
+    ]  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(episodes=episodes_equal_but_for_rounding(), gamma=st.sampled_from([1.0, 0.75]))
+def test_scores_equal_but_for_rounding_leave_nothing_to_learn_and_so_does_a_lone_episode(episodes, gamma):
+    is_one_decision = len(episodes[0].rewards_T) == 1
+    for name in set(ESTIMATORS) - CRITICS - (set() if is_one_decision else {"reinforce_pp"}):
+        for fnorm in SCALES:
+            config = replace(CONFIG, gamma=gamma, fnorm=fnorm, similarity_temperature=0.0)
+            found = computed(name, episodes, config)
+            assert not any(value for row_T in found.per_episode for value in row_T), name
+            assert found.diagnostics["advantages/groups_without_spread"] == (len(episodes) > 1), name
+
+
+@settings(max_examples=30)
+@given(
+    rewards_T=st.permutations([0.1, 0.2, 0.3, -0.6, 1000.0, -999.9]), more=st.permutations([0.1, 0.2, -0.2])
+)
+def test_one_score_that_was_earned_at_other_decisions_is_no_spread_of_scores(rewards_T, more):
+    # 0.1 in both, but for the rounding of numbers of 1,000; the best of two such scores is no goal either
+    drawn = [("g", [(reward, "a", [0.0], []) for reward in row_T]) for row_T in (rewards_T, more)]
+    episodes = batch_of(drawn)
+    for name in ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline"):
+        assert not any(value for row_T in computed(name, episodes).per_episode for value in row_T), name
+    for name in ("gigpo", "gigpo_soft", "g2po", "graphgpo"):
+        for baseline in ("trajectory", "step"):
+            found = computed(name, episodes, replace(CONFIG, episode_baseline=baseline))
+            assert not any(v for row_T in found.parts["episode_advantage"] for v in row_T), name
+    assert computed("graphgpo", episodes).diagnostics["graph/groups_with_goal"] == 0.0
+
+
+@settings(max_examples=30)
+@given(
+    score=st.sampled_from([0.1, 0.7, 3.0, -0.3]), unit=st.integers(-9, 9), fnorm=st.sampled_from([*SCALES])
+)
+def test_a_true_difference_counts_in_full_however_small_it_is(score, unit, fnorm):
+    score, config = score * 10.0**unit, replace(CONFIG, fnorm=fnorm)
+    difference = 1e-6 * score
+    for name in set(ESTIMATORS) - CRITICS:
+        found = computed(name, single([score, score + difference]), config).per_episode
+        expected = computed(name, single([0.0, difference]), config).per_episode
+        for own_T, other_T in zip(found, expected, strict=True):
+            assert own_T == pytest.approx(other_T, rel=1e-6) and any(own_T), name
 
 
 @given(scores=SCORES, constant=st.integers(-100, 100))

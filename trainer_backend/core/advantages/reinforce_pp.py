@@ -14,6 +14,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.spread import relative, standardised, unscaled
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
+from trainer_backend.core.rounding import largest
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -63,7 +64,8 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageC
     """
     centred = against_siblings(episodes, partial(relative, scale=unscaled))
     # Groups without spread are 0 here already, and those with one have it in the batch too.
-    found, baseline = _standardised_over_the_batch(episodes, centred.per_episode, size=0.0)
+    size = largest(value for row_T in centred.per_episode for value in row_T)
+    found, baseline = _standardised_over_the_batch(episodes, centred.per_episode, size=size)
     return replace(found, parts={**centred.parts, **found.parts, "batch_baseline": baseline})
 
 

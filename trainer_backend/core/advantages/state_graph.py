@@ -65,10 +65,11 @@ class StateGraph:
         advantages_D, baselines_D = [0.0] * len(values_D), list(values_D)
         scale_D = [1.0] * len(values_D)
         for group in self.groups:
-            size = max(sizes_D[d] for d in group)
+            size = max([sizes_D[d] for d in group])
             comparison = relative([values_D[d] for d in group], scale, size=size)
-            for d, *of_d in zip(group, comparison.advantages, comparison.baselines, strict=True):
-                (advantages_D[d], baselines_D[d]), scale_D[d] = of_d, comparison.scale
+            columns, divisor = (comparison.advantages, comparison.baselines), comparison.scale
+            for d, advantage, baseline in zip(group, *columns, strict=True):
+                advantages_D[d], baselines_D[d], scale_D[d] = advantage, baseline, divisor
         return advantages_D, {"graph_baseline": baselines_D, "graph_scale": scale_D}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
@@ -157,11 +158,13 @@ def relative_at(
     compared_D, scale_D = [0.0] * count, [1.0] * count
     for decisions in anchors:
         if len(decisions) > 1:
-            size = max(sizes_D[d] for d in decisions)
+            size = max([sizes_D[d] for d in decisions])
             comparison = relative([values_D[d] for d in decisions], scale, size=size)
-            for d, *of_d in zip(decisions, comparison.advantages, comparison.baselines, strict=True):
-                advantages_D[d], baselines_D[d] = of_d
-                compared_D[d], scale_D[d] = len(decisions) - 1.0, comparison.scale
+            columns = (comparison.advantages, comparison.baselines)
+            others, divisor = len(decisions) - 1.0, comparison.scale
+            for d, advantage, baseline in zip(decisions, *columns, strict=True):
+                advantages_D[d], baselines_D[d] = advantage, baseline
+                compared_D[d], scale_D[d] = others, divisor
     return advantages_D, {"baseline": baselines_D, "compared": compared_D, "scale": scale_D}
 
 
