@@ -58,6 +58,24 @@ def test_a_sampled_token_is_predicted_one_position_before_it_in_its_own_segment(
     assert packed.segment_N.tolist() == [1, 2, 0, 0]
 
 
+def test_a_decision_begins_once_however_many_versions_sampled_it():
+    # In rows of 9: a, then c and b. Decision 0 of a is sampled by three versions, 1 by two; 1 and 2 follow
+    # without a token between. In c, a token that none sampled lies between its decisions.
+    logprobs, context = [-1.0] * 9, [-1, -1]
+    segments = [
+        segment_of("a", range(9), [*context, 0, 0, 0, 0, 1, 1, 2], logprobs, [0, 0, 3, 4, 4, 5, 5, 6, 6]),
+        segment_of("b", range(4), [*context, 0, 0], logprobs[:4], [0, 0, 5, 6]),
+        segment_of("c", range(5), [*context, 0, -1, 1], logprobs[:5], [0, 0, 6, 0, 6]),
+    ]
+    first_N = pack_segments(segments, row_tokens=9).first_N.tolist()
+    assert first_N == [True, False, False, False, True, False, True, True, True, True, False]
+    assert [len(row) for row in by_segment(pack_segments(segments, row_tokens=9), torch.ones(11))] == [
+        7,
+        2,
+        2,
+    ]
+
+
 def test_every_sampled_token_carries_the_columns_of_its_decision():
     segments = SEGMENTS
     weights = [[0.1, 0.2], [0.3], [0.4]]

@@ -108,6 +108,25 @@ def equated(derivation, numbers):
         yield eval(arithmetic, {"__builtins__": {}}), numbers[result]
 
 
+# Two siblings that begin in one state, the first with a second decision, and an episode of another group.
+BY_SIBLINGS, BY_STATES = [[1.0, 1.0], [1.0], [0.0]], [[1.0, 0.0], [1.0], [0.0]]
+COMPARED = {
+    **dict.fromkeys(["grpo", "grpo_no_std", "dr_grpo", "rloo", "stepwise", "branch"], BY_SIBLINGS),
+    "reinforce_pp_baseline": BY_SIBLINGS,
+    "reinforce_pp": [[3.0, 3.0], [3.0], [3.0]],
+    **dict.fromkeys(["gigpo", "gigpo_additive", "gigpo_soft", "g2po", "graphgpo", "gagpo"], BY_STATES),
+    **dict.fromkeys(CRITICS, None),
+}
+
+
+@EACH
+def test_it_says_how_many_others_a_decision_is_compared_with(name):
+    first, second = (1.0, "a", [0.0], []), (0.5, "b", [0.0], [])
+    episodes = batch_of([("g", [first, second]), ("g", [(0.0, "a", [0.0], [])]), ("h", [first])])
+    found = computed(name, episodes, replace(CONFIG, similarity_temperature=0.0))
+    assert found.parts.get("compared") == COMPARED[name]
+
+
 @EACH
 def test_a_critic_alone_has_the_part_that_is_stored_as_the_critics_values(name):
     parts = computed(name, single([1.0, 0.0])).parts

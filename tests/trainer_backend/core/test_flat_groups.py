@@ -50,6 +50,13 @@ def test_a_small_spread_is_one_whatever_the_unit_of_the_rewards():
         assert flat(grpo, a=[[unit], [unit * (1 + 1e-9)]]) == []
 
 
+def test_standard_deviations_are_not_measured_by_the_unit_of_the_rewards():
+    # a ten-thousandth of a standard deviation is something to learn from, whatever the rewards are counted in
+    batch = episodes(a=[[1e9], [1e9]], b=[[1e9], [0.0]])
+    assert flat_groups(batch, [[1e-4], [-1e-4], [1.0], [-1.0]]) == []
+    assert flat_groups(batch, [[1e-17], [-1e-17], [1.0], [-1.0]]) == ["a"]
+
+
 def test_what_no_estimator_would_take_is_refused_here_too():
     with pytest.raises(AdvantageError, match="the reward is nan"):
         flat_groups(episodes(a=[[float("nan")]]), [[0.0]])

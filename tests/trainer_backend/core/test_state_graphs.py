@@ -207,6 +207,15 @@ def test_unlike_states_count_by_the_temperature():
     assert everywhere == [[pytest.approx(0.0)], [pytest.approx(-1.0)], [pytest.approx(1.0)]]
 
 
+def test_the_effective_number_of_others_by_hand():
+    # k is 1 between the two trees and a third to the water. Sums 7/3 and 5/3, of squares 19/9 and 11/9.
+    found = soft(["tree", "tree", "water"], [1.0, 0.0, 0.0], 1 / math.log(3))
+    trees, water = 49 / 19 - 1, 25 / 11 - 1
+    assert found.parts["compared"] == [[pytest.approx(number)] for number in (trees, trees, water)]
+    assert found.diagnostics["anchors/effective_others"] == pytest.approx((2 * trees + water) / 3)
+    assert found.parts["baseline"][2] == [pytest.approx((1 / 3) / (5 / 3))]
+
+
 def test_a_similar_state_counts_more_than_a_strange_one():
     # two thirds of the terms are shared with the second text, none with the third
     found = soft(["tree north 1", "tree north 2", "water south 7"], [0.0, 1.0, 1.0], 0.1).parts["baseline"]

@@ -92,7 +92,8 @@ def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
         for one, ids in zip(episode.steps, sampled, strict=True)
     ]
     steps[-1] = steps[-1].model_copy(update={"is_done": True})
-    told = shown(finished(episode.model_copy(update={"steps": tuple(steps)})), full=True, tokens=True)
+    episode = episode.model_copy(update={"steps": tuple(steps)})
+    told = shown(finished(episode), full=True, tokens=True)
     lines = [" ".join(line.split()) for line in told.splitlines()]
     assert "full_history 6 messages (msg_id_counter 6); deleted_msg_ids 2; had_delete_operation true" in lines
     assert [line for line in lines if line.startswith("states")] == [
@@ -100,6 +101,12 @@ def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
         "states GENERATING PROCESSING_TOOLS",
         "states PENDING GENERATING INTERACTING COMPLETED",
     ]
+    edited = episode.model_copy(update={"deleted_msg_ids": (2, 4)})
+    assert "deleted_msg_ids 2, 4;" in " ".join(shown(finished(edited), full=False, tokens=True).split())
+    assert "full_history" not in shown(finished(edited), full=False)
+    whole = episode.model_copy(update={"deleted_msg_ids": (), "had_delete_operation": False})
+    line = " ".join(shown(finished(whole), full=False, tokens=True).split())
+    assert "(msg_id_counter 6); deleted_msg_ids none; had_delete_operation false" in line
     third = lines[lines.index("decision 3") :]
     names = ("trajectory_snapshots[", "emission_views[", "assistant_turn_boundaries[")
     assert [line for line in third if line.startswith(names)] == [

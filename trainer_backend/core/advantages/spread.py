@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
-from trainer_backend.core.rounding import has_spread, is_rounding
+from trainer_backend.core.rounding import has_spread, is_rounding, largest
 
 # Divisor of the deviations of some values from their mean.
 Scale = Callable[[Sequence[float]], float]
@@ -59,8 +59,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
 
     The advantages are looked at, not the scores: equal scores that were earned at other decisions have
     spread for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up
-    to rounding (`core.rounding`), measured by the largest sum of |r_t| or score in the group: a mean of equal
-    floats can miss them by the last bit.
+    to rounding (`core.rounding`): a mean of equal floats can miss them by the last bit. It is measured by the
+    largest advantage of the batch, and by the largest sum of |r_t| or score in the group. The latter counts
+    as 1 at most: advantages may be in standard deviations, whatever the unit of the rewards.
 
     Args:
         episodes: all episodes of the batch.
@@ -75,10 +76,11 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """
     flat = []
+    of_batch = largest(value for row in advantages for value in row)
     for group_id, members in siblings(episodes).items():
-        scale = max(_size(episodes[index]) for index in members)
-        largest = max(abs(value) for index in members for value in advantages[index])
-        if is_rounding(largest, size=scale):
+        size = max(_size(episodes[index]) for index in members)
+        of_group = largest(value for index in members for value in advantages[index])
+        if is_rounding(of_group, size=max(of_batch, min(size, 1.0))):
             flat.append(group_id)
     return flat
 
