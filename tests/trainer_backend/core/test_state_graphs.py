@@ -92,6 +92,17 @@ def test_g2po_adds_the_comparison_in_a_state_and_over_the_graph_to_that_of_episo
     assert g2po(won_and_lost(), HALF).per_episode == [[0.5, 1.0, 0.5], [-0.5, -1.0, -0.5]]
 
 
+def test_rounding_errors_of_td_errors_are_measured_by_the_values_that_they_lie_between():
+    # V(x) is 2^18, where floats lie 2^-34 apart: half of that is rounded down, and its next float up
+    half = 2.0**-35
+    rewards = [[half, 0.0], [math.nextafter(half, 1.0), 0.0]]
+    episodes = [episode(name, row_T, "sx") for name, row_T in zip("ab", rewards, strict=True)]
+    found = g2po([*episodes, episode("c", [0.0, 3 * 2.0**18], "yx")], replace(HALF, gamma=1.0, fnorm="std"))
+    (low, _), (high, _), _ = found.parts["td_error"]
+    assert 2.0**18 - 2.0**-34 < low < high < 2.0**18 + 2.0**-34
+    assert found.parts["scale"][0][0] == 1.0, "the two differ by rounding alone"
+
+
 def test_g2po_is_what_the_authors_code_gives_at_gamma_1():
     # Nala-YN/G2PO at b8ffaf5, compute_step_level_advantage in mode mean_std_norm, on V of gamma 1: success is
     # worth 10 there, and its 1e-6 in the std accounts for the tolerance.
