@@ -143,6 +143,7 @@ def test_each_decision_has_a_sampling_seed_of_its_own():
     assert len(set(seeds)) == 400
     assert all(0 <= seed < 2**31 - 1 for seed in seeds)
     assert decision_seed(1, 12) != decision_seed(11, 2)
+    assert decision_seed(7, 3) == 396149541, "one that changes gives every user other samples of the same job"
 
 
 async def test_the_exact_tokens_of_our_gateway_are_read():

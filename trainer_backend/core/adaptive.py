@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trainer_backend.core.allocation import DrawnSchedule, refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.rounding import clear_rounding, largest
 
 MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # what a job gets that does not say
 
@@ -69,7 +70,7 @@ def _gaps(known: Sequence[Past], window: int) -> list[float]:
         actor = mean_over(of_actor, [ACTOR], of=OUTCOME)
         fixed = mean_over(of_fixed, _fixed(of_fixed), of=OUTCOME)
         if actor is not None and fixed is not None:
-            gaps.append(fixed - actor)
+            gaps.append(clear_rounding(fixed - actor, size=largest([fixed, actor])))
     return gaps
 
 

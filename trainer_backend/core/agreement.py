@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer_backend.core.rounding import has_spread, largest
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -27,8 +29,8 @@ def spread_of(advantages: Sequence[float]) -> Spread:
 
 
 def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Pearson's, of the same decisions; None where one of the two is constant."""
-    if min(left) == max(left) or min(right) == max(right):  # their mean may be rounded
+    """Pearson's, of the same decisions; None where one of the two is constant, up to rounding."""
+    if not all(has_spread(values, size=largest(values)) for values in (left, right)):
         return None
     first, second = _centred(left), _centred(right)
     norms = math.hypot(*first) * math.hypot(*second)

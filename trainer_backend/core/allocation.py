@@ -21,6 +21,7 @@ from service_kit.boundary import Boundary
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
+from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import JobError
 
@@ -92,7 +93,7 @@ class ByReward(Selection):
 
 def _most_promising(pulls: Mapping[str, Sequence[float]]) -> str:
     seen = [reward for rewards in pulls.values() for reward in rewards]
-    spread = (max(seen) - min(seen)) or 1.0
+    spread = max(seen) - min(seen) if has_spread(seen, size=largest(seen)) else 1.0
 
     def bound(name: str) -> float:
         count = len(pulls[name])

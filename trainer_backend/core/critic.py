@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_backend.core.columns import Row
+from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
@@ -187,15 +188,17 @@ def _refuse_other_counts(segment: Segment, counts_T: NDArray[Any], what: str) ->
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float | None:
     """1 - Var(G - V) / Var(G): 1 for a critic that knows the returns, 0 for one that says a constant.
 
-    Below 0 it says less than a constant would. None where the returns are all equal, and nothing is to be
-    explained.
+    Below 0 it says less than a constant would. None where the returns are all equal, up to rounding, and
+    nothing is to be explained.
     """
     misses = [g - v for g, v in zip(returns, values, strict=True)]
-    spread = _squares(returns)
-    return None if spread == 0.0 else 1.0 - _squares(misses) / spread
+    if not has_spread(returns, size=largest(returns)):
+        return None
+    ratio = _norm(misses) / _norm(returns)
+    return 1.0 - ratio * ratio
 
 
-def _squares(numbers: Sequence[float]) -> float:
-    """Sum of squared deviations from the mean."""
-    mean = math.fsum(numbers) / max(len(numbers), 1)
-    return math.fsum((number - mean) ** 2 for number in numbers)
+def _norm(numbers: Sequence[float]) -> float:
+    """Root of the sum of squared deviations from the mean; hypot: squares of tiny rewards underflow to 0."""
+    mean = math.fsum(numbers) / len(numbers)
+    return math.hypot(*(number - mean for number in numbers))

@@ -7,6 +7,7 @@ from typing import Literal
 
 from shared_schemas.rewards import DecisionRewards, EventRewardsKind, StepRewardsMode
 from shared_schemas.trajectory import StepData
+from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import RewardError, place
 
 Horizon = Literal["realised", "max_decisions"]
@@ -109,26 +110,26 @@ def _check_turns(steps: Sequence[StepData], rollout_id: str) -> None:
 
 def _outcome_at_the_end(steps: Sequence[StepData], outcome_reward: float) -> list[float]:
     penalties = [part.value for step in steps for part in step.reward_parts if part.source == "penalty"]
-    return [0.0] * (len(steps) - 1) + [outcome_reward + sum(penalties)]
+    return [0.0] * (len(steps) - 1) + [add_up([outcome_reward, *penalties])]
 
 
-def _parts(step: StepData) -> float:
-    return sum(part.value for part in step.reward_parts)
+def _parts(step: StepData) -> list[float]:
+    return [part.value for part in step.reward_parts]
 
 
 def _environment_reward(step: StepData, rollout_id: str) -> float:
     if step.env_rewards is None:
         raise RewardError("no env_rewards, which mode 'env_sparse' needs", where=place(rollout_id, step.turn))
-    return sum(step.env_rewards) + _parts(step)
+    return add_up([*step.env_rewards, *_parts(step)])
 
 
 def _event_rewards(steps: Sequence[StepData], config: RewardConfig, rollout_id: str) -> list[float]:
     if not has_achievements(steps):
-        return [_parts(step) for step in steps]
+        return [add_up(_parts(step)) for step in steps]
     horizon = _horizon(len(steps), config, rollout_id)
     records_T = _records(steps, rollout_id)
     return [
-        _event_reward(record, config, decisions_left=horizon - t) + _parts(step)
+        add_up([*_event_reward(record, config, decisions_left=horizon - t), *_parts(step)])
         for t, (step, record) in enumerate(zip(steps, records_T, strict=True))
     ]
 
@@ -188,11 +189,12 @@ def _mismatch(record: DecisionRewards | None, seen: set[int], length: int) -> st
     return f"holds the record of turn {record.turn}"
 
 
-def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_left: int) -> float:
-    delta = record.unique_delta if config.kind == "unique" else record.ach_delta
+def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_left: int) -> list[float]:
+    """The terms of a decision's event reward."""
+    delta = float(record.unique_delta if config.kind == "unique" else record.ach_delta)
     if record.unique_delta == 0:
-        return float(delta)
-    return delta + config.indicator_lambda + config.beta * decisions_left
+        return [delta]
+    return [delta, config.indicator_lambda, config.beta * decisions_left]
 
 
 def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
@@ -223,3 +225,8 @@ def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
         return_to_go = rewards_T[t] + gamma * return_to_go
         returns_T[t] = return_to_go
     return returns_T
+
+
+def discounted_sizes(rewards_T: Sequence[float], gamma: float) -> list[float]:
+    """[T] returns-to-go of |r_t|: what rounding errors of `discounted_returns` are measured by."""
+    return discounted_returns([abs(reward) for reward in rewards_T], gamma)

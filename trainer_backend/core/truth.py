@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
+from trainer_backend.core.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.statistics import t_quantile_975
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -66,7 +67,8 @@ class TrueAdvantage:
         Its degrees of freedom are `others` - 1: the zeros of pairs that chose as stored say nothing about how
         the others vary.
         """
-        if self.others < 2 or self.advantage == 0.0:
+        size = largest([self.reward, self.action_value or 0.0])
+        if self.others < 2 or is_rounding(self.advantage, size=size):
             return False
         return abs(self.advantage) > t_quantile_975(self.others - 1) * self.error
 
@@ -223,7 +225,7 @@ def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
     variance = spread_of([item.advantage for item in truths]).std ** 2
     return Noise(
         len(truths),
-        math.sqrt(max(variance - noise, 0.0)),
+        math.sqrt(max(clear_rounding(variance - noise, size=noise), 0.0)),
         math.sqrt(noise),
         sum(item.is_known for item in truths) / len(truths),
         failed=sum(item.failed for item in truths),
@@ -315,7 +317,7 @@ def truth_score(
         sign_agreement=sign_agreement([a for a, _ in known], [t for _, t in known]),
         scale=scale,
         error=error,
-        explained=1.0 - error / true_square if true_square > 0.0 else None,
+        explained=None if clear_rounding(true_square, size=noise) <= 0.0 else 1.0 - error / true_square,
         variance=spread_of(scaled).std ** 2,
         zero_share=spread_of(advantages).zero_frac,
         biases=_biases(apart, truths),
@@ -324,7 +326,7 @@ def truth_score(
 
 def _without_noise(found: float | None, true: Sequence[float], noise: float) -> float | None:
     variance = spread_of(true).std ** 2
-    if found is None or variance <= noise:
+    if found is None or variance <= noise or is_rounding(variance - noise, size=noise):
         return None
     return found / math.sqrt(1.0 - noise / variance)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainer_backend.core.critic import ValueLevel
+from trainer_backend.core.rounding import TOLERANCE
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.ranks import Ranks
@@ -174,6 +175,8 @@ class _Inputs:
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
         """[D] each; the std at least _LEAST_STD of the median one, and 1 where nothing varies."""
         mean_D = self._sum_D / self.count
-        std_D = (self._squares_D / self.count - mean_D.square()).clamp(min=0.0).sqrt()
+        square_D = self._squares_D / self.count
+        variance_D = square_D - mean_D.square()
+        std_D = variance_D.where(variance_D > TOLERANCE * square_D, 0.0).sqrt()
         median = float(std_D.median())
         return mean_D, std_D.clamp(min=_LEAST_STD * median) if median else torch.ones_like(std_D)

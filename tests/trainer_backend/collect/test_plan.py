@@ -12,14 +12,19 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect import plan as plan_module
 from trainer_backend.collect.plan import Inference, Planner, retried
+from trainer_backend.collect.sources import origin_of
 from trainer_backend.collect.trial import try_job
+from trainer_backend.core.allocation import ConstantSchedule
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
     cycled_worlds,
     derived_seed,
     evaluation_worlds,
+    other_worlds,
     training_world,
 )
+from trainer_backend.data.rows import Row
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
 
@@ -110,7 +115,6 @@ def test_a_derived_seed_depends_on_every_part_and_its_type():
         derived_seed(0, "a", "1"),
     }
     assert len(seeds) == 4
-    assert derived_seed(0, "a", 1) == 446042326  # the same on every machine and in every version
 
 
 def test_the_teacher_gets_no_key_and_the_model_gets_it():
@@ -279,3 +283,63 @@ def test_a_branch_has_what_its_parent_had_left_of_its_time():
     assert [request.limits.timeout_s for request in job.branches([slow])[::2]] == [6.25, 2.5]
     hasty = planner(rollout={"episodes_per_batch": 3, "max_turns": 4, "timeout_s": 7.75}, **BRANCH)
     assert [request.limits.timeout_s for request in hasty.branches([slow])[::2]] == [4.0, 1.0]
+    # a limit of less than a second stays what it is
+    shortest = planner(rollout={"episodes_per_batch": 3, "max_turns": 4, "timeout_s": 0.5}, **BRANCH)
+    assert [request.limits.timeout_s for request in shortest.branches([slow])[::2]] == [0.5, 0.5]
+
+
+# Golden numbers. One that changes gives every user other worlds, rows or samples for the same job: their runs
+# can no longer be repeated or continued. So a change here needs a decision, and a line in the changelog.
+
+
+def test_golden_seeds_are_the_same_on_every_machine_and_in_every_version():
+    assert derived_seed(7, "a", 2) == 698815748
+    assert derived_seed(7, "a", 2, below=10**6) == 496418
+    first = training_world(7, "train", 2, 1, held_out=())
+    assert (first, training_world(7, "train", 2, 1, held_out=(first,))) == (396273301, 521530986)
+    assert cycled_worlds(7, "train", [1, 2, 3, 4, 5], range(3, 12)) == [4, 2, 4, 5, 2, 1, 3, 4, 2]
+    assert other_worlds(7, ["a", "b", "c", "d", "e"], iteration=2, played=["c"]) == ["e", "a", "b", "d", "c"]
+    assert list(evaluation_worlds(2)) == [2**30, 2**30 + 1]
+    assert origin_of(Row("x", "a question")).seed == 1068427759
+    schedule = ConstantSchedule(alpha=0.5, seed=7)
+    drawn = schedule.choices(3, [("train", group, 0) for group in range(8)])
+    assert [policy == ACTOR for policy in drawn] == [False, False, False, True, True, True, True, False]
+
+
+def test_golden_seeds_of_a_plan():
+    plan = planner(
+        job={"seed": 7},
+        rollout={"episodes_per_batch": 4, "max_turns": 9},
+        training={"group_size": 2},
+        warmup={"episodes": 2},
+        evaluation={"instances": 1},
+        **BRANCH,
+    )
+    training = plan.training(2)
+    stages = {
+        "training": training,
+        "refill": plan.refill(2, 1, groups=1),
+        "warm-up": plan.warmup(),
+        "prompts": plan.prompts(1),
+        "evaluation": plan.evaluation("0", repeats=2),
+        "evaluation of a policy of the task app": plan.evaluation("0", policy_name="random", repeats=2),
+    }
+    worlds_and_draws = {
+        stage: [(request.start.seed, request.policy.seed) for request in requests]
+        for stage, requests in stages.items()
+    }
+    assert worlds_and_draws == {
+        "training": [
+            (797044645, 549889795), (797044645, 142514251), (396273301, 1450416642), (396273301, 163972971),
+        ],
+        "refill": [(875963861, 1805870601), (875963861, 1561444396)],
+        "warm-up": [(98203654, 820682032), (858500893, 661702939)],
+        "prompts": [(689022284, 989906713)],
+        "evaluation": [(2**30, 1477965523), (2**30, 796017994)],
+        "evaluation of a policy of the task app": [(2**30, 1487676309), (2**30, 2121249825)],
+    }  # fmt: skip
+    assert [request.snapshot_turns for request in training] == [(4, 6, 9), (2, 3, 4), (5, 7, 9), (6, 7, 8)]
+    branches = plan.branches([parent(training[1], 9)])
+    assert [request.policy.seed for request in branches] == [
+        733949701, 919426449, 350948174, 1750152796, 1582361112, 186979964,
+    ]  # fmt: skip

@@ -62,6 +62,10 @@ def test_a_fixed_policy_that_is_worse_is_left_and_looked_at_again_where_that_is_
     assert adaptive(worse, max_alpha=0.95).alpha_at(2) == 0.95
 
 
+def test_a_lead_that_is_rounding_alone_is_none():
+    assert adaptive(past(1, actor=0.3, teacher=0.1 + 0.2, counted=1.0)).alpha_at(2) == 1.0
+
+
 def test_what_was_known_of_it_stands_and_it_comes_back_when_the_actor_falls_behind():
     begun = [past(1, actor=2.0, teacher=6.0, counted=1.0)]
     better = [past(step, actor=7.0) for step in range(2, 5)]
@@ -115,6 +119,11 @@ def test_each_fixed_policy_is_tried_once_in_their_order():
     assert ByReward(names).shares(1) == {"a": 1.0}
     assert ByReward(names, [past(1, a=9.0)]).shares(2) == {"b": 1.0}
     assert ByReward(names, [past(1, b=9.0), past(2, actor=9.0), past(3, a=1.0)]).shares(4) == {"c": 1.0}
+
+
+def test_rewards_that_differ_by_rounding_alone_are_explored_like_equal_ones():
+    told = [past(1, a=0.8), past(2, a=0.8), past(3, a=0.8), past(4, b=0.1 + 0.7)]
+    assert ByReward(["a", "b"], told).shares(5) == {"b": 1.0}, "it has sampled once, the other three times"
 
 
 def test_then_the_one_that_promises_most_samples():

@@ -18,6 +18,7 @@ def test_correlation_is_1_for_a_scaled_copy_and_minus_1_for_its_opposite():
 
 def test_a_constant_has_no_correlation():
     assert correlation([1.0, 2.0], [5.0, 5.0]) is None
+    assert correlation([0.1 + 0.2, 0.3], [1.0, 2.0]) is None, "the two differ by rounding alone"
 
 
 def test_signs_are_compared_where_neither_is_0():

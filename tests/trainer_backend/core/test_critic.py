@@ -163,3 +163,6 @@ def test_what_a_critic_explains_of_the_returns():
     assert explained_variance([5.0] * 3, returns) == 0.0
     assert explained_variance([3.0, 2.0, 1.0], returns) == -3.0  # misses by -2, 0, 2: four times the spread
     assert explained_variance([1.0], [2.0]) is None
+    assert explained_variance([1.0, 2.0], [0.1 + 0.2, 0.3]) is None, "the returns differ by rounding alone"
+    tiny = [1e-200 * value for value in returns]
+    assert explained_variance(tiny, tiny) == 1.0, "no unit is too small"

@@ -1,18 +1,22 @@
 """What holds of every estimator on the plug board, whatever it makes of rewards."""
 
 import math
+import operator
 import random as randomness
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from functools import reduce
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.derivation import PARTS, substitution
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.critic import ByToken
+from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError
 from trainer_backend.plugins import ESTIMATORS
 
@@ -26,7 +30,8 @@ DECISION = st.tuples(
     st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=3),
     st.lists(st.integers(-4, 4).map(float), max_size=2),
 )
-TEXTS = {"a": "a tree to the north", "b": "a tree to the south", "c": ""}
+TEXTS_T = ["a tree to the north", "a tree to the south", ""]
+TEXTS = dict(zip("abc", TEXTS_T, strict=True))
 EPISODE = st.tuples(st.sampled_from(["g", "h"]), st.lists(DECISION, min_size=1, max_size=4))
 BATCH = st.lists(EPISODE, min_size=1, max_size=6)
 SCORES = st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=1, max_size=8)
@@ -105,6 +110,25 @@ def equated(derivation, numbers):
         yield eval(arithmetic, {"__builtins__": {}}), numbers[result]
 
 
+# Two siblings that begin in one state, the first with a second decision, and an episode of another group.
+BY_SIBLINGS, BY_STATES = [[1.0, 1.0], [1.0], [0.0]], [[1.0, 0.0], [1.0], [0.0]]
+COMPARED = {
+    **dict.fromkeys(["grpo", "grpo_no_std", "dr_grpo", "rloo", "stepwise", "branch"], BY_SIBLINGS),
+    "reinforce_pp_baseline": BY_SIBLINGS,
+    "reinforce_pp": [[3.0, 3.0], [3.0], [3.0]],
+    **dict.fromkeys(["gigpo", "gigpo_additive", "gigpo_soft", "g2po", "graphgpo", "gagpo"], BY_STATES),
+    **dict.fromkeys(CRITICS, None),
+}
+
+
+@EACH
+def test_it_says_how_many_others_a_decision_is_compared_with(name):
+    first, second = (1.0, "a", [0.0], []), (0.5, "b", [0.0], [])
+    episodes = batch_of([("g", [first, second]), ("g", [(0.0, "a", [0.0], [])]), ("h", [first])])
+    found = computed(name, episodes, replace(CONFIG, similarity_temperature=0.0))
+    assert found.parts.get("compared") == COMPARED[name]
+
+
 @EACH
 def test_a_critic_alone_has_the_part_that_is_stored_as_the_critics_values(name):
     parts = computed(name, single([1.0, 0.0])).parts
@@ -153,14 +177,71 @@ def test_names_of_rollouts_groups_and_states_change_no_bit(drawn):
         assert computed(name, renamed).per_episode == computed(name, episodes).per_episode, name
 
 
-@EACH
-def test_equal_scores_leave_nothing_to_learn_and_so_does_a_lone_episode(name):
-    if name in CRITICS:
-        pytest.skip("it compares with its critic, not with siblings")
-    for scores in ([0.1] * 7, [3.0]):
-        for row_T in computed(name, single(scores)).per_episode:
-            # the mean of six tenths is a tenth but for the last bit, which core.flat_groups takes for 0 too
-            assert row_T == pytest.approx([0.0], abs=1e-16)
+@st.composite
+def episodes_equal_but_for_rounding(draw):
+    """Siblings that earn the same at every decision, in sums whose terms come in another order."""
+    terms = st.lists(st.integers(-30, 30).map(lambda n: n / 10), min_size=1, max_size=4)
+    terms_T = draw(st.lists(terms, min_size=1, max_size=3))
+    sums_G = draw(st.lists(st.tuples(*map(st.permutations, terms_T)), min_size=1, max_size=6))
+    return along_one_path([[rounded_sum(terms) for terms in permuted_T] for permuted_T in sums_G])
+
+
+def rounded_sum(terms):
+    """Rounded after each term, as `sum` no longer does, but 0 where all cancels, as in a reward vector."""
+    return add_up([reduce(operator.add, terms[:-1], 0.0), terms[-1]])
+
+
+def along_one_path(rewards_GT):
+    return [
+        EpisodeRewards(
+            f"r-{index}", "g", rewards_T, state_keys_T="abc"[: len(rewards_T)],
+            texts_T=TEXTS_T[: len(rewards_T)], branch_returns_T=[()] * len(rewards_T),
+        )
+        for index, rewards_T in enumerate(rewards_GT)
+    ]  # fmt: skip
+
+
+@settings(max_examples=50)
+@example(episodes=along_one_path([[0.3], [0.1 + 0.2]]), gamma=1.0)
+@example(episodes=along_one_path([[0.3, -0.3], [0.1 + 0.2, -0.3]]), gamma=1.0)
+@given(episodes=episodes_equal_but_for_rounding(), gamma=st.sampled_from([1.0, 0.75]))
+def test_scores_equal_but_for_rounding_leave_nothing_to_learn_and_so_does_a_lone_episode(episodes, gamma):
+    is_one_decision = len(episodes[0].rewards_T) == 1
+    for name in set(ESTIMATORS) - CRITICS - (set() if is_one_decision else {"reinforce_pp"}):
+        for fnorm in SCALES:
+            config = replace(CONFIG, gamma=gamma, fnorm=fnorm, similarity_temperature=0.0)
+            found = computed(name, episodes, config)
+            assert not any(value for row_T in found.per_episode for value in row_T), name
+            assert found.diagnostics["advantages/groups_without_spread"] == (len(episodes) > 1), name
+
+
+@settings(max_examples=30)
+@given(rewards_T=st.permutations([0.1, 0.2, -0.3, 1e6, -999999.9]), more=st.permutations([0.1, 0.2, -0.2]))
+def test_one_score_that_was_earned_at_other_decisions_is_no_spread_of_scores(rewards_T, more):
+    # 0.1 in both, but for the rounding of numbers of 1e6; the best of two such scores is no goal either
+    drawn = [("g", [(reward, "a", [0.0], []) for reward in row_T]) for row_T in (rewards_T, more)]
+    episodes = batch_of(drawn)
+    for name in ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline"):
+        assert not any(value for row_T in computed(name, episodes).per_episode for value in row_T), name
+    for name in ("gigpo", "gigpo_soft", "g2po", "graphgpo"):
+        for baseline in ("trajectory", "step"):
+            found = computed(name, episodes, replace(CONFIG, episode_baseline=baseline))
+            assert not any(v for row_T in found.parts["episode_advantage"] for v in row_T), name
+    assert computed("graphgpo", episodes).diagnostics["graph/groups_with_goal"] == 0.0
+
+
+@settings(max_examples=30)
+@given(
+    score=st.sampled_from([0.1, 0.7, 3.0, -0.3]), unit=st.integers(-9, 9), fnorm=st.sampled_from([*SCALES])
+)
+def test_a_true_difference_counts_in_full_however_small_it_is(score, unit, fnorm):
+    score, config = score * 10.0**unit, replace(CONFIG, fnorm=fnorm)
+    difference = 1e-6 * score
+    for name in set(ESTIMATORS) - CRITICS:
+        found = computed(name, single([score, score + difference]), config).per_episode
+        expected = computed(name, single([0.0, difference]), config).per_episode
+        for own_T, other_T in zip(found, expected, strict=True):
+            assert own_T == pytest.approx(other_T, rel=1e-6) and any(own_T), name
 
 
 @given(scores=SCORES, constant=st.integers(-100, 100))

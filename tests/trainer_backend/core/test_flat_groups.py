@@ -41,15 +41,20 @@ def test_equal_siblings_and_lone_episodes_are_flat_for_all():
 def test_the_last_bit_of_a_mean_is_no_spread():
     # three times 0.1 is 0.30000000000000004 in floats, and half of what is left of it is not 0.1 again
     batch = episodes(a=[[0.1], [0.1], [0.1]])
-    advantages = stepwise(batch, AdvantageConfig()).per_episode
-    assert any(value != 0.0 for row in advantages for value in row), "else this test shows nothing"
-    assert flat_groups(batch, advantages) == ["a"]
+    assert flat_groups(batch, [[0.1 - (0.1 + 0.1 + 0.1 - 0.1) / 2]] * 3) == ["a"]
 
 
 def test_a_small_spread_is_one_whatever_the_unit_of_the_rewards():
     for unit in (1e-9, 1.0, 1e9):
         assert flat(stepwise, a=[[unit], [unit * (1 + 1e-9)]]) == []
         assert flat(grpo, a=[[unit], [unit * (1 + 1e-9)]]) == []
+
+
+def test_standard_deviations_are_not_measured_by_the_unit_of_the_rewards():
+    # a ten-thousandth of a standard deviation is something to learn from, whatever the rewards are counted in
+    batch = episodes(a=[[1e9], [1e9]], b=[[1e9], [0.0]])
+    assert flat_groups(batch, [[1e-4], [-1e-4], [1.0], [-1.0]]) == []
+    assert flat_groups(batch, [[1e-17], [-1e-17], [1.0], [-1.0]]) == ["a"]
 
 
 def test_what_no_estimator_would_take_is_refused_here_too():

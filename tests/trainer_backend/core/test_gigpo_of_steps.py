@@ -1,10 +1,14 @@
 """`system_apply_gigpo_to_batch_steps`, the door that source 2 publishes, by hand."""
 
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy
 import pytest
+from hypothesis import given as given_by
+from hypothesis import settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared_schemas.messages import Message
@@ -70,9 +74,47 @@ def test_without_step_rewards_the_final_score_comes_at_the_end_after_a_cost_of_t
     assert [item.return_to_go for item in done] == [0.25, 2.5, 7.0]
 
 
-def test_a_missing_step_reward_among_others_is_the_default_and_no_score_is_added():
-    (done, _) = applied([rollout("ab", [None, 1.0]), rollout("xy")], [8.0, 0.0], default=-1.0, gamma=1.0)
-    assert [item.return_to_go for item in done] == [0.0, 1.0]
+def test_one_missing_step_reward_adds_the_final_score_of_every_sibling():
+    # The case of the issue: equal scores of 5, one reward of 0.1 more. G = (5, 5) and (5.1, 5).
+    given = [rollout("ss"), rollout("ss", [0.1, None])]
+    low, high = applied(given, [5.0, 5.0], omega=0.0, gamma=1.0)
+    assert columns([low, high], "return_to_go") == [[5.0, 5.0], [5.1, 5.0]]
+    # One state, returns 5, 5, 5.1, 5: mean 5.025, sample std 0.05
+    assert columns([low, high], "advantage") == [pytest.approx([-0.5, -0.5]), pytest.approx([1.5, -0.5])]
+    # A sibling that lacks none has its score added too: 2 + 8 and 1 + 8; -1 stands for what is missing.
+    complete, sparse = applied(
+        [rollout("ab", [1.0, 1.0]), rollout("xy", [None, 1.0])], [8.0, 8.0], default=-1.0, gamma=1.0
+    )
+    assert columns([complete, sparse], "return_to_go") == [[10.0, 9.0], [8.0, 9.0]]
+
+
+REWARDS = st.lists(st.one_of(st.none(), st.integers(-4, 4).map(float)), min_size=1, max_size=3)
+ROLLOUTS = st.lists(st.tuples(st.sampled_from("gh"), REWARDS, st.integers(-4, 4).map(float)), max_size=6)
+
+
+@settings(max_examples=60)
+@given_by(drawn=ROLLOUTS, seed=st.integers(0, 99))
+def test_the_rule_of_a_group_depends_on_all_its_siblings_and_on_nothing_else(drawn, seed):
+    order = list(range(len(drawn)))
+    random.Random(seed).shuffle(order)
+    batch = [rollout("a" * len(rewards), rewards) for _, rewards, _ in drawn]
+    done = applied(batch, [score for *_, score in drawn], default=-1.0, group_keys=[key for key, *_ in drawn])
+    shuffled = applied(
+        [batch[i] for i in order],
+        [drawn[i][2] for i in order],
+        default=-1.0,
+        group_keys=[drawn[i][0] for i in order],
+    )
+    assert shuffled == [done[i] for i in order], "neither the order of siblings nor other groups matter"
+    for key in "gh":
+        members = [i for i, (group, *_) in enumerate(drawn) if group == key]
+        alone = applied([batch[i] for i in members], [drawn[i][2] for i in members], default=-1.0)
+        assert alone == [done[i] for i in members]
+        is_sparse = any(None in drawn[i][1] for i in members)
+        for i in members:
+            last = drawn[i][1][-1]
+            reward = -1.0 if last is None else last
+            assert done[i][-1].return_to_go == reward + (drawn[i][2] if is_sparse else 0.0)
 
 
 def test_with_a_critic_the_return_to_go_is_advantage_plus_value():

@@ -36,6 +36,18 @@ def test_with_a_baseline_worlds_of_unlike_difficulty_are_made_alike_first():
     assert [value for (value,) in result.per_episode] == pytest.approx([-one, one, -one, one])
 
 
+def test_the_parts_of_a_baseline_by_hand():
+    # scores 1 and 3 against a mean of 2; the one of 3 has two decisions, so the batch has a mean of 1/4:
+    # B = -1, 1, 1 and 0 of a lone episode, deviations -5/4, 3/4, 3/4, -1/4, sample variance (44/16) / 3
+    parts = reinforce_pp_baseline(
+        batch_of([("g", [1.0]), ("g", [3.0, 0.0]), ("h", [9.0])]), AdvantageConfig()
+    ).parts
+    assert parts["score"] == [[1.0], [3.0, 3.0], [9.0]]
+    assert parts["baseline"] == [[2.0], [2.0, 2.0], [9.0]]
+    assert parts["batch_baseline"] == [[0.25], [0.25, 0.25], [0.25]]
+    assert parts["scale"] == [[pytest.approx(math.sqrt(44 / 48))] * length for length in (1, 2, 1)]
+
+
 @given(BATCH, st.sampled_from([reinforce_pp, reinforce_pp_baseline]))
 def test_over_the_batch_the_mean_is_0_and_the_sample_std_1_unless_all_are_equal(drawn, estimator):
     values = [v for row in estimator(batch_of(drawn), AdvantageConfig(gamma=0.5)).per_episode for v in row]

@@ -222,3 +222,14 @@ def test_every_combination_of_switches_gives_one_finite_reward_a_decision():
         rewards_T = reward_vector(steps, 1.0, RewardConfig(enabled, mode, kind, beta))
         assert len(rewards_T) == 3
         assert all(map(math.isfinite, rewards_T))
+
+
+def test_parts_that_cancel_but_for_their_rounding_earn_nothing():
+    # 0.1 + 0.2 - 0.3 is 5.6e-17 in floats: an episode with a reward, and a spread for its group
+    parts = [("interaction", 0.1), ("tool", 0.2), ("penalty", -0.3)]
+    assert reward_vector([step(1, env_rewards=(0.0,), parts=parts)], 0.0, SPARSE) == [0.0]
+    assert reward_vector([step(1, env_rewards=(0.1, 0.2, -0.3))], 0.0, SPARSE) == [0.0]
+    assert reward_vector([step(1, record(1), parts=parts)], 0.0, STEPWISE) == [0.0]
+    penalties = [("penalty", -0.1), ("penalty", -0.2)]
+    assert reward_vector([step(1, parts=penalties)], 0.3, RewardConfig()) == [0.0]
+    assert reward_vector([step(1, env_rewards=(1.0, -1.0, 1e-6))], 0.0, SPARSE) == [1e-6]

@@ -92,6 +92,17 @@ def test_g2po_adds_the_comparison_in_a_state_and_over_the_graph_to_that_of_episo
     assert g2po(won_and_lost(), HALF).per_episode == [[0.5, 1.0, 0.5], [-0.5, -1.0, -0.5]]
 
 
+def test_rounding_errors_of_td_errors_are_measured_by_the_values_that_they_lie_between():
+    # V(x) is 2^18, where floats lie 2^-34 apart: half of that is rounded down, and its next float up
+    half = 2.0**-35
+    rewards = [[half, 0.0], [math.nextafter(half, 1.0), 0.0]]
+    episodes = [episode(name, row_T, "sx") for name, row_T in zip("ab", rewards, strict=True)]
+    found = g2po([*episodes, episode("c", [0.0, 3 * 2.0**18], "yx")], replace(HALF, gamma=1.0, fnorm="std"))
+    (low, _), (high, _), _ = found.parts["td_error"]
+    assert 2.0**18 - 2.0**-34 < low < high < 2.0**18 + 2.0**-34
+    assert found.parts["scale"][0][0] == 1.0, "the two differ by rounding alone"
+
+
 def test_g2po_is_what_the_authors_code_gives_at_gamma_1():
     # Nala-YN/G2PO at b8ffaf5, compute_step_level_advantage in mode mean_std_norm, on V of gamma 1: success is
     # worth 10 there, and its 1e-6 in the std accounts for the tolerance.
@@ -205,6 +216,15 @@ def test_unlike_states_count_by_the_temperature():
     assert soft(["tree", "tree"], [1.0, 0.0], 0.0).parts["step_advantage"] == [[0.5], [-0.5]]
     everywhere = soft(["tree", "water", ""], [1.0, 0.0, 2.0], 1e15).parts["step_advantage"]
     assert everywhere == [[pytest.approx(0.0)], [pytest.approx(-1.0)], [pytest.approx(1.0)]]
+
+
+def test_the_effective_number_of_others_by_hand():
+    # k is 1 between the two trees and a third to the water. Sums 7/3 and 5/3, of squares 19/9 and 11/9.
+    found = soft(["tree", "tree", "water"], [1.0, 0.0, 0.0], 1 / math.log(3))
+    trees, water = 49 / 19 - 1, 25 / 11 - 1
+    assert found.parts["compared"] == [[pytest.approx(number)] for number in (trees, trees, water)]
+    assert found.diagnostics["anchors/effective_others"] == pytest.approx((2 * trees + water) / 3)
+    assert found.parts["baseline"][2] == [pytest.approx((1 / 3) / (5 / 3))]
 
 
 def test_a_similar_state_counts_more_than_a_strange_one():

@@ -173,6 +173,12 @@ def test_at_most_five_of_100_signs_are_known_where_there_is_none(stored_share):
     assert known <= 60
 
 
+def test_a_truth_that_is_rounding_alone_has_no_known_sign():
+    assert not measured(0.1 + 0.2 - 0.3, reward=0.3).is_known
+    assert not measured(0.1 + 0.2 - 0.3, action_value=0.3).is_known
+    assert measured(1e-9, reward=0.3).is_known
+
+
 def test_noise_of_the_truth_is_taken_out_of_the_correlation_and_the_error():
     source = random.Random(0)
     true = [source.gauss(0, 1) for _ in range(20_000)]

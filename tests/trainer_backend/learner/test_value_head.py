@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ from trainer_backend.core.critic import CriticTargets, explained_variance, first
 from trainer_backend.core.memory import memory_needs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, CheckpointError, NonFiniteLoss
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.capacity import memory_use, model_shape
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.ranks import ALONE
+from trainer_backend.learner.scoring import Hidden
+from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import load_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
@@ -60,6 +66,17 @@ def episodes_of(learner: LocalLearner, returns: list[float], advantage: float = 
 
 def tensors_of(learner: LocalLearner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+
+
+def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
+    # Of equal numbers, the mean of the squares and the square of the mean differ by their last bit.
+    head = ValueHead(3, torch.device("cpu"), TrainingTable(), "token")
+    inputs_ND = torch.tensor([[0.1, 1.0, 100.1], [0.1, 2.0, 100.1], [0.1, 3.0, 100.1]], dtype=torch.float64)
+    rows: Any = SimpleNamespace(first_N=torch.ones(3, dtype=torch.bool))
+    head.scored(Hidden(rows, inputs_ND))
+    head.settle(ALONE)
+    head.save(tmp_path)
+    assert load_file(tmp_path / VALUE_HEAD_FILE)["std"].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("advantage", LEVELS)

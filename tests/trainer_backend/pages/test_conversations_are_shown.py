@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from shared_schemas.messages import Message
 from shared_schemas.trajectory import UserAnswer
 from tests.conftest import tiny_job
 from tests.trainer_backend.core.test_segments import step
@@ -21,6 +22,7 @@ from trainer_backend.run.row_lines import Pace, word_iteration
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.terminal.progress import closing_lines
 
+QUESTION = Message(role="user", content="3 + 3?")
 WRONG = (finished(dialogue(0.0, 0.0), 1), finished(dialogue(0.0), 2))
 RIGHT = (finished(dialogue(0.0, 1.0), 1), finished(dialogue(1.0), 2))
 
@@ -92,7 +94,8 @@ def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
         for one, ids in zip(episode.steps, sampled, strict=True)
     ]
     steps[-1] = steps[-1].model_copy(update={"is_done": True})
-    told = shown(finished(episode.model_copy(update={"steps": tuple(steps)})), full=True, tokens=True)
+    episode = episode.model_copy(update={"steps": tuple(steps)})
+    told = shown(finished(episode), full=True, tokens=True)
     lines = [" ".join(line.split()) for line in told.splitlines()]
     assert "full_history 6 messages (msg_id_counter 6); deleted_msg_ids 2; had_delete_operation true" in lines
     assert [line for line in lines if line.startswith("states")] == [
@@ -100,6 +103,12 @@ def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
         "states GENERATING PROCESSING_TOOLS",
         "states PENDING GENERATING INTERACTING COMPLETED",
     ]
+    edited = episode.model_copy(update={"deleted_msg_ids": (2, 4)})
+    assert "deleted_msg_ids 2, 4;" in " ".join(shown(finished(edited), full=False, tokens=True).split())
+    assert "full_history" not in shown(finished(edited), full=False)
+    whole = episode.model_copy(update={"deleted_msg_ids": (), "had_delete_operation": False})
+    line = " ".join(shown(finished(whole), full=False, tokens=True).split())
+    assert "(msg_id_counter 6); deleted_msg_ids none; had_delete_operation false" in line
     third = lines[lines.index("decision 3") :]
     names = ("trajectory_snapshots[", "emission_views[", "assistant_turn_boundaries[")
     assert [line for line in third if line.startswith(names)] == [
@@ -109,6 +118,28 @@ def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
         "assistant_turn_boundaries[2] 3 to 4: response_mask 1",
     ]
     assert {"prompt_ids 1 2 9", "response_ids 8"} <= set(third)
+    plain = episode.model_copy(update={"full_history": ()})
+    assert "full_history" not in shown(finished(plain), full=False, tokens=True), "it is no conversation"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ((True, False, True), ["trajectory_snapshots[0] segment 2"]),
+        ((False, True, True), ["trajectory_snapshots[0] segment 1", "trajectory_snapshots[1] segment 2"]),
+    ],
+)
+def test_edits_alone_close_a_segment_that_is_a_snapshot(changed, told):
+    # 1 2 | 3 4, then 1 2 7 | 6 and 1 2 9 | 8: three segments
+    sampled = [step(1, 0, [1, 2], [3, 4]), step(2, 2, [7], [6]), step(3, 2, [9], [8])]
+    steps = []
+    for one, ids, edited in zip(reader().steps, sampled, changed, strict=True):
+        seen = one.observation_data.model_copy(update={"changed": {0: QUESTION} if edited else {}})
+        calls = {"policy_logprobs": ids.policy_logprobs, "sampling": ids.sampling}
+        steps.append(one.model_copy(update={**calls, "observation_data": seen}))
+    text = shown(finished(reader().model_copy(update={"steps": tuple(steps)})), full=False, tokens=True)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert [line.split(":")[0] for line in lines if line.startswith("trajectory_snapshots")] == told
 
 
 def test_what_a_user_told_that_no_prompt_shows_is_inspected_with_its_decision():

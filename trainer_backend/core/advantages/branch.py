@@ -8,7 +8,8 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, Parts
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.rewards import discounted_returns, discounted_sizes
+from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 
@@ -72,6 +73,7 @@ def _of_episode(
             hint="They are played while a run trains with that estimator.",
         )
     returns_T = discounted_returns(episode.rewards_T, gamma)
+    sizes_T = discounted_sizes(episode.rewards_T, gamma)
     advantages_T, own_T = list(others_T), list(baselines_T)
     for t, branches in enumerate(episode.branch_returns_T):
         if branches:
@@ -79,7 +81,8 @@ def _of_episode(
             if not math.isfinite(baseline):
                 where = place(episode.rollout_id, t + 1)
                 raise AdvantageError(f"the returns of its branches are {list(branches)}", where=where)
-            advantages_T[t], own_T[t] = returns_T[t] - baseline, baseline
+            size = max(sizes_T[t], *map(abs, branches))
+            advantages_T[t], own_T[t] = clear_rounding(returns_T[t] - baseline, size=size), baseline
     return advantages_T, own_T
 
 

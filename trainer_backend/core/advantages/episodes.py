@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.critic import ByToken, ValueLevel
@@ -45,6 +46,11 @@ class EpisodeRewards:
     def score(self) -> float:
         """R: final_score, or else the plain sum of the rewards."""
         return math.fsum(self.rewards_T) if self.final_score is None else self.final_score
+
+    @property
+    def score_size(self) -> float:
+        """What rounding errors of the score are measured by (`core.rounding`)."""
+        return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +167,11 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Scores beside each other: advantage = (score - baseline) / scale, but for rounding where all are equal.
+    """Scores beside each other: advantage = (score - baseline) / scale.
 
-    advantages, baselines: [G] of each score.
-    scale: 1 where the scores have no spread, and so for one score; the advantages are then 0.
+    advantages, baselines: [G] of each score. Where the scores have no spread, and so for one score, each is
+        its own baseline.
+    scale: 1 where the scores have no spread.
     """
 
     advantages: Sequence[float]
@@ -172,10 +179,14 @@ class Comparison:
     scale: float = 1.0
 
 
-def against_siblings(
-    episodes: Sequence[EpisodeRewards], compare: Callable[[list[float]], Comparison]
-) -> Advantages:
-    """[T] equal advantages for each episode, with their parts: `compare` of the [G] scores of its group.
+class Compare(Protocol):
+    """Compares the [G] scores of a group; `size` is that of the largest number that went into them."""
+
+    def __call__(self, scores: Sequence[float], /, *, size: float) -> Comparison: ...
+
+
+def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Advantages:
+    """[T] equal advantages for each episode, with their parts: `compare` of the scores of its group.
 
     Raises:
         AdvantageError: see `siblings`.
@@ -187,7 +198,7 @@ def against_siblings(
     groups = siblings(episodes)
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
-        compared = compare(scores_G)
+        compared = compare(scores_G, size=max(episodes[index].score_size for index in members))
         flat += len(members) > 1 and not any(compared.advantages)
         rows = zip(members, scores_G, compared.advantages, compared.baselines, strict=True)
         for index, score, advantage, baseline in rows:

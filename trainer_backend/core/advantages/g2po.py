@@ -10,8 +10,8 @@ from trainer_backend.core.advantages.state_graph import (
     Columns,
     StateGraph,
     relative_at,
+    return_sizes,
     returns_to_go,
-    sizes_of_groups,
     state_graph,
 )
 
@@ -60,7 +60,8 @@ def _of_steps(
 ) -> tuple[list[float], Columns]:
     """[D] A_N + A_G and their parts."""
     scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
-    sizes_D, values_D = sizes_of_groups(graph, returns_D), graph.means(returns_D)
+    sizes_D = graph.td_sizes(return_sizes(episodes, config.gamma))
+    values_D = graph.means(returns_D)
     next_D = graph.after(values_D)
     rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
     td_errors_D = [

@@ -13,7 +13,7 @@ from trainer_backend.core.advantages.episodes import (
 from trainer_backend.core.advantages.gae import generalised_advantages
 from trainer_backend.core.advantages.levels import by_episode
 from trainer_backend.core.advantages.spread import SCALES
-from trainer_backend.core.advantages.state_graph import returns_to_go, sizes_of_groups, state_graph
+from trainer_backend.core.advantages.state_graph import return_sizes, returns_to_go, state_graph
 
 
 def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -49,8 +49,8 @@ def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
     """
     groups = siblings(episodes)
     graph = state_graph(episodes, groups, "gagpo")
-    returns_D = returns_to_go(episodes, config.gamma)
-    values_D = graph.means(returns_D)
+    sizes_D = return_sizes(episodes, config.gamma)
+    values_D = graph.means(returns_to_go(episodes, config.gamma))
     raw, td_errors = (
         [
             generalised_advantages(episode.rewards_T, values_T, gamma=config.gamma, gae_lambda=share)
@@ -59,7 +59,7 @@ def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
         for share in (config.gae_lambda, 0.0)
     )
     raw_D = list(chain.from_iterable(raw))
-    advantages_D, of_graph_D = graph.relative(raw_D, SCALES[config.fnorm], sizes_of_groups(graph, returns_D))
+    advantages_D, of_graph_D = graph.relative(raw_D, SCALES[config.fnorm], sizes_D)
     flat = sum(not any(advantages_D[d] for d in group) for group in graph.groups)
     carried = config.gamma * config.gae_lambda
     parts_D = {

@@ -19,9 +19,11 @@ from trainer_backend.core.advantages.state_graph import (
     first_decisions,
     refuse_missing_keys,
     relative_at,
+    return_sizes,
     returns_to_go,
 )
 from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError, place
 
 
@@ -76,12 +78,13 @@ def _gigpo(
     refuse_missing_keys(episodes, "gigpo")
     extra = config.default_step_reward
     rewarded = [
-        replace(episode, rewards_T=[reward + extra for reward in episode.rewards_T]) if extra else episode
+        replace(episode, rewards_T=[add_up([reward, extra]) for reward in episode.rewards_T])
+        if extra
+        else episode
         for episode in episodes
     ]
-    returns_D = returns_to_go(rewarded, config.gamma)
     met = anchors(episodes)
-    of_steps_D, parts_D = _of_steps(episodes, met, returns_D, config)
+    of_steps_D, parts_D = _of_steps(rewarded, met, config)
     sizes = anchor_sizes(met, first_decisions(episodes))
     return summed_levels(episodes, config, of_steps_D, parts_D, sizes, groups=groups, weights=weights)
 
@@ -89,16 +92,16 @@ def _gigpo(
 def _of_steps(
     episodes: Sequence[EpisodeRewards],
     met: Sequence[Sequence[int]],
-    returns_D: Sequence[float],
     config: AdvantageConfig,
 ) -> tuple[list[float], Columns]:
     """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
-    scale = SCALES[config.fnorm]
-    own_D, parts_D = relative_at(met, returns_D, scale)
+    scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
+    sizes_D = return_sizes(episodes, config.gamma)
+    own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
     if config.context_depth == 0:
         return own_D, {"return": returns_D, **parts_D}
     depths = [own_D] + [
-        relative_at(anchors(episodes, depth), returns_D, scale)[0]
+        relative_at(anchors(episodes, depth), returns_D, scale, sizes_D)[0]
         for depth in range(1, config.context_depth + 1)
     ]
     weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
@@ -124,8 +127,9 @@ def system_apply_gigpo_to_batch_steps(
 ) -> list[list[Any]]:
     """`gigpo` for `StepData`, or any objects with its published attributes: the door that source 2 publishes.
 
-    A_E comes from the final scores. G_k sums the steps' base_reward, discounted; default_step_reward stands
-    for one that is None, and where all of a rollout are None its final score is added at its last step.
+    A_E comes from the final scores. G_k sums the steps' base_reward, discounted. Where a step of the group
+    lacks one, default_step_reward stands for each that is missing, and every sibling's final score is added
+    at its last step: siblings that are compared have returns of one kind.
 
     Args:
         batch_of_step_data_lists: the steps of each rollout, in order. Read are observation_data and, where a
@@ -154,16 +158,16 @@ def system_apply_gigpo_to_batch_steps(
     for what, given in (("final scores", scores), ("group keys", keys)):
         if len(given) != len(batch):
             raise AdvantageError(f"{len(given)} {what} for {len(batch)} rollouts")
-    groups, states = _Names(), _Names()
+    group_names, states = _Names(), _Names()
+    names = [f"number {index}" for index in range(len(batch))]
+    groups = [group_names.of(key, place(name)) for key, name in zip(keys, names, strict=True)]
+    rewards = _base_rewards(batch, scores, groups, float(default_step_reward))
     episodes = []
-    for index, (steps, score, key) in enumerate(zip(batch, scores, keys, strict=True)):
-        name = f"number {index}"
+    for name, group, steps, score, rewards_T in zip(names, groups, batch, scores, rewards, strict=True):
         state_keys_T = [
             states.of(state_hashing_function(_observation(step, name, t)), place(name, t + 1))
             for t, step in enumerate(steps)
         ]
-        rewards_T = _base_rewards(steps, score, float(default_step_reward))
-        group = groups.of(key, place(name))
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
     advantages = gigpo(episodes, AdvantageConfig(gamma=float(gamma), omega=float(omega))).per_episode
     return [
@@ -248,9 +252,15 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
     return discounted if value is None else advantage + float(value)
 
 
-def _base_rewards(steps: Sequence[Any], final_score: float, default: float) -> list[float]:
-    given = [getattr(step, "base_reward", None) for step in steps]
-    rewards = [default if reward is None else float(reward) for reward in given]
-    if steps and all(reward is None for reward in given):
-        rewards[-1] += final_score
+def _base_rewards(
+    batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
+) -> list[list[float]]:
+    """[T] rewards of each rollout, by one rule for all of its group: with or without the final scores."""
+    given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
+    lack = [any(reward is None for reward in row_T) for row_T in given]
+    sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}
+    rewards = [[default if reward is None else float(reward) for reward in row_T] for row_T in given]
+    for group, score, row_T in zip(groups, scores, rewards, strict=True):
+        if row_T and group in sparse:
+            row_T[-1] = add_up([row_T[-1], score])
     return rewards

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
 from trainer_backend.core.advantages.levels import additive_weights, summed_levels
-from trainer_backend.core.advantages.state_graph import StateGraph, returns_to_go, state_graph
+from trainer_backend.core.advantages.state_graph import (
+    StateGraph,
+    return_sizes,
+    returns_to_go,
+    state_graph,
+)
+from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 Matrix = NDArray[np.float64]
@@ -65,7 +71,12 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
     texts_D = [text for episode in episodes for text in episode.texts_T]
     returns_D = returns_to_go(episodes, config.gamma)
     parts_D = _soft_baselines(graph, texts_D, returns_D, config.similarity_temperature)
-    of_steps_D = [own - other for own, other in zip(returns_D, parts_D["baseline"], strict=True)]
+    of_steps_D = [0.0] * len(returns_D)
+    sizes_D = return_sizes(episodes, config.gamma)
+    for group in graph.groups:
+        size = max(sizes_D[d] for d in group)
+        for d in group:
+            of_steps_D[d] = clear_rounding(returns_D[d] - parts_D["baseline"][d], size=size)
     met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
     unscaled, parts_D = replace(config, fnorm="one"), {"return": returns_D, **parts_D}
     return summed_levels(episodes, unscaled, of_steps_D, parts_D, met, groups=groups, weights=weights)

@@ -5,8 +5,9 @@ from collections.abc import Sequence, Set
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
 from trainer_backend.core.advantages.levels import additive_weights, summed_levels
-from trainer_backend.core.advantages.spread import SCALES, SPREAD_TOLERANCE
+from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
+from trainer_backend.core.rounding import TOLERANCE, has_spread
 
 
 def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -74,10 +75,10 @@ def _at_the_goal(
 ) -> list[int]:
     scores_G = [episodes[index].score for index in members]
     if goal_score is None:
-        rounding = SPREAD_TOLERANCE * max(map(abs, scores_G))
-        if max(scores_G) - min(scores_G) <= rounding:
+        size = max(episodes[index].score_size for index in members)
+        if not has_spread(scores_G, size=size):
             return []
-        goal_score = max(scores_G) - rounding
+        goal_score = max(scores_G) - TOLERANCE * size
     return [index for index, score in zip(members, scores_G, strict=True) if score >= goal_score]
 
 
@@ -110,7 +111,7 @@ def _of_steps(
     closeness_D = [None if far is None else config.distance_discount**far for far in next_D]
     compared = [[d for d in anchor if next_D[d] is not None] for anchor in graph.anchors]
     known_D = [close or 0.0 for close in closeness_D]
-    of_steps_D, of_nodes_D = relative_at(compared, known_D, SCALES[config.fnorm])
+    of_steps_D, of_nodes_D = relative_at(compared, known_D, SCALES[config.fnorm], known_D)
     distances = {"distance": distances_D, "next_distance": next_D, "closeness": closeness_D}
     return of_steps_D, {**of_nodes_D, **distances}, paths
 

@@ -1,6 +1,7 @@
 """GRPO: the score of a whole episode against those of its siblings."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
@@ -34,7 +35,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
     verl adds 1e-6 to the std, and gives an episode without siblings its raw score.
     """
-    return against_siblings(episodes, lambda scores_G: relative(scores_G, standardised))
+    return against_siblings(episodes, partial(relative, scale=standardised))
 
 
 def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -45,4 +46,4 @@ def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> 
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
-    return against_siblings(episodes, lambda scores_G: relative(scores_G, unscaled))
+    return against_siblings(episodes, partial(relative, scale=unscaled))

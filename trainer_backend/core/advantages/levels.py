@@ -88,11 +88,12 @@ def _of_episodes(
         # Counted by step, a score stands in the mean and the std once for every decision of its episode.
         times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
         counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
-        compared = relative(counted, scale)
+        size = max(episodes[index].score_size for index in members)
+        compared = relative(counted, scale, size=size)
         for index, score, end in zip(members, scores_G, accumulate(times_G), strict=True):
             rows[index] = {
                 "score": score,
-                "score_baseline": compared.baselines[0],
+                "score_baseline": compared.baselines[end - 1],
                 "score_scale": compared.scale,
                 "episode_advantage": compared.advantages[end - 1],
             }

@@ -1,18 +1,20 @@
 """REINFORCE++: returns against the whole batch, not against siblings."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    against_siblings,
     group_counts,
     siblings,
 )
-from trainer_backend.core.advantages.spread import relative, standardised
-from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.advantages.spread import relative, standardised, unscaled
+from trainer_backend.core.rewards import discounted_returns, discounted_sizes
+from trainer_backend.core.rounding import largest
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -39,7 +41,8 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
     part of the reward there, is training.kl_reward_coef.
     """
     returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
-    found, baseline = _standardised_over_the_batch(episodes, returns)
+    sizes = [size for episode in episodes for size in discounted_sizes(episode.rewards_T, config.gamma)]
+    found, baseline = _standardised_over_the_batch(episodes, returns, size=max(sizes, default=0.0))
     others = sum(map(len, returns)) - 1.0
     parts = {
         "return": returns,
@@ -59,26 +62,19 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageC
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """
-    scores = [[0.0] * len(episode.rewards_T) for episode in episodes]
-    baselines, compared, centred = list(scores), list(scores), list(scores)
-    for members in siblings(episodes).values():
-        scores_G = [episodes[index].score for index in members]
-        mean = math.fsum(scores_G) / len(scores_G)
-        for index, score in zip(members, scores_G, strict=True):
-            decisions = len(episodes[index].rewards_T)
-            scores[index], baselines[index] = [score] * decisions, [mean] * decisions
-            compared[index], centred[index] = [len(members) - 1.0] * decisions, [score - mean] * decisions
-    found, baseline = _standardised_over_the_batch(episodes, centred)
-    parts = {"score": scores, "baseline": baselines, "compared": compared, "batch_baseline": baseline}
-    return replace(found, parts={**parts, **found.parts})
+    centred = against_siblings(episodes, partial(relative, scale=unscaled))
+    # Groups without spread are 0 here already, and those with one have it in the batch too.
+    size = largest(value for row_T in centred.per_episode for value in row_T)
+    found, baseline = _standardised_over_the_batch(episodes, centred.per_episode, size=size)
+    return replace(found, parts={**centred.parts, **found.parts, "batch_baseline": baseline})
 
 
 def _standardised_over_the_batch(
-    episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]]
+    episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]], *, size: float
 ) -> tuple[Advantages, list[list[float]]]:
-    """The advantages, with the part `scale`, and the baseline of each decision."""
+    """The advantages, with the part `scale`, and the baseline of each decision; `size` as in `relative`."""
     groups = siblings(episodes)
-    compared = relative([value for row_T in values for value in row_T], standardised)
+    compared = relative([value for row_T in values for value in row_T], standardised, size=size)
     of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]
     flat = sum(

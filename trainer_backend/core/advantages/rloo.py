@@ -1,16 +1,14 @@
 """RLOO: the score of a whole episode against the mean of its siblings' scores."""
 
-import math
 from collections.abc import Sequence
 
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
-    Comparison,
     EpisodeRewards,
     against_siblings,
 )
-from trainer_backend.core.advantages.spread import SPREAD_TOLERANCE
+from trainer_backend.core.advantages.spread import leave_one_out
 
 
 def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -36,16 +34,4 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. An episode without
     siblings has its raw score in one of verl's two forms and 0 in the other, as here.
     """
-    return against_siblings(episodes, _leave_one_out)
-
-
-def _leave_one_out(scores_G: Sequence[float]) -> Comparison:
-    """Own score minus the mean of the others'; 0 where all are equal, up to rounding, and for one."""
-    others = len(scores_G) - 1
-    total = math.fsum(scores_G)
-    baselines_G = [(total - score) / others if others else score for score in scores_G]
-    if max(scores_G) - min(scores_G) <= SPREAD_TOLERANCE * max(map(abs, scores_G)):
-        return Comparison([0.0] * len(scores_G), baselines_G)
-    return Comparison(
-        [score - baseline for score, baseline in zip(scores_G, baselines_G, strict=True)], baselines_G
-    )
+    return against_siblings(episodes, leave_one_out)

@@ -4,31 +4,40 @@ import math
 from collections.abc import Callable, Sequence
 
 from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
-
-# Scores closer than this, relative to the largest, differ by rounding alone; dividing by their
-# std would blow that rounding up to advantages of size 1.
-SPREAD_TOLERANCE = 1e-12
+from trainer_backend.core.rounding import has_spread, is_rounding, largest
 
 # Divisor of the deviations of some values from their mean.
 Scale = Callable[[Sequence[float]], float]
 
 
-def relative(scores: Sequence[float], scale: Scale, *, size: float = 0.0) -> Comparison:
+def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Comparison:
     """Deviations of scores from their mean, scaled; all 0 where there is no spread, so also for one score.
 
     fsum: the order of the scores changes no bit.
 
     Args:
-        size: of the largest number that the scores are differences of, where it is larger than they are: it
-            is what their rounding errors are measured by.
+        size: of the largest number that went into the scores: `core.rounding.has_spread`.
     """
-    count = len(scores)
-    mean = math.fsum(scores) / max(count, 1)
-    if not scores or max(scores) - min(scores) <= SPREAD_TOLERANCE * max(size, *map(abs, scores)):
-        return Comparison([0.0] * count, [mean] * count)
+    if not has_spread(scores, size=size):
+        return Comparison([0.0] * len(scores), scores)
+    mean = math.fsum(scores) / len(scores)
     deviations = [score - mean for score in scores]
     divisor = scale(deviations)
-    return Comparison([deviation / divisor for deviation in deviations], [mean] * count, divisor)
+    return Comparison([deviation / divisor for deviation in deviations], [mean] * len(scores), divisor)
+
+
+def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
+    """Each score minus the mean of the others; 0 where all are equal, up to rounding, and for one.
+
+    `size` as in `relative`.
+    """
+    if not has_spread(scores, size=size):
+        return Comparison([0.0] * len(scores), scores)
+    total = math.fsum(scores)
+    baselines = [(total - score) / (len(scores) - 1) for score in scores]
+    return Comparison(
+        [score - baseline for score, baseline in zip(scores, baselines, strict=True)], baselines
+    )
 
 
 def unscaled(deviations: Sequence[float]) -> float:
@@ -50,8 +59,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
 
     The advantages are looked at, not the scores: equal scores that were earned at other decisions have
     spread for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up
-    to rounding, at most SPREAD_TOLERANCE of the largest sum of |r_t| or score in the group: a mean of equal
-    floats can miss them by the last bit.
+    to rounding (`core.rounding`): a mean of equal floats can miss them by the last bit. It is measured by the
+    largest advantage of the batch, and by the largest sum of |r_t| or score in the group. The latter counts
+    as 1 at most: advantages may be in standard deviations, whatever the unit of the rewards.
 
     Args:
         episodes: all episodes of the batch.
@@ -66,10 +76,11 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """
     flat = []
+    of_batch = largest(value for row in advantages for value in row)
     for group_id, members in siblings(episodes).items():
-        scale = max(_size(episodes[index]) for index in members)
-        largest = max(abs(value) for index in members for value in advantages[index])
-        if largest <= SPREAD_TOLERANCE * scale:
+        size = max(_size(episodes[index]) for index in members)
+        of_group = largest(value for index in members for value in advantages[index])
+        if is_rounding(of_group, size=max(of_batch, min(size, 1.0))):
             flat.append(group_id)
     return flat
 

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.spread import Scale, relative
-from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 from trainer_backend.errors import AdvantageError, place
 
 # [D] numbers of all decisions of the batch, by the name of the part; None where a decision has no such part.
@@ -65,9 +65,10 @@ class StateGraph:
         advantages_D, baselines_D = [0.0] * len(values_D), list(values_D)
         scale_D = [1.0] * len(values_D)
         for group in self.groups:
-            comparison = relative([values_D[d] for d in group], scale, size=sizes_D[group[0]])
-            baseline, divisor = comparison.baselines[0], comparison.scale
-            for d, advantage in zip(group, comparison.advantages, strict=True):
+            size = max([sizes_D[d] for d in group])
+            comparison = relative([values_D[d] for d in group], scale, size=size)
+            columns, divisor = (comparison.advantages, comparison.baselines), comparison.scale
+            for d, advantage, baseline in zip(group, *columns, strict=True):
                 advantages_D[d], baselines_D[d], scale_D[d] = advantage, baseline, divisor
         return advantages_D, {"graph_baseline": baselines_D, "graph_scale": scale_D}
 
@@ -79,6 +80,19 @@ class StateGraph:
             for d in anchor:
                 means_D[d] = mean
         return means_D
+
+    def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
+        """[D] what rounding errors of r + gamma * V(s') - V(s) are measured by; V are `means` of returns.
+
+        Args:
+            sizes_D: that of the returns, which their rewards are parts of.
+        """
+        values_D = list(sizes_D)
+        for anchor in self.anchors:
+            largest = max(sizes_D[d] for d in anchor)
+            for d in anchor:
+                values_D[d] = largest
+        return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
         """[D] the value of the decision that follows; 0 after the last one of an episode."""
@@ -130,24 +144,25 @@ def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int
 
 
 def relative_at(
-    anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float] = ()
+    anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
 ) -> tuple[list[float], dict[str, list[float]]]:
     """[D] each value against those of the decisions in the same state, and the parts of that.
 
     A decision alone in its state is its own baseline.
 
     Args:
-        sizes_D: see `relative`; empty: that of the values themselves.
+        sizes_D: of the largest number that went into each value, see `relative`.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
     compared_D, scale_D = [0.0] * count, [1.0] * count
     for decisions in anchors:
         if len(decisions) > 1:
-            size = sizes_D[decisions[0]] if sizes_D else 0.0
+            size = max([sizes_D[d] for d in decisions])
             comparison = relative([values_D[d] for d in decisions], scale, size=size)
-            baseline, others, divisor = comparison.baselines[0], len(decisions) - 1.0, comparison.scale
-            for d, advantage in zip(decisions, comparison.advantages, strict=True):
+            columns = (comparison.advantages, comparison.baselines)
+            others, divisor = len(decisions) - 1.0, comparison.scale
+            for d, advantage, baseline in zip(decisions, *columns, strict=True):
                 advantages_D[d], baselines_D[d] = advantage, baseline
                 compared_D[d], scale_D[d] = others, divisor
     return advantages_D, {"baseline": baselines_D, "compared": compared_D, "scale": scale_D}
@@ -158,14 +173,9 @@ def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[floa
     return list(chain.from_iterable(discounted_returns(episode.rewards_T, gamma) for episode in episodes))
 
 
-def sizes_of_groups(graph: StateGraph, returns_D: Sequence[float]) -> list[float]:
-    """[D] the largest |return| of a decision's group: what rounding errors of its values are measured by."""
-    sizes_D = [abs(value) for value in returns_D]
-    for group in graph.groups:
-        largest = max(sizes_D[d] for d in group)
-        for d in group:
-            sizes_D[d] = largest
-    return sizes_D
+def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
+    """[D] discounted sums of |r_t|: what rounding errors of the returns-to-go are measured by."""
+    return list(chain.from_iterable(discounted_sizes(episode.rewards_T, gamma) for episode in episodes))
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Stepwise: the return-to-go of a decision against those of its siblings at the same t."""
 
-import math
 from collections.abc import Sequence
 
 from trainer_backend.core.advantages.episodes import (
@@ -10,7 +9,8 @@ from trainer_backend.core.advantages.episodes import (
     group_counts,
     siblings,
 )
-from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.advantages.spread import leave_one_out
+from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
 def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -37,32 +37,25 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
     returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
+    sizes = [discounted_sizes(episode.rewards_T, config.gamma) for episode in episodes]
     baselines: list[list[float]] = [[] for _ in episodes]
+    advantages: list[list[float]] = [[] for _ in episodes]
     compared: list[list[float]] = [[] for _ in episodes]
     flat_groups = lone_decisions = 0
     groups = siblings(episodes)
     for members in groups.values():
-        returns_GT = [returns[index] for index in members]
-        for index, row_T in zip(members, _baselines(returns_GT), strict=True):
-            baselines[index] = row_T
-            compared[index] = [len(members) - 1.0] * len(row_T)
+        for t in range(max(len(returns[index]) for index in members)):
+            alive = [index for index in members if t < len(returns[index])]
+            # Those that have finished count as 0, after all others.
+            returns_G = [returns[index][t] for index in alive] + [0.0] * (len(members) - len(alive))
+            found = leave_one_out(returns_G, size=max(sizes[index][t] for index in alive))
+            for index, advantage, baseline in zip(alive, found.advantages, found.baselines, strict=False):
+                advantages[index].append(advantage)
+                baselines[index].append(baseline)
+                compared[index].append(len(members) - 1.0)
         if len(members) == 1:
-            lone_decisions += len(returns_GT[0])
+            lone_decisions += len(returns[members[0]])
         else:
-            flat_groups += all(row_T == returns_GT[0] for row_T in returns_GT)
-    advantages = [
-        [own - baseline for own, baseline in zip(own_T, baselines_T, strict=True)]
-        for own_T, baselines_T in zip(returns, baselines, strict=True)
-    ]
+            flat_groups += not any(value for index in members for value in advantages[index])
     counts = group_counts(groups, flat=flat_groups) | {"advantages/lone_decisions": float(lone_decisions)}
     return Advantages(advantages, counts, {"return": returns, "baseline": baselines, "compared": compared})
-
-
-def _baselines(returns_GT: Sequence[Sequence[float]]) -> list[list[float]]:
-    """[G][T_i] of [G][T_i]: means of the others; fsum, so that the order of the siblings changes no bit."""
-    others = len(returns_GT) - 1
-    if others == 0:
-        return [list(returns_GT[0])]
-    longest = max(len(returns_T) for returns_T in returns_GT)
-    total_T = [math.fsum(row_T[t] for row_T in returns_GT if t < len(row_T)) for t in range(longest)]
-    return [[(total_T[t] - own) / others for t, own in enumerate(row_T)] for row_T in returns_GT]
