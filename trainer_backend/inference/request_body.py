@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 
 from shared_schemas.base import OpenBody, did_you_mean
+from shared_schemas.plain_text import without_mark
 from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
@@ -83,7 +84,7 @@ class SamplingRequest(OpenBody):
 def read_request(kind: type[Request], body: bytes) -> Request:
     """Parse and check a body."""
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(without_mark(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"

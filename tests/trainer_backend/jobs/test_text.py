@@ -72,7 +72,7 @@ async def test_a_request_without_a_body_may_say_that_it_is_json(served):
 
 async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
     (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).errors
-    assert "no UTF-8 text" in finding.text
+    assert "no UTF-8" in finding.text
 
 
 async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mark(served):
