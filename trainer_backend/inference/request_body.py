@@ -1,16 +1,18 @@
 """The common part of both completion requests: sampling, and refused keys; no key is ignored in silence."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared_schemas.base import OpenBody, did_you_mean
-from shared_schemas.plain_text import without_mark
+from shared_schemas.plain_text import decode_text, without_mark
 from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
+_BRANCH = re.compile(r"list\[|constrained-")
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
 
@@ -57,6 +59,9 @@ class SamplingRequest(OpenBody):
         "suffix": (None, ""),
     }
 
+    # A number that is a text, or true, is a mistake of the caller's.
+    model_config = ConfigDict(strict=True)
+
     model: str
     temperature: Annotated[Finite, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
@@ -87,11 +92,24 @@ def read_request(kind: type[Request], body: bytes) -> Request:
         request = kind.model_validate_json(without_mark(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise BadChatRequest(first["msg"], where=where) from error
+        message = _encoding_fault(body) if first["type"] == "json_invalid" else None
+        raise BadChatRequest(message or first["msg"], where=_place(first["loc"])) from error
     for name, value in (request.model_extra or {}).items():
         _refuse_unread(name, value, kind)
     return request
+
+
+def _encoding_fault(body: bytes) -> str | None:
+    try:
+        decode_text(body)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """The place as the caller wrote it, without pydantic's names of a union's branches, such as `list[int]`."""
+    return ".".join(str(part) for part in loc if not _BRANCH.match(str(part))) or "body"
 
 
 def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:
