@@ -56,10 +56,16 @@ def check_message(message: Mapping[str, Any], *, where: str) -> None:
 def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
     """Refuse a tool that is no function, or whose function has another form."""
     _check_function(tool, where)
-    function = tool["function"]
+    function, place = tool["function"], f"{where}.function"
     for name, kind, needed in (("description", str, "a text"), ("parameters", dict, "a JSON Schema")):
         if function.get(name) is not None:
-            _check(function, name, kind, needed, f"{where}.function")
+            _check(function, name, kind, needed, place)
+    # Many templates walk through the arguments, and read no further.
+    schema, place = function.get("parameters") or {}, f"{place}.parameters"
+    if "properties" in schema:
+        _check(schema, "properties", dict, "an object", place)
+        for name in schema["properties"]:
+            _check(schema["properties"], name, (dict, bool), "a JSON Schema", f"{place}.properties")
 
 
 def _check_content(content: object, *, where: str) -> None:
@@ -72,7 +78,7 @@ def _check_content(content: object, *, where: str) -> None:
     for place, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise BadChatRequest(
-                f'a part is {shown(part)}; a text part is {{"type": "text", "text": …}}, and no other is read',
+                f'a part is {shown(part)}; only {{"type": "text", "text": "…"}} is read',
                 where=f"{where}.{place}",
             )
         _check(part, "text", str, "a text", f"{where}.{place}")

@@ -108,7 +108,7 @@ def _encoding_fault(body: bytes) -> str | None:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    """The place as the caller wrote it, without pydantic's names of a union's branches, such as `list[int]`."""
+    """The place as the caller wrote it, without pydantic's names of a union's branches."""
     return ".".join(str(part) for part in loc if not _BRANCH.match(str(part))) or "body"
 
 
