@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from service_kit.console import begin_command
 from service_kit.errors import ServiceError
 from service_kit.release import version
 from trainer_backend.core.presets import PRESETS
@@ -426,6 +428,7 @@ def main() -> None:
     """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours)."""
     atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
     try:
+        begin_command(sys.argv[1:])
         app()
     except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
