@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared_schemas.base import OpenBody, did_you_mean
 from shared_schemas.plain_text import decode_text, without_mark
-from shared_schemas.trajectory import MOST_TOKENS, Sampling
+from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
@@ -24,10 +24,7 @@ def null_is(default: object) -> BeforeValidator:
 
 # Values without effect, by key. Other values would be ignored in silence, so they are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
+    **{name: (None, value) for name, value in PLAIN_SAMPLING.items()},
     "min_tokens": (None, 0),
     "ignore_eos": (None, False),
     "stop_token_ids": (None, []),
@@ -76,14 +73,14 @@ class SamplingRequest(OpenBody):
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
         # OpenAI's seed may be negative, ours may not.
         seed = None if self.seed is None else self.seed % 2**63
+        given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        changed = {
+            "top_k": max(self.top_k or 0, 0),
+            "seed": derived_seed("choice", seed, choice) if seed is not None and choice else seed,
+            "max_tokens": max_tokens,
+        }
         # Without a second validation, since the fields above have the same bounds.
-        return Sampling.model_construct(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=derived_seed("choice", seed, choice) if seed is not None and choice else seed,
-            max_tokens=max_tokens,
-        )
+        return Sampling.model_construct(**(given | changed))
 
 
 def read_request(kind: type[Request], body: bytes) -> Request:
