@@ -264,7 +264,7 @@ def measure_the_truth(
         decisions=decisions, continuations=continuations, horizon=horizon, budget=budget, iteration=iteration,
         checkpoint=checkpoint, out=out or truth_of(run), seed=seed,
     )  # fmt: skip
-    with _err.status("measuring") as status:
+    with _err.status("measuring", spinner="line") as status:
 
         def show(done: int, total: int) -> None:
             status.update(f"measuring: {done}/{total} decisions")
@@ -412,7 +412,7 @@ def evaluate_policy(
     player_flags = player_of_flags(policy, model, inference_url, api_key_env)
     loaded, player = what_to_evaluate(folder, job, player_flags, settings, job_to_play)
     warn(_err, loaded)
-    with _err.status("playing the held-out worlds") as status:
+    with _err.status("playing the held-out worlds", spinner="line") as status:
 
         def tell(done: int, total: int) -> None:
             status.update(f"playing the held-out worlds: {done}/{total}")

@@ -44,6 +44,20 @@ async def test_a_body_is_refused_with_its_place(served):
         assert (await served.client.get("/jobs")).json()["jobs"] == []
 
 
+async def test_a_byte_order_mark_before_a_job_is_no_part_of_it(served):
+    toml = '[job]\nname = "quick"\n[model]\npreset = "tiny-0.3m"\n'
+    for body, headers in (
+        (toml, {}),
+        (json.dumps({"toml": toml}), JSON),
+        (json.dumps({"toml": f"\ufeff{toml}"}), JSON),
+    ):
+        content = body.encode("utf-8-sig")
+        answer = await served.client.post("/jobs", content=content, headers=headers)
+        assert answer.status_code == 201, answer.text
+    (finding,) = (await JobsForPages(served.service).check("\ufeff[model]\npreset = 1")).errors
+    assert "preset" in finding.text
+
+
 @pytest.mark.parametrize(
     "path", ["/jobs/a%00b", "/jobs?state=a%00", "/jobs/a/metrics?names=%00", "/login?next=%00"]
 )
