@@ -62,8 +62,6 @@ class AgentState(StrEnum):
 # other than the recorded one.
 PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k on the wire
-# What every server knows.
-_OF_OPENAI = frozenset({"temperature", "top_p", "max_tokens"})
 
 
 class Sampling(Body):
@@ -81,12 +79,8 @@ class Sampling(Body):
 
     def request_keys(self) -> dict[str, Any]:
         """OpenAI's keys of a request, and others where they have an effect: some servers do not know them."""
-        fields = type(self).model_fields
-        return {
-            name: value
-            for name, value in self
-            if name in _OF_OPENAI or value != fields[name].get_default(call_default_factory=True)
-        }
+        openai = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return openai | self.model_dump(exclude_defaults=True)
 
     def whole_request_keys(self) -> dict[str, Any]:
         """The keys of a request that leave no option to the server's own defaults."""

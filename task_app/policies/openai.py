@@ -91,6 +91,7 @@ class Endpoint:
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 # The server understood who asks for which model, and refuses the body of the request.
 OF_THE_BODY = frozenset({400, 413, 422})
+_OPTIONS = tuple(Sampling.model_fields)
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
@@ -195,11 +196,11 @@ class OpenAIAgentPolicy:
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
         """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
         config = self.config
-        has_seed = config.seed is not None and "seed" not in config.leave_out
+        seed = None if "seed" in config.leave_out else config.seed
         return Sampling(
-            **{name: getattr(config, name) for name in Sampling.model_fields}
+            **{name: getattr(config, name) for name in _OPTIONS}
             | {
-                "seed": decision_seed(config.seed, turn) if has_seed else None,
+                "seed": None if seed is None else decision_seed(seed, turn),
                 "max_tokens": config.max_tokens if most is None else min(config.max_tokens, most),
             }
         )

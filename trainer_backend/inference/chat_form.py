@@ -15,12 +15,10 @@ from trainer_backend.inference.reply import TOOL_CALL_ERROR
 # OpenAI's newer name of the role "system".
 DEVELOPER = "developer"
 _ROLES = (*ROLES, DEVELOPER)
-_TEXTS = ("name", "tool_call_id", "tool_name", "reasoning", "reasoning_content")
 # Keys of a message that this server, a chat template or a rollout reads, and keys that clients add to
 # answers.
-_MESSAGE_KEYS = frozenset(
-    {*_TEXTS, "role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"}
-)  # fmt: skip
+_TEXTS = frozenset({"name", "tool_call_id", "tool_name", "reasoning", "reasoning_content"})
+_OTHER_KEYS = frozenset({"role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"})
 _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
     "refusal": (None, ""),
     "annotations": (None, []),
@@ -35,22 +33,30 @@ def check_message(message: Mapping[str, Any], *, where: str) -> None:
     if role not in _ROLES:
         reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
         raise BadChatRequest(reason, where=f"{where}.role")
-    for name in message.keys() - _MESSAGE_KEYS:
-        if name == TOOL_CALL_ERROR or message[name] in _OF_ANSWERS.get(name, ()):
-            continue
-        keys = [*_MESSAGE_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
-        reason = f"{name} = {message[name]!r:.80} is not offered here"
-        if name not in _OF_ANSWERS:
-            reason = f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}"
-        raise BadChatRequest(reason, where=f"{where}.{name[:80]}")
-    for name in _TEXTS:
-        if message.get(name) is not None:
-            _check(message, name, str, "a text", where)
-    _check_content(message.get("content"), where=f"{where}.content")
-    if message.get("tool_calls") is not None:
+    for name, value in message.items():
+        if name in _TEXTS:
+            if value is not None:
+                _check(message, name, str, "a text", where)
+        elif name not in _OTHER_KEYS:
+            _refuse_with_effect(name, value, where)
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str):
+        _check_content(content, where=f"{where}.content")
+    if calls is not None:
         _check(message, "tool_calls", list, "a list", where)
-        for place, call in enumerate(message["tool_calls"]):
+        for place, call in enumerate(calls):
             _check_call(call, where=f"{where}.tool_calls.{place}")
+
+
+def _refuse_with_effect(name: str, value: object, where: str) -> None:
+    """Refuse a key that is not read, unless it stands in answers of clients and says nothing here."""
+    if name == TOOL_CALL_ERROR or value in _OF_ANSWERS.get(name, ()):
+        return
+    keys = [*_TEXTS, *_OTHER_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
+    reason = f"{name} = {value!r:.80} is not offered here"
+    if name not in _OF_ANSWERS:
+        reason = f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}"
+    raise BadChatRequest(reason, where=f"{where}.{name[:80]}")
 
 
 def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
@@ -69,7 +75,7 @@ def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
 
 
 def _check_content(content: object, *, where: str) -> None:
-    if content is None or isinstance(content, str):
+    if content is None:
         return
     if not isinstance(content, list):
         raise BadChatRequest(

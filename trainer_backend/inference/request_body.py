@@ -13,6 +13,7 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
 _BRANCH = re.compile(r"list\[|constrained-")
+_OPTIONS = tuple(Sampling.model_fields)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
 
@@ -73,7 +74,7 @@ class SamplingRequest(OpenBody):
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
         # OpenAI's seed may be negative, ours may not.
         seed = None if self.seed is None else self.seed % 2**63
-        given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         changed = {
             "top_k": max(self.top_k or 0, 0),
             "seed": derived_seed("choice", seed, choice) if seed is not None and choice else seed,
