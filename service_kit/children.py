@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
+from service_kit.console import utf8_output
+
 # Variables that a program and its libraries need to run as they do here, and that hold no keys.
 _WITHOUT_KEYS = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
@@ -56,8 +58,8 @@ class Child:
         """
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=env, start_new_session=True,
-            pass_fds=descriptors,
+            *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=utf8_output(env),
+            start_new_session=True, pass_fds=descriptors,
         )  # fmt: skip
         return cls(process)
 

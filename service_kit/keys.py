@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from service_kit.errors import SettingsError
+from shared_schemas.plain_text import read_text
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -37,8 +38,8 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
     name = environ.get(file_variable, "")
     if not value and name:
         try:
-            value = Path(name).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            value = read_text(Path(name)).strip()
+        except (OSError, ValueError) as error:
             raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
         if not value:  # an empty file would let everybody in, or nobody
             raise SettingsError(f"{file_variable} names {name!r}, which is empty")

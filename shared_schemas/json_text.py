@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from shared_schemas.base import shown
+from shared_schemas.plain_text import decode_text, without_mark
 
 # Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
@@ -31,7 +32,7 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 
 
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
-    """The value of a JSON text.
+    """The value of a JSON text; a byte order mark before it counts as nothing, as RFC 8259 allows.
 
     Args:
         keeps_nul: whether U+0000 may stand in it.
@@ -42,10 +43,12 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
             and where.
     """
     # A lone surrogate is passed on, so that the reader refuses it with its place.
-    raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    raw = text.encode(errors="surrogatepass") if isinstance(text, str) else without_mark(text)
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:
+        if not isinstance(text, str):
+            decode_text(text)  # tells of another encoding, and where bytes are no UTF-8
         raise ValueError(_reason(str(exc))) from exc
     if _is_suspect(raw):
         fault = _fault(value, keeps_nul)
@@ -180,7 +183,7 @@ def _is_suspect(raw: bytes) -> bool:
 def _reason(message: str) -> str:
     reason, _, place = message.rpartition(" at ")
     if any(word in reason for word in _HALVES):
-        reason = "half a character (a lone surrogate, or bytes that are no UTF-8)"
+        reason = "half a character (a lone surrogate)"
     elif reason.startswith("recursion"):
         reason = f"more than {MAX_DEPTH} levels"
     return f"no JSON: {reason} at {place}"

@@ -57,14 +57,35 @@ class AgentState(StrEnum):
     COMPLETED = "COMPLETED"
 
 
+# Further options of a server, at the values without effect. vLLM takes its own values from the model's
+# generation_config.json, often with top_k or a penalty: without these it would sample from a distribution
+# other than the recorded one.
+PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_EVERY_TOKEN = -1  # top_k on the wire
+
+
 class Sampling(Body):
-    """How the tokens of a decision were sampled, which is needed to recompute their log-probs."""
+    """How the tokens of a decision were sampled, which is needed to recompute their log-probs.
+
+    Every request for tokens takes its options from here (`request_keys`), so that none is recorded and not
+    sent. A field has the name of its key in the request.
+    """
 
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     max_tokens: int = Field(default=64, ge=1, le=MOST_TOKENS)
+
+    def request_keys(self) -> dict[str, Any]:
+        """OpenAI's keys of a request, and others where they have an effect: some servers do not know them."""
+        openai = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return openai | self.model_dump(exclude_defaults=True)
+
+    def whole_request_keys(self) -> dict[str, Any]:
+        """The keys of a request that leave no option to the server's own defaults."""
+        recorded = self.model_dump(exclude_none=True)
+        return PLAIN_SAMPLING | recorded | {"top_k": self.top_k or _EVERY_TOKEN}
 
     @property
     def is_truncated(self) -> bool:

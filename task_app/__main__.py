@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from service_kit.children import READY
 from service_kit.connections import ConnectionBounds
+from service_kit.console import begin_command
 from service_kit.errors import PortTaken, SettingsError
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
@@ -142,4 +143,8 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
 
 
 if __name__ == "__main__":
+    try:
+        begin_command(sys.argv[1:])
+    except SettingsError as exc:
+        sys.exit(f"task_app: {exc}")
     sys.exit(main())

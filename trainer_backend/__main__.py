@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from service_kit.console import begin_command
 from service_kit.errors import ServiceError
 from service_kit.release import version
 from trainer_backend.core.presets import PRESETS
@@ -270,7 +272,7 @@ def measure_the_truth(
         decisions=decisions, continuations=continuations, horizon=horizon, budget=budget, iteration=iteration,
         checkpoint=checkpoint, out=out or truth_of(run), seed=seed,
     )  # fmt: skip
-    with _err.status("measuring") as status:
+    with _err.status("measuring", spinner="line") as status:
 
         def show(done: int, total: int) -> None:
             status.update(f"measuring: {done}/{total} decisions")
@@ -419,7 +421,7 @@ def evaluate_policy(
     loaded, player = what_to_evaluate(folder, job, player_flags, settings, job_to_play)
     run = run_of(folder) if folder is not None and job is None else None
     warn(_err, loaded)
-    with _err.status("playing the held-out worlds") as status:
+    with _err.status("playing the held-out worlds", spinner="line") as status:
 
         def tell(done: int, total: int) -> None:
             status.update(f"playing the held-out worlds: {done}/{total}")
@@ -435,6 +437,7 @@ def main() -> None:
     """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours)."""
     atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
     try:
+        begin_command(sys.argv[1:])
         app()
     except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)

@@ -4,13 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pydantic import ValidationError
 from pydantic_core import to_json
 
 from shared_schemas.base import shown
 from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
-from shared_schemas.messages import FunctionCall, Message, ToolCall, ToolSpec
-from task_app.complaints import invalid
+from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from task_app.errors import InvalidRequest, clipped
 
 Json = dict[str, Any]
@@ -120,8 +118,13 @@ class Keys:
     def stop(self, name: str) -> tuple[str, ...]:
         value = self.take(name, (str, list), [])
         texts = [value] if isinstance(value, str) else value
-        if not all(isinstance(text, str) for text in texts) or len(texts) > 4:
-            raise InvalidRequest(f"{name} holds at most 4 texts", where=name)
+        if len(texts) > 4:
+            raise InvalidRequest(f"{name} holds {len(texts)} texts; at most 4 are allowed", where=name)
+        for place, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise InvalidRequest(
+                    f"{name}.{place} is {shown(text)}; a text is needed", where=f"{name}.{place}"
+                )
         return tuple(filter(None, texts))
 
     def rest(self) -> tuple[str, ...]:
@@ -150,27 +153,32 @@ def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:
     return roles[role]
 
 
-def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
+def parts_text(content: Any, kinds: Iterable[str], *, where: str, first: int = 0) -> str:
     """The text of a message's content: a text, null, or a list of text parts.
 
     Args:
         kinds: types of text parts in this dialect.
+        first: place of the first part.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} is {shown(content)}; a text or a list of parts is needed", where=where)
     texts = []
-    for place, part in enumerate(content):
-        kind = str(part.get("type")) if isinstance(part, dict) else "none"
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text, str):
+    for place, part in enumerate(content, first):
+        if not isinstance(part, dict):
             raise InvalidRequest(
-                f"{where}.{place} is of type {clipped(repr(kind))}; the policy reads text alone",
-                where=f"{where}.{place}",
+                f"{where}.{place} is {shown(part)}; a part is an object", where=f"{where}.{place}"
+            )
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InvalidRequest(
+                f"{where}.{place}.type is {clipped(repr(kind))}; the policy reads text alone",
+                where=f"{where}.{place}.type",
                 hint="images, sound and files are not offered here",
             )
-        texts.append(text)
+        # Chat Completions has the text of a refusal under that name.
+        texts.append(text_at(part, "refusal" if kind == "refusal" else "text", where=f"{where}.{place}"))
     return "".join(texts)
 
 
@@ -184,25 +192,44 @@ def objects(value: Any, name: str) -> list[Json]:
     return value
 
 
-def tool_call(call_id: Any, name: Any, arguments: Any, *, where: str) -> ToolCall:
-    if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str)):
-        raise InvalidRequest(f"{where} is no call: it needs texts for id, name and arguments", where=where)
+def text_at(item: Json, name: str, *, where: str, default: str | None = None) -> str:
+    """The text under a key of an item.
+
+    Args:
+        default: of an absent key or null; None: it may not be absent.
+    """
+    value = item.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        is_there = f"is {shown(value)}" if name in item else "is missing"
+        raise InvalidRequest(f"{where}.{name} {is_there}; a text is needed", where=f"{where}.{name}")
+    return value
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
     return ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
 
 
-def tool_spec(function: Mapping[str, Any], schema: Any, *, where: str) -> ToolSpec:
-    """A tool in OpenAI's form."""
+def tool_spec(function: Json, schema_key: str, *, where: str) -> ToolSpec:
+    """A tool in OpenAI's form.
+
+    Args:
+        schema_key: the dialect's name of the arguments' schema.
+    """
+    schema = {} if function.get(schema_key) is None else function[schema_key]
+    if not isinstance(schema, dict):
+        place = f"{where}.{schema_key}"
+        raise InvalidRequest(f"{place} is {shown(schema)}; a JSON Schema is needed", where=place)
     try:
         read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
     except ValueError as exc:
         raise InvalidRequest(
             f"the schema of {where} is nested deeper than {MAX_DEPTH - _ABOVE_SCHEMA} levels", where=where
         ) from exc
-    spec = {"name": function.get("name"), "description": function.get("description") or ""}
-    try:
-        return ToolSpec.model_validate({"function": {**spec, "parameters": schema or {}}})
-    except ValidationError as exc:
-        raise invalid(exc.errors(include_url=False)[0], where=where) from exc
+    name = text_at(function, "name", where=where)
+    description = text_at(function, "description", where=where, default="")
+    return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 
 def with_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "") -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from shared_schemas.base import shown
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from task_app.captures.calls import (
     Answer,
@@ -14,6 +15,7 @@ from task_app.captures.calls import (
     parts_text,
     refuse_form,
     role_of,
+    text_at,
     tool_call,
     tool_spec,
 )
@@ -88,12 +90,12 @@ class ChatCompletions:
 def _message(item: Json, where: str) -> Message:
     role = role_of(item, _ROLES, where)
     fields: dict[str, Any] = {"content": parts_text(item.get("content"), _TEXT, where=f"{where}.content")}
-    if isinstance(item.get("name"), str):
-        fields["name"] = item["name"]
+    if name := text_at(item, "name", where=where, default=""):
+        fields["name"] = name
     if role == "tool":
-        fields["tool_call_id"] = str(item.get("tool_call_id") or "")
-    calls = objects(item.get("tool_calls") or [], f"{where}.tool_calls")
-    if calls:
+        fields["tool_call_id"] = text_at(item, "tool_call_id", where=where, default="")
+    calls = item.get("tool_calls")
+    if calls := [] if calls is None else objects(calls, f"{where}.tool_calls"):
         fields["tool_calls"] = tuple(
             _call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(calls)
         )
@@ -101,16 +103,27 @@ def _message(item: Json, where: str) -> Message:
 
 
 def _call(item: Json, where: str) -> ToolCall:
-    function = item.get("function")
-    function = function if isinstance(function, dict) else {}
-    return tool_call(item.get("id"), function.get("name"), function.get("arguments"), where=where)
+    function, place = _function(item, where)
+    name, arguments = (text_at(function, key, where=place) for key in ("name", "arguments"))
+    return tool_call(text_at(item, "id", where=where), name, arguments)
 
 
 def _tool(item: Json, where: str) -> ToolSpec:
-    function = item.get("function")
-    if (item.get("type") or "function") != "function" or not isinstance(function, dict):
-        raise InvalidRequest(f"{where} is no function, and no other tool is offered here", where=where)
-    return tool_spec(function, function.get("parameters"), where=f"{where}.function")
+    function, place = _function(item, where)
+    return tool_spec(function, "parameters", where=place)
+
+
+def _function(item: Json, where: str) -> tuple[Json, str]:
+    """The function of a tool or a call, and its place."""
+    kind, function = item.get("type", "function"), item.get("function")
+    if kind != "function":
+        raise InvalidRequest(
+            f"{where}.type is {shown(kind)}; only functions are offered here", where=f"{where}.type"
+        )
+    if not isinstance(function, dict):
+        is_there = f"is {shown(function)}" if "function" in item else "is missing"
+        raise InvalidRequest(f"{where}.function {is_there}; an object is needed", where=f"{where}.function")
+    return function, f"{where}.function"
 
 
 def _answer(answer: Answer) -> Json:

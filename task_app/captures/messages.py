@@ -16,6 +16,7 @@ from task_app.captures.calls import (
     objects,
     parts_text,
     role_of,
+    text_at,
     tool_call,
     tool_spec,
     with_calls,
@@ -110,13 +111,15 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
             if not isinstance(block.get("input"), dict):
                 raise InvalidRequest(f"{path}.input is {shown(block.get('input'))}", where=f"{path}.input")
             arguments = to_json(block["input"]).decode()
-            calls.append(tool_call(block.get("id"), block.get("name"), arguments, where=path))
+            calls.append(
+                tool_call(text_at(block, "id", where=path), text_at(block, "name", where=path), arguments)
+            )
         elif kind == "tool_result" and role == "user":
             text = parts_text(block.get("content"), _TEXT, where=f"{path}.content")
-            call_id = str(block.get("tool_use_id") or "")
+            call_id = text_at(block, "tool_use_id", where=path, default="")
             messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         elif role == "user" or kind not in _UNSHOWN:
-            texts.append(parts_text([block], _TEXT, where=f"{where}.content"))
+            texts.append(parts_text([block], _TEXT, where=f"{where}.content", first=place))
     if role == "assistant":
         messages.append(Message(role="assistant", content=""))
         with_calls(messages, calls, "".join(texts))
@@ -126,11 +129,11 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
 
 def _tool(item: Json, place: int) -> ToolSpec:
     where = f"tools.{place}"
-    if (item.get("type") or "custom") != "custom":
+    if item.get("type") not in (None, "custom"):
         raise InvalidRequest(
-            f"{where}.type is {clipped(repr(item['type']))}; only custom is offered", where=where
+            f"{where}.type is {clipped(repr(item['type']))}; only custom is offered", where=f"{where}.type"
         )
-    return tool_spec(item, item.get("input_schema"), where=where)
+    return tool_spec(item, "input_schema", where=where)
 
 
 def _blocks(answer: Answer) -> list[Json]:

@@ -14,6 +14,7 @@ from task_app.captures.calls import (
     parts_text,
     refuse_form,
     role_of,
+    text_at,
     tool_call,
     tool_spec,
     with_calls,
@@ -99,19 +100,23 @@ def _messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Messag
 
 def _add(messages: list[Message], item: Json, where: str) -> None:
     """Append an item; the text and the calls of one answer become one message again."""
-    kind = item.get("type") or "message"
+    kind = item.get("type")
+    kind = "message" if kind is None else kind
     if kind == "reasoning":
         return
     if kind == "function_call":
-        call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where=where)
-        with_calls(messages, [call])
+        texts = [text_at(item, name, where=where) for name in ("call_id", "name", "arguments")]
+        with_calls(messages, [tool_call(*texts)])
         return
     if kind == "function_call_output":
         text = parts_text(item.get("output"), _TEXT, where=f"{where}.output")
-        messages.append(Message(role="tool", content=text, tool_call_id=str(item.get("call_id") or "")))
+        call_id = text_at(item, "call_id", where=where, default="")
+        messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         return
     if kind != "message":
-        raise InvalidRequest(f"{where} is {clipped(repr(kind))}, which is not offered here", where=where)
+        raise InvalidRequest(
+            f"{where}.type is {clipped(repr(kind))}, which is not offered here", where=f"{where}.type"
+        )
     role = role_of(item, _ROLES, where)
     text = parts_text(item.get("content"), _TEXT, where=f"{where}.content")
     if role == "assistant" and messages and messages[-1].role == "assistant":
@@ -124,9 +129,10 @@ def _tool(item: Json, place: int) -> ToolSpec:
     where = f"tools.{place}"
     if item.get("type") != "function":
         raise InvalidRequest(
-            f"{where}.type is {clipped(repr(item.get('type')))}; only functions are offered here", where=where
+            f"{where}.type is {clipped(repr(item.get('type')))}; only functions are offered here",
+            where=f"{where}.type",
         )
-    return tool_spec(item, item.get("parameters"), where=where)
+    return tool_spec(item, "parameters", where=where)
 
 
 def _frame(answer: Answer, call: Call) -> Json:

@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError
 from service_kit.errors import SettingsError
 from service_kit.plugin_file import package_plugs
 from shared_schemas.base import Body
+from shared_schemas.plain_text import read_text
 from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
 from task_app.interactions import gsm8k
@@ -102,7 +103,7 @@ def _document(path: Path) -> Any:
     if reader is None:
         raise SettingsError(f"--interactions {path}: the name must end in {', '.join(readers)}")
     try:
-        return reader(path.read_text(encoding="utf-8"))
+        return reader(read_text(path))
     except OSError as exc:
         raise SettingsError(f"--interactions {path} cannot be read: {exc.strerror}") from exc
     except (ValueError, yaml.YAMLError) as exc:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.trajectory import Sampling, Trajectory
 from task_app.episode.actions import Action, Choice
 from task_app.protocols import AgentPolicy, DecisionOutcome, policy_name
 
@@ -32,7 +32,6 @@ log = structlog.get_logger("task_app")
 
 _SWITCH, _OFF = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 
@@ -60,7 +59,7 @@ class Notes:
                 "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
                 "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
                 "turnwise.turn": turn,
-                **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in _SAMPLING},
+                **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in Sampling.model_fields},
             },
         )
 

@@ -20,7 +20,7 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable, PromptRefused
-from task_app.policies.openai_config import EVERY_TOKEN, PLAIN_SAMPLING, OpenAIConfig, chat_completions_url
+from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
     Reply,
     WholeReplies,
@@ -91,6 +91,7 @@ class Endpoint:
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 # The server understood who asks for which model, and refuses the body of the request.
 OF_THE_BODY = frozenset({400, 413, 422})
+_OPTIONS = tuple(Sampling.model_fields)
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
@@ -195,14 +196,13 @@ class OpenAIAgentPolicy:
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
         """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
         config = self.config
+        seed = None if "seed" in config.leave_out else config.seed
         return Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            seed=None
-            if config.seed is None or "seed" in config.leave_out
-            else decision_seed(config.seed, turn),
-            max_tokens=config.max_tokens if most is None else min(config.max_tokens, most),
+            **{name: getattr(config, name) for name in _OPTIONS}
+            | {
+                "seed": None if seed is None else decision_seed(seed, turn),
+                "max_tokens": config.max_tokens if most is None else min(config.max_tokens, most),
+            }
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -220,29 +220,26 @@ class OpenAIAgentPolicy:
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
     ) -> dict[str, Any]:
         """The chat-completions request without unused options, which some servers do not know."""
+        is_whole = self.config.exact_tokens == "vllm"
+        options = sampling.whole_request_keys() if is_whole else sampling.request_keys()
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [message.model_dump(exclude_none=True) for message in messages],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            self.config.max_tokens_name: sampling.max_tokens,
+            self.config.max_tokens_name: options.pop("max_tokens"),
+            **options,
         }
         if tools:
             body |= {"tools": tools, "tool_choice": self.config.tool_choice}
-        if sampling.top_k > 0:
-            body["top_k"] = sampling.top_k
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
         if self.config.max_model_length is not None and self.config.asks_gateway_of_ours:
             body["max_model_length"] = self.config.max_model_length
         if self.config.processed_logprobs:
             body["processed_logprobs"] = True
-        if self.config.logprobs:
+        if self.config.logprobs or is_whole:
             body["logprobs"] = True
         if self.config.chat_template_kwargs:
             body["chat_template_kwargs"] = self.config.chat_template_kwargs
-        if self.config.exact_tokens == "vllm":
-            body |= PLAIN_SAMPLING | {"return_token_ids": True, "top_k": sampling.top_k or EVERY_TOKEN}
+        if is_whole:
+            body["return_token_ids"] = True
         rest = {name: value for name, value in body.items() if name not in self.config.leave_out}
         return rest | self.config.extra_body
 

@@ -7,31 +7,25 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.base import Body
-from shared_schemas.trajectory import MOST_TOKENS
+from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
 from shared_schemas.urls import host_and_port, is_http, is_listed
 from task_app.errors import HostNotAllowed, InvalidRequest
 
 # Keys that the policy sets itself; extra_body could contradict the record.
 SET_BY_THE_POLICY = frozenset(
     {
-        "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
-        "max_completion_tokens", "max_model_length", "seed", "n", "stream", "return_token_ids",
-        "processed_logprobs", "logprobs",
+        *Sampling.model_fields, "model", "messages", "tools", "tool_choice", "max_completion_tokens",
+        "max_model_length", "n", "stream", "return_token_ids", "processed_logprobs", "logprobs",
     }
 )  # fmt: skip
-# Sent to other servers than our gateway if exact tokens are wanted. Without these keys vLLM uses the model's
-# generation_config.json, which often sets top_k or a penalty; then tokens would be sampled from another
-# distribution than the record says.
-PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "logprobs": True}
 # Keys of extra_body that change the distribution: penalties, and everything that masks tokens.
 OTHER_DISTRIBUTION = frozenset(
     {
-        "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens",
-        "ignore_eos", "use_beam_search", "response_format", "structured_outputs", "guided_json",
-        "guided_regex", "guided_choice", "guided_grammar", "logits_processors", "vllm_xargs",
+        *PLAIN_SAMPLING, "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos",
+        "use_beam_search", "response_format", "structured_outputs", "guided_json", "guided_regex",
+        "guided_choice", "guided_grammar", "logits_processors", "vllm_xargs",
     }
 )  # fmt: skip
-EVERY_TOKEN = -1  # top_k
 
 
 class OpenAIConfig(Body):
@@ -95,7 +89,7 @@ class OpenAIConfig(Body):
                 "tool_choice: 'required' makes the server sample under a grammar, which the record would not "
                 "show; use 'auto'"
             )
-        keys = sorted((PLAIN_SAMPLING.keys() | OTHER_DISTRIBUTION) & self.extra_body.keys())
+        keys = sorted(OTHER_DISTRIBUTION & self.extra_body.keys())
         if keys:
             raise ValueError(
                 f"extra_body: {keys[0]!r} would change the sampling in a way that the record does not show"

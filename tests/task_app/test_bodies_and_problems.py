@@ -32,6 +32,18 @@ async def test_a_long_number_is_shown_in_part():
     assert one.detail.endswith("; found " + "9" * 80 + "...")
 
 
+async def test_a_body_may_begin_with_a_byte_order_mark_and_utf_16_is_named():
+    async with running_app() as client:
+        body = '{"env_name": "counting", "seed": 1}'
+        answers = [
+            await client.post("/env/create", content=body.encode(encoding), headers=JSON)
+            for encoding in ("utf-8-sig", "utf-16")
+        ]
+    assert answers[0].status_code == 200, answers[0].text
+    one = problem(answers[1])
+    assert (one.status, one.where, one.detail) == (422, "body", "the text is UTF-16; save it as UTF-8")
+
+
 async def test_unknown_paths_and_methods_are_problems():
     async with running_app() as client:
         missing = problem(await client.get("/nope"))

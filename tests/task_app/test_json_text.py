@@ -27,7 +27,7 @@ def test_what_can_be_written_out_again_is_read_as_it_stands(value):
     [
         (rb'{"tag": "\ud83d"}', "half a character"),
         (rb'{"\udc00": 1}', "half a character"),
-        (b'"\xed\xa0\xbd"', "half a character"),
+        (b'"\xed\xa0\xbd"', "column 2 is no UTF-8"),
         ('{"tag": "\ud83d"}', "no JSON: half a character .* at line 1 column 1"),
         (rb'{"a": [1, "x\u0000"]}', "a.1 holds U+0000"),
         (rb'{"a": {"\u0000": 1}}', "a holds a key with U+0000"),
@@ -40,7 +40,7 @@ def test_what_can_be_written_out_again_is_read_as_it_stands(value):
         (b"1" + b"0" * 5_000, "out of range"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"),
         (json.dumps([dict.fromkeys(map(str, range(MAX_MEMBERS + 1)))]), "0 holds 10001 keys; at most 10000"),
-        ('{"a": 1}'.encode("utf-16"), "no JSON"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
         (b"", "no JSON"),
     ],
 )

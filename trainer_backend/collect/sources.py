@@ -272,10 +272,7 @@ def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling
     return {
         "inference_url": inference.url,
         "model": inference.model,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
+        **sampling.model_dump(exclude={"seed"}),
         **({"max_model_length": min(_lengths(table, inference))} if table.enable else {}),
         **inference.asks,
     }

@@ -24,7 +24,13 @@ from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, T
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, MultiTurnTable, RolloutTable
+from trainer_backend.job.rollout_table import (
+    SAMPLING_KEYS,
+    SET_BY_ROWS,
+    SET_BY_THE_JOB,
+    MultiTurnTable,
+    RolloutTable,
+)
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
@@ -166,7 +172,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
 
 def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     """Return the keys behind a fixed policy's config: inherited ones, or keys of its own table."""
-    own = [key for key in ("temperature", "top_p", "top_k") if getattr(table, key) is not None]
+    own = [key for key in SAMPLING_KEYS if getattr(table, key) is not None]
     return {
         **SET_BY_THE_JOB,
         **{key: f"[rollout_only] {table.name!r}" for key in players.servers[table.name].asks},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_schemas.base import did_you_mean, shown
+from shared_schemas.plain_text import read_text
 from trainer_backend.data.records import READERS
 from trainer_backend.errors import DataError
 
@@ -118,7 +119,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path)) from error
     if not isinstance(value, dict):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shared_schemas.plain_text import decode_text
 from trainer_backend.errors import DataError
 
 
@@ -37,19 +38,11 @@ def _jsonl(path: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}: line {number}"
-                _refuse_no_utf8(line, where)
-                yield Record(where, _object(line.rstrip(), where))
-
-
-def _refuse_no_utf8(line: str, where: str) -> None:
-    try:
-        line.encode()
-    except UnicodeEncodeError as error:
-        byte = ord(line[error.start]) & 0xFF
-        message = (
-            f"column {error.start + 1} is the byte 0x{byte:02x}, which is no UTF-8; save the file as UTF-8"
-        )
-        raise DataError(message, where=where) from error
+                try:
+                    text = decode_text(line.encode(errors="surrogateescape"))
+                except ValueError as error:
+                    raise DataError(str(error), where=where) from error
+                yield Record(where, _object(text.rstrip(), where))
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

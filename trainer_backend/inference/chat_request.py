@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from shared_schemas.base import Body, did_you_mean
-from shared_schemas.messages import ROLES
+from shared_schemas.base import Body
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.reply import TOOL_CALL_ERROR
+from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_tool
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, null_is, read_request
 
 MOST_CHOICES = 64
@@ -19,10 +18,14 @@ def _strings(value: object) -> object:
     """Convert `stop`, a string or a list of strings, to a tuple; null, "" and [] mean none."""
     if value is None or value == "":
         return ()
-    return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class StreamOptions(Body):
+    model_config = ConfigDict(strict=True)
+
     include_usage: Annotated[bool, null_is(False)] = False
 
 
@@ -78,40 +81,6 @@ class ChatRequest(SamplingRequest):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-# OpenAI's newer name of the role "system".
-DEVELOPER = "developer"
-_ROLES = (*ROLES, DEVELOPER)
-# Keys of a message that this server, a chat template or a rollout reads, and keys that clients add to
-# answers.
-_MESSAGE_KEYS = frozenset(
-    {
-        "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
-        "msg_id", "msg_id(invoking_assistant)", "tool_name",
-    }
-)  # fmt: skip
-_OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
-    "refusal": (None, ""),
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-}
-
-
-def _refuse_unknown_parts(message: Mapping[str, Any], *, where: str) -> None:
-    role = message.get("role")
-    if role not in _ROLES:
-        reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
-        raise BadChatRequest(reason, where=f"{where}.role")
-    for name in message.keys() - _MESSAGE_KEYS:
-        if name == TOOL_CALL_ERROR or message[name] in _OF_ANSWERS.get(name, ()):
-            continue
-        keys = [*_MESSAGE_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
-        reason = f"{name} = {message[name]!r:.80} is not offered here"
-        if name not in _OF_ANSWERS:
-            reason = f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}"
-        raise BadChatRequest(reason, where=f"{where}.{name[:80]}")
-
-
 _TOOL_CHOICES = (None, "auto", "none")
 
 
@@ -119,9 +88,11 @@ def read_chat_request(body: bytes) -> ChatRequest:
     """Parse and check a body."""
     request = read_request(ChatRequest, body)
     for place, message in enumerate(request.messages):
-        _refuse_unknown_parts(message, where=f"messages.{place}")
+        check_message(message, where=f"messages.{place}")
         if message.get("role") == DEVELOPER:
             message["role"] = "system"
+    for place, tool in enumerate(request.tools or ()):
+        check_tool(tool, where=f"tools.{place}")
     if request.tool_choice not in _TOOL_CHOICES:
         raise BadChatRequest(
             f"tool_choice = {request.tool_choice!r:.80} is not offered here: no call is forced",

@@ -32,10 +32,6 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, 
 
 # The version of a foreign model, which is never trained here.
 _VERSION = 0
-# vLLM takes defaults from the model's generation_config.json, often with top_k or a penalty: without these
-# values it would sample from a distribution other than the recorded one.
-PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_EVERY_TOKEN = -1  # top_k
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _KEEP_ALIVE_S = 2.0
 _AUTH_ERRORS = frozenset({401, 403})
@@ -149,17 +145,11 @@ class RemoteEngine:
         body = {
             "model": self._model,
             "prompt": prompt,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or _EVERY_TOKEN,
-            **PLAIN_SAMPLING,
+            **sampling.whole_request_keys(),
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
         }
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
         if self._processed:
             # Supported by gateways like ours; other servers are configured at their start.
             body["processed_logprobs"] = True

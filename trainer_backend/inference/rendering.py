@@ -99,14 +99,11 @@ class ChatRenderer:
         """As `prompt_text`, of several conversations with the same tools, which are prepared once for all."""
         if not conversations:
             return []
-        plain = [
-            [plain_message(message, where=f"messages.{i}") for i, message in enumerate(messages)]
-            for messages in conversations
-        ]
-        # Templates are foreign programs: any error means that they cannot render these messages.
+        # Templates are foreign programs: any error means that they cannot render these messages. So does one
+        # of a message in another form, which a row of data may have; requests were checked (chat_form).
         try:
             texts = self.tokenizer.apply_chat_template(
-                plain,
+                [list(map(_plain_message, messages)) for messages in conversations],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -277,55 +274,33 @@ class ChatRenderer:
         return text
 
 
-def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
+def _plain_message(message: JsonObject) -> dict[str, Any]:
     """Return a message in the form templates expect: text content, and call arguments as an object.
 
     An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
     digits is replaced in call and result alike by nine characters derived from it.
     """
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise BadChatRequest("a message needs a role", where=f"{where}.role")
-    plain = {**message, "content": _text(content, where=f"{where}.content")}
-    calls = message.get("tool_calls")
-    if calls is not None and not isinstance(calls, list | tuple):
-        raise BadChatRequest("tool_calls must be a list", where=f"{where}.tool_calls")
-    plain.pop("tool_calls", None)
-    if calls:
-        plain["tool_calls"] = [
-            _plain_call(call, where=f"{where}.tool_calls.{i}") for i, call in enumerate(calls)
-        ]
-    if "tool_call_id" in message:
+    plain = {**message, "content": _text(message.get("content"))}
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = _call_id(message["tool_call_id"])
     return plain
 
 
-def _text(content: object, *, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise BadChatRequest("content must be text, a list of text parts, or null", where=where)
+def _text(content: str | Sequence[JsonObject] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join([part["text"] for part in content])
 
 
-def _plain_call(call: object, *, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(call, dict)
-        or not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-    ):
-        raise BadChatRequest('a tool call is {"id", "type", "function": {"name", "arguments"}}', where=where)
+def _plain_call(call: JsonObject) -> dict[str, Any]:
+    function = call["function"]
     plain = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
     return {**plain, "id": _call_id(call["id"])} if "id" in call else plain
 
 
-def _call_id(value: object) -> str:
-    text = str(value)
+def _call_id(text: str) -> str:
     if _CALL_ID.fullmatch(text):
         return text
     return hashlib.blake2b(text.encode("utf-8", "replace")).hexdigest()[:9]

@@ -1,15 +1,19 @@
 """The common part of both completion requests: sampling, and refused keys; no key is ignored in silence."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared_schemas.base import OpenBody, did_you_mean
-from shared_schemas.trajectory import MOST_TOKENS, Sampling
+from shared_schemas.plain_text import decode_text, without_mark
+from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
+_BRANCH = re.compile(r"list\[|constrained-")
+_OPTIONS = tuple(Sampling.model_fields)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
 
@@ -21,10 +25,7 @@ def null_is(default: object) -> BeforeValidator:
 
 # Values without effect, by key. Other values would be ignored in silence, so they are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
+    **{name: (None, value) for name, value in PLAIN_SAMPLING.items()},
     "min_tokens": (None, 0),
     "ignore_eos": (None, False),
     "stop_token_ids": (None, []),
@@ -56,6 +57,9 @@ class SamplingRequest(OpenBody):
         "suffix": (None, ""),
     }
 
+    # A number that is a text, or true, is a mistake of the caller's.
+    model_config = ConfigDict(strict=True)
+
     model: str
     temperature: Annotated[Finite, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
@@ -70,27 +74,40 @@ class SamplingRequest(OpenBody):
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
         # OpenAI's seed may be negative, ours may not.
         seed = None if self.seed is None else self.seed % 2**63
+        given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        changed = {
+            "top_k": max(self.top_k or 0, 0),
+            "seed": derived_seed("choice", seed, choice) if seed is not None and choice else seed,
+            "max_tokens": max_tokens,
+        }
         # Without a second validation, since the fields above have the same bounds.
-        return Sampling.model_construct(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=derived_seed("choice", seed, choice) if seed is not None and choice else seed,
-            max_tokens=max_tokens,
-        )
+        return Sampling.model_construct(**(given | changed))
 
 
 def read_request(kind: type[Request], body: bytes) -> Request:
     """Parse and check a body."""
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(without_mark(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise BadChatRequest(first["msg"], where=where) from error
+        message = _encoding_fault(body) if first["type"] == "json_invalid" else None
+        raise BadChatRequest(message or first["msg"], where=_place(first["loc"])) from error
     for name, value in (request.model_extra or {}).items():
         _refuse_unread(name, value, kind)
     return request
+
+
+def _encoding_fault(body: bytes) -> str | None:
+    try:
+        decode_text(body)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """The place as the caller wrote it, without pydantic's names of a union's branches."""
+    return ".".join(str(part) for part in loc if not _BRANCH.match(str(part))) or "body"
 
 
 def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:

@@ -49,7 +49,6 @@ from trainer_backend.inference.protocol import (
 from trainer_backend.inference.remote_engine import (
     EXCERPT,
     MOST_REPLY_BYTES,
-    PLAIN_SAMPLING,
     TRY_AGAIN,
     RemoteEngine,
     connection_errors,
@@ -305,15 +304,13 @@ class VllmEngine(RemoteEngine):
     def _body(
         self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, streams: bool = False
     ) -> dict[str, Any]:
+        options = sampling.whole_request_keys()
+        options.pop("seed", None)  # which crashes vLLM's CPU build at a preemption
         return {
             "model": self._model,
             "token_ids": list(ids),
             "sampling_params": {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
-                **PLAIN_SAMPLING,
+                **options,
                 "logprobs": likeliest + 1 if likeliest else 0,  # the sampled one comes beside them
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,

@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli
 
+from shared_schemas.plain_text import read_text
 from trainer_backend.errors import JobError
 
 REWARD_KEYS = (
@@ -282,10 +283,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError as error:
         raise JobError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error
 
 

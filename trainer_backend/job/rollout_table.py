@@ -14,6 +14,8 @@ from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.tables import Table
 
+# The options of sampling that [rollout] sets, and [[rollout_only]] for a policy of its own.
+SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name not in ("seed", "max_tokens"))
 # The job sends these with every rollout; if a config has them too, both must agree in every stage.
 _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
 # Settings that the job gives to policies, and the key for each. In rollout.policy_config they would bypass
@@ -21,10 +23,7 @@ _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
 # job's checks, training and seeds.
 SET_BY_THE_JOB = {
     **_JOB_KEYS,
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "top_k": "rollout.top_k",
-    "max_tokens": "rollout.max_tokens",
+    **{name: f"rollout.{name}" for name in (*SAMPLING_KEYS, "max_tokens")},
     "max_model_length": "multi_turn.max_model_length",
     "seed": "job.seed",
     "model": "job.name",
@@ -34,7 +33,6 @@ SET_BY_THE_JOB = {
     "chat_template_kwargs": "model.chat_template_kwargs",
 }
 
-_SAMPLING = ("temperature", "top_p", "top_k")
 # What a row of [data] puts into the environment's config.
 SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
 
@@ -106,8 +104,8 @@ class RolloutTable(Table):
 
     def sampling_of(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
         """How the actor draws tokens in training; or how a fixed policy does, which inherits its settings."""
-        own = {} if fixed is None else fixed.model_dump(include=set(_SAMPLING), exclude_none=True)
-        inherited = {key: getattr(self, key) for key in _SAMPLING}
+        own = {} if fixed is None else fixed.model_dump(include=set(SAMPLING_KEYS), exclude_none=True)
+        inherited = {key: getattr(self, key) for key in SAMPLING_KEYS}
         return Sampling(max_tokens=self.max_tokens, **(inherited | own))
 
     @field_validator("seeds")

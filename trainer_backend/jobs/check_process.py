@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
+from service_kit.console import utf8_output
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import WITHHELD
 
@@ -143,7 +144,7 @@ class CheckProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
-                env={name: value for name, value in os.environ.items() if name not in WITHHELD} | _ALONE,
+                env=utf8_output({k: v for k, v in os.environ.items() if k not in WITHHELD} | _ALONE),
                 start_new_session=True,  # Ctrl-C goes to the service only, which then ends this process
             )
         self._connection = connection

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from shared_schemas.base import OpenBody
 from trainer_backend.errors import JobError
+from trainer_backend.job.rollout_table import SAMPLING_KEYS
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
@@ -44,10 +45,7 @@ NOT_READ = {
 NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
-    **{
-        f"rollout.policy_config.{key}": f"rollout.{key}"
-        for key in ("temperature", "top_p", "top_k", "max_tokens")
-    },
+    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in (*SAMPLING_KEYS, "max_tokens")},
     "rollout.env_config.step_rewards.enabled": "training.step_rewards_enabled",
     "rollout.env_config.step_rewards.mode": "training.step_rewards_mode",
     "rollout.env_config.step_rewards.kind": "training.event_rewards_kind",

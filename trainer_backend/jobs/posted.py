@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from shared_schemas.base import Body, did_you_mean
 from shared_schemas.json_text import NUL, read_json
+from shared_schemas.plain_text import decode_text
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
@@ -549,16 +550,17 @@ def _findings(
 
 def text_of(body: bytes) -> str:
     try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ApiError(f"the body is no UTF-8 text: byte {error.start}", where="body") from error
+        return decode_text(body)
+    except ValueError as error:
+        raise ApiError(str(error), where="body") from error
 
 
 def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Return the tables of a job, and the tags beside them."""
     if media_type == _JSON:
         body_job = _json_body(body)
-        document = document_of(body_job.toml) if body_job.toml is not None else body_job.config
+        text = None if body_job.toml is None else text_of(body_job.toml.encode())
+        document = document_of(text) if text is not None else body_job.config
         return document or {}, body_job.tags
     if media_type in _TOML or media_type.startswith("text/"):
         return document_of(text_of(body)), {}

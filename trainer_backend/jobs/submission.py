@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from shared_schemas.plain_text import read_text
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
 from trainer_backend.jobs.control import apply_verb
 from trainer_backend.jobs.posted import Resolution, check, may_name, resolve
@@ -169,8 +170,8 @@ def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:
     examples = []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(file)
+        except (OSError, ValueError) as error:
             _log.warning("example_not_read", file=str(file), error=str(error))
             continue
         examples.append((file.stem if stems.count(file.stem) == 1 else str(file), text))

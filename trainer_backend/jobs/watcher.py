@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 import tomli
 
+from shared_schemas.plain_text import read_text
 from trainer_backend.errors import RunDirectoryError, TrainerError
 from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.slots import ANSWER_S, Line
@@ -289,7 +290,7 @@ def _external_job(path: Path, home: str) -> NewJob:
     """Read the run's job unparsed: an earlier version may have written keys that this one lacks."""
     run = open_run(path)
     try:
-        text = (path / "job.toml").read_text(encoding="utf-8")
+        text = read_text(path / "job.toml")
         name = tomli.loads(text)["job"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"{path}/job.toml cannot be read: {error}") from error

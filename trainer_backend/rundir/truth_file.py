@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_
 
 from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job.rollout_table import RolloutTable
+from trainer_backend.job.rollout_table import SAMPLING_KEYS, RolloutTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.rundir.files import append_line, read_lines, replace_lines, write_errors
 from trainer_backend.rundir.layout import RunDirectory
@@ -28,9 +28,7 @@ _PLAY = frozenset(
         "invalid_action_penalty",
         "termination_regex",
         "termination_target",
-        "temperature",
-        "top_p",
-        "top_k",
+        *SAMPLING_KEYS,
         "max_tokens",
     }
 )

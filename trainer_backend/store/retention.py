@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import tomli
-from pydantic import ValidationError
 
+from shared_schemas.plain_text import read_text
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.tables import RetentionTable
 from trainer_backend.rundir.files import write_errors
@@ -22,9 +22,9 @@ def retention_of(run: Path) -> RetentionTable:
     """
     path = run / "job.toml"
     try:
-        document = tomli.loads(path.read_text(encoding="utf-8"))
+        document = tomli.loads(read_text(path))
         return RetentionTable.model_validate(document.get("retention", {}))
-    except (OSError, tomli.TOMLDecodeError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{path}: [retention] cannot be read: {error}") from error
 
 

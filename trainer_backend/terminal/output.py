@@ -47,7 +47,7 @@ class LastingStreams:
     def opened(cls) -> Iterator[Self]:
         """Put them in the place of `sys.stdout` and `sys.stderr` inside the context."""
         streams, before = cls(), (sys.stdout, sys.stderr)
-        with open(os.devnull, "w") as nothing:
+        with open(os.devnull, "w", encoding="utf-8") as nothing:
             if None in before:  # closed before the start, as by `>&-`: Python has none then
                 streams.lose()
                 _fill_gaps(nothing.fileno())

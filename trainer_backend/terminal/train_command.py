@@ -1,6 +1,7 @@
 """`turnwise train`: the runs that it creates or continues, one per seed, with dashboard and report."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from service_kit.children import READY
+from service_kit.console import utf8_output
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
@@ -167,6 +169,7 @@ def dashboard_beside(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=utf8_output(os.environ),
         # A session of its own: Ctrl-C goes to the run, which ends first.
         start_new_session=True,
     ) as child:

@@ -118,7 +118,7 @@ def test_a_file_with_a_byte_order_mark_is_read_and_one_in_another_encoding_refus
     marked.write_text('{"question": "für"}\n', encoding="utf-8-sig")
     assert read_split(marked, "train").rows[0].prompt == "für"
     other.write_text('{"question": "fur"}\n{"question": "für"}\n', encoding="latin-1")
-    told = f"{other}: line 2: column 16 is the byte 0xfc, which is no UTF-8; save the file as UTF-8"
+    told = f"{other}: line 2: column 16 is no UTF-8; save the text as UTF-8"
     assert refused(other) == told
 
 

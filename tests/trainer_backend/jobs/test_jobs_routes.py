@@ -48,7 +48,7 @@ NO_JOBS = [
         "not valid TOML: Expected ']' at the end of a table declaration (at line 1",
     ),
     ({"content": "[modell]\n"}, 400, "modell is not a key"),
-    ({"content": b"\xff"}, 422, "the body is no UTF-8 text: byte 0"),
+    ({"content": b"\xff"}, 422, "column 1 is no UTF-8"),
     ({"content": "{", "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
     ({"content": "[" * 100_000, "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
     ({"json": {}}, 422, "exactly one of 'config' and 'toml'"),

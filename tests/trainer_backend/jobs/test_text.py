@@ -24,8 +24,8 @@ BODIES = [
     ("/jobs", {"toml": "[model\ud83d]"}, JSON, "half a character"),
     ("/rl/jobs", {"job_type": "rl", HALF: 1, "data": {"config": {}}}, JSON, "half a character"),
     ("/rl/jobs", {"job_type": HALF, "data": {}}, ANY_JSON, "half a character"),
-    ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "no JSON"),
-    ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "half a character"),
+    ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "is UTF-16"),
+    ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "column 11 is no UTF-8"),
     ("/jobs", {HALF: 1}, {b"Content-Type": b"application/json\xa0"}, "half a character"),
     ("/rl/jobs", {HALF: 1}, {b"Content-Type": b"\x85application/json"}, "half a character"),
     ("/jobs", b'[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "\\u0000"', {}, f"'tags' holds {NUL}"),
@@ -42,6 +42,20 @@ async def test_a_body_is_refused_with_its_place(served):
         assert answer.status_code in ((200,) if path == "/jobs/check" else (400, 422)), answer.text
         assert told in answer.text, body
         assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+async def test_a_byte_order_mark_before_a_job_is_no_part_of_it(served):
+    toml = '[job]\nname = "quick"\n[model]\npreset = "tiny-0.3m"\n'
+    for body, headers in (
+        (toml, {}),
+        (json.dumps({"toml": toml}), JSON),
+        (json.dumps({"toml": f"\ufeff{toml}"}), JSON),
+    ):
+        content = body.encode("utf-8-sig")
+        answer = await served.client.post("/jobs", content=content, headers=headers)
+        assert answer.status_code == 201, answer.text
+    (finding,) = (await JobsForPages(served.service).check("\ufeff[model]\npreset = 1")).errors
+    assert "preset" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,7 @@ async def test_a_request_without_a_body_may_say_that_it_is_json(served):
 
 async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
     (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).errors
-    assert "no UTF-8 text" in finding.text
+    assert "no UTF-8" in finding.text
 
 
 async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mark(served):

@@ -1,0 +1,59 @@
+"""A call that is wrong in one place is refused with the place, in each dialect."""
+
+from typing import Any
+
+import pytest
+
+from task_app.errors import InvalidRequest
+from task_app.routes.captures import DIALECTS
+from tests.malformed import malformed, names_item
+from tests.trainer_backend.inference.test_malformed_requests import CHAT
+
+SCHEMA = {"type": "object", "properties": {}}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "i",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ],
+    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA}],
+    "tool_choice": "auto", "text": {"format": {"type": "text"}}, "max_output_tokens": 5, "stream": False,
+}  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "model": "m",
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
+    ],
+    "max_tokens": 9, "stop_sequences": ["x"], "stream": False,
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "needed"),
+    [
+        (
+            "chat/completions",
+            CHAT,
+            ("messages.0.content.0.text", "messages.2.tool_calls.0.id", "tools.0.function"),
+        ),
+        ("responses", RESPONSES, ("input.0.content.0.text", "input.1.call_id", "tools.0.name")),
+        ("messages", MESSAGES, ("system.0.text", "messages.1.content.0.id", "tools.0.name")),
+    ],
+)
+def test_one_wrong_place_is_named(path: str, body: dict[str, Any], needed: tuple[str, ...]):
+    DIALECTS[path].read(body)
+    refused = {}
+    for place, value, wrong in malformed(body):
+        try:
+            DIALECTS[path].read(wrong)
+        except InvalidRequest as error:  # any other error would be a 500
+            assert names_item(error.where or "", place), (place, value, error.detail)
+            refused[place, str(value)] = error.where
+    for place in needed:
+        assert refused[place, "None"] == refused[place, "[]"] == place

@@ -1,0 +1,82 @@
+"""A body that is wrong in one place is a 4xx that names the place, and no error of the gateway's own."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.trajectory import Sampling
+from tests.malformed import malformed, names_item
+from tests.trainer_backend.inference.test_gateway_edges import KEY, StandInEngine
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.served_policy import ServedPolicy
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"type": "object", "properties": {}}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}], "name": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+        {"role": "tool", "tool_call_id": "c", "content": "b"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}],
+    "tool_choice": "auto", "response_format": {"type": "text"}, "stop": ["x"], "logit_bias": {},
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 1, "max_tokens": 4, "n": 1, "stream": False,
+    "logprobs": True, "top_logprobs": 0, "chat_template_kwargs": {}, "return_token_ids": False,
+    "processed_logprobs": False, "common_draws": False, "presence_penalty": 0, "max_model_length": 900,
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "model": "m", "prompt": [1, 2], "logprobs": 0, "max_tokens": 2, "temperature": 1.0, "stop": None,
+    "echo": False, "seed": 3, "return_token_ids": True, "add_special_tokens": False,
+}  # fmt: skip
+
+
+class QuickEngine(StandInEngine):
+    """It always samples the same two tokens."""
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        return Generation((5, 6), (-1.0, -1.0), "length", ((0, 0),))
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
+async def test_one_wrong_place_is_named(tokenizer: PreTrainedTokenizerFast, path: str, body: dict[str, Any]):
+    app = create_gateway({"m": ServedPolicy(QuickEngine(), tokenizer)}, key=KEY)
+    headers = {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: "r"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://g/v1", headers=headers) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+        refused = {}
+        for place, value, wrong in malformed(body):
+            reply = await client.post(path, json=wrong)
+            if reply.status_code != 200:
+                assert reply.status_code in (400, 404), (place, value, reply.text)
+                assert names_item(reply.json()["where"], place), (place, value, reply.text)
+                refused[place, str(value)] = reply.json()["where"]
+    if path == "chat/completions":
+        assert refused["messages.0.content.0.text", "None"] == "messages.0.content.0.text"
+        assert refused["tools.0.function", "None"] == refused["tools.0", "{}"] == "tools.0.function"
+        assert refused["messages.3.tool_call_id", "[]"] == "messages.3.tool_call_id"
+    assert refused["max_tokens", "True"] == "max_tokens", "true is no number"
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark_and_utf_16_is_named(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    app = create_gateway({"m": ServedPolicy(QuickEngine(), tokenizer)}, key=KEY)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://g/v1", headers=headers) as client:
+        text = json.dumps(TEXT)
+        assert (await client.post("completions", content=text.encode("utf-8-sig"))).status_code == 200
+        reply = await client.post("completions", content=text.encode("utf-16"))
+    assert (reply.status_code, reply.json()["where"]) == (400, "body")
+    assert "UTF-16" in reply.json()["detail"]

@@ -1,0 +1,118 @@
+"""The form of the messages and tools of a chat request; whatever passes, a chat template can be given.
+
+It is written by hand, because every message of every decision passes through here, and a place such as
+`messages.2.content.0.text` shall name the item as the caller wrote it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared_schemas.base import did_you_mean, shown
+from shared_schemas.messages import ROLES
+from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.reply import TOOL_CALL_ERROR
+
+# OpenAI's newer name of the role "system".
+DEVELOPER = "developer"
+_ROLES = (*ROLES, DEVELOPER)
+# Keys of a message that this server, a chat template or a rollout reads, and keys that clients add to
+# answers.
+_TEXTS = frozenset({"name", "tool_call_id", "tool_name", "reasoning", "reasoning_content"})
+_OTHER_KEYS = frozenset({"role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"})
+_OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
+    "refusal": (None, ""),
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+}
+
+
+def check_message(message: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a message that has another form, or a key that would be ignored; null counts as absent."""
+    role = message.get("role")
+    if role not in _ROLES:
+        reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
+        raise BadChatRequest(reason, where=f"{where}.role")
+    for name, value in message.items():
+        if name in _TEXTS:
+            if value is not None:
+                _check(message, name, str, "a text", where)
+        elif name not in _OTHER_KEYS:
+            _refuse_with_effect(name, value, where)
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str):
+        _check_content(content, where=f"{where}.content")
+    if calls is not None:
+        _check(message, "tool_calls", list, "a list", where)
+        for place, call in enumerate(calls):
+            _check_call(call, where=f"{where}.tool_calls.{place}")
+
+
+def _refuse_with_effect(name: str, value: object, where: str) -> None:
+    """Refuse a key that is not read, unless it stands in answers of clients and says nothing here."""
+    if name == TOOL_CALL_ERROR or value in _OF_ANSWERS.get(name, ()):
+        return
+    keys = [*_TEXTS, *_OTHER_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
+    reason = f"{name} = {value!r:.80} is not offered here"
+    if name not in _OF_ANSWERS:
+        reason = f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}"
+    raise BadChatRequest(reason, where=f"{where}.{name[:80]}")
+
+
+def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a tool that is no function, or whose function has another form."""
+    _check_function(tool, where)
+    function, place = tool["function"], f"{where}.function"
+    for name, kind, needed in (("description", str, "a text"), ("parameters", dict, "a JSON Schema")):
+        if function.get(name) is not None:
+            _check(function, name, kind, needed, place)
+    # Many templates walk through the arguments, and read no further.
+    schema, place = function.get("parameters") or {}, f"{place}.parameters"
+    if "properties" in schema:
+        _check(schema, "properties", dict, "an object", place)
+        for name in schema["properties"]:
+            _check(schema["properties"], name, (dict, bool), "a JSON Schema", f"{place}.properties")
+
+
+def _check_content(content: object, *, where: str) -> None:
+    if content is None:
+        return
+    if not isinstance(content, list):
+        raise BadChatRequest(
+            f"content is {shown(content)}; it is a text, a list of text parts, or null", where=where
+        )
+    for place, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise BadChatRequest(
+                f'a part is {shown(part)}; only {{"type": "text", "text": "…"}} is read',
+                where=f"{where}.{place}",
+            )
+        _check(part, "text", str, "a text", f"{where}.{place}")
+
+
+def _check_call(call: object, *, where: str) -> None:
+    if not isinstance(call, dict):
+        form = '{"id", "type", "function": {"name", "arguments"}}'
+        raise BadChatRequest(f"a tool call is {shown(call)}; its form is {form}", where=where)
+    if "id" in call:
+        _check(call, "id", str, "a text", where)
+    _check_function(call, where)
+    if call["function"].get("arguments") is not None:
+        _check(call["function"], "arguments", (str, dict), "JSON text or an object", f"{where}.function")
+
+
+def _check_function(item: Mapping[str, Any], where: str) -> None:
+    """Check what tools and calls have in common."""
+    if item.get("type", "function") != "function":
+        raise BadChatRequest(f"type is {shown(item['type'])}; 'function' is allowed", where=f"{where}.type")
+    _check(item, "function", dict, "an object", where)
+    _check(item["function"], "name", str, "a text", f"{where}.function")
+
+
+def _check(
+    home: Mapping[str, Any], name: str, kind: type | tuple[type, ...], needed: str, where: str
+) -> None:
+    value = home.get(name)
+    if not isinstance(value, kind):
+        is_there = f"is {shown(value)}" if name in home else "is missing"
+        raise BadChatRequest(f"{name} {is_there}; {needed} is needed", where=f"{where}.{name}")
