@@ -1,7 +1,7 @@
 """Intervals of rates, and the Crafter score with its interval. Pure."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -9,7 +9,6 @@ from trainer_backend.core.statistics import (
     Z_975,
     Interval,
     bounded,
-    by_world,
     t_quantile_975,
 )
 
@@ -21,8 +20,11 @@ def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str
         counts: counter of every achievement at the end of each episode; a missing name counts 0.
         worlds: of each episode.
     """
+    plays: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
+    for world, item in zip(worlds, counts, strict=True):
+        plays[world].append(item)
     return {
-        name: by_world([float(item.get(name, 0) > 0) for item in counts], worlds, fmean)
+        name: [sum(item.get(name, 0) > 0 for item in episodes) / len(episodes) for episodes in plays.values()]
         for name in sorted({name for episode in counts for name in episode})
     }
 
@@ -199,6 +201,32 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
     rate = min(fmean(shares), 1.0)
     interval = _wilson(rate, _effective_count(shares, rate, episodes))
     return Interval(interval.mean, interval.low, interval.high, worlds)
+
+
+def paired_success_interval(differences: Sequence[float]) -> Interval:
+    """The mean difference of two players' successes in the same worlds, with its 95 % interval.
+
+        p - q +- z sqrt((p + q - (p - q)^2) / (n + 2))
+        p = (gains + 1) / (n + 2),   q = (losses + 1) / (n + 2)
+
+    Student's t would have no width where no world differs, and too little where few do.
+
+    Args:
+        differences: [n] of each world: 1 where only the second player succeeded, -1 where only the first did.
+
+    Raises:
+        ValueError: no worlds.
+
+    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), p. 479.
+    """
+    if not differences:
+        raise ValueError("a difference needs at least one world")
+    count = len(differences)
+    gained = (sum(value > 0 for value in differences) + 1) / (count + 2)
+    lost = (sum(value < 0 for value in differences) + 1) / (count + 2)
+    half = Z_975 * math.sqrt((gained + lost - (gained - lost) ** 2) / (count + 2))
+    interval = Interval(fmean(differences), gained - lost - half, gained - lost + half, count)
+    return bounded(interval, -1.0, 1.0)
 
 
 def _effective_count(shares: Sequence[float], rate: float, episodes: int) -> float:
