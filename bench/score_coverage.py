@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import Pool
+from operator import mul
 from random import Random
 from statistics import NormalDist, fmean, quantiles
 from typing import Any
@@ -145,12 +146,9 @@ def delta_interval(counts: Sequence[Counts], worlds: Sequence[str]) -> Interval:
     shares_NW = list(achievement_shares(counts, worlds).values())
     rates = [fmean(shares_W) for shares_W in shares_NW]
     m = fmean(math.log1p(100 * rate) for rate in rates)
-    shift = mean_interval(
-        [
-            fmean(100 * (share - rate) / (1 + 100 * rate) for share, rate in zip(shares, rates, strict=True))
-            for shares in zip(*shares_NW, strict=True)
-        ]
-    )
+    slopes = [100 / (1 + 100 * rate) / len(rates) for rate in rates]
+    level = sum(map(mul, slopes, rates))
+    shift = mean_interval([sum(map(mul, slopes, shares)) - level for shares in zip(*shares_NW, strict=True)])
     assert shift.low is not None and shift.high is not None
     return Interval(math.expm1(m), math.expm1(m + shift.low), math.expm1(m + shift.high), shift.count)
 
@@ -207,7 +205,8 @@ def _summarise(intervals: Sequence[Interval], truth: float, range_95: float) -> 
         "coverage": round(1 - above - below, 4),
         "score_above": above,
         "score_below": below,
-        "width": fmean(high - low for low, high in bounds),
+        "mean_low": fmean(low for low, _ in bounds),
+        "mean_high": fmean(high for _, high in bounds),
         "relative_width": fmean(high - low for low, high in bounds) / range_95,
     }
 
