@@ -79,11 +79,11 @@ def test_achievements_that_come_together_widen_the_interval():
 
 
 def test_the_score_is_that_of_the_rates_of_worlds_however_often_each_was_played():
-    # "a": always in the first world, played once; never in the second, played thrice: rate 1/2, and not 1/4
-    interval = crafter_score_interval([{"a": 1}, {"a": 0}, {"a": 0}, {"a": 0}], ["v", "w", "w", "w"])
-    assert (interval.mean, interval.count) == (pytest.approx(50.0), 2)
-    # Wilson's of an effective count of 1 (t of 3 and of 1 degrees of freedom): 1/2 less 0.445379
-    assert interval.low == pytest.approx(5.4621, abs=1e-4)
+    # "a": always in the first world, played once; in one of three plays of the second: rate 2/3, and not 1/2
+    interval = crafter_score_interval([{"a": 1}, {"a": 1}, {"a": 0}, {"a": 0}], ["v", "w", "w", "w"])
+    assert (interval.mean, interval.count) == (pytest.approx(200 / 3), 2)
+    # Wilson's of an effective count of 1: (2/3 + 1.920729 - z sqrt(2/9 + 0.960365)) / 4.841459 = 0.094187
+    assert interval.low == pytest.approx(9.4187, abs=1e-3)
 
 
 def test_the_interval_contains_the_score_where_achievements_are_rare():
