@@ -110,12 +110,15 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 def _bars(axes: Any, rows: Sequence[Row], name: str, colour: str, style: str, label: str) -> None:
-    kept = [row for row in rows if row[f"{name}_low"] is not None]
-    if not kept:
+    if not rows:
         return
-    x, y = [row["iteration"] for row in kept], [row[name] for row in kept]
-    lower = [row[name] - row[f"{name}_low"] for row in kept]
-    upper = [row[f"{name}_high"] - row[name] for row in kept]
+    x, y = [row["iteration"] for row in rows], [row[name] for row in rows]
+    ends = [[row[f"{name}{end}"] for row in rows] for end in ("_low", "_high")]
+    # A figure without an interval is a point without a bar.
+    lower, upper = [
+        [0.0 if bound is None else abs(bound - mean) for bound, mean in zip(bounds, y, strict=True)]
+        for bounds in ends
+    ]
     axes.errorbar(x, y, [lower, upper], fmt=style, color=colour, capsize=3, markersize=4, label=label)
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from trainer_backend.collect.losses import losses_in
 from trainer_backend.collect.sources import row_of
-from trainer_backend.core.statistics import Interval, bounded, mean_interval
+from trainer_backend.core.intervals import paired_success_interval
+from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.rundir.rollout_files import finished_rows
 
 Row = Mapping[str, Any]
@@ -31,9 +32,9 @@ def paired_difference(first: Path, other: Path) -> Interval | None:
     shared = [world for world in before if world in after]
     if not shared:
         return None
-    difference = mean_interval([after[world] - before[world] for world in shared])
+    differences = [after[world] - before[world] for world in shared]
     successes = {*before.values(), *after.values()} <= {0.0, 1.0}
-    return bounded(difference, -1.0, 1.0) if successes else difference
+    return paired_success_interval(differences) if successes else mean_interval(differences)
 
 
 class Best(NamedTuple):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.intervals import nested_rate_interval, wilson_interval
+from trainer_backend.core.intervals import nested_rate_interval, paired_success_interval, wilson_interval
 from trainer_backend.core.statistics import Interval, bounded
 
 
@@ -87,3 +87,17 @@ def test_nineteen_of_twenty_intervals_of_a_few_worlds_hold_the_rate(worlds):
 def test_a_bound_that_cannot_be_is_cut_off():
     assert bounded(Interval(0.5, -1.0, 2.0, 3), 0.0, 22.0) == Interval(0.5, 0.0, 2.0, 3)
     assert bounded(Interval(0.5, None, None, 1), 0.0, 22.0).low is None
+
+
+def test_a_difference_of_successes_by_hand():
+    # three gains and one loss in eight worlds: p = 0.4, q = 0.2; half = z sqrt((0.6 - 0.04) / 10) = 0.463812
+    interval = paired_success_interval([1.0] * 3 + [-1.0] + [0.0] * 4)
+    assert (interval.mean, interval.count) == (0.25, 8)
+    assert (interval.low, interval.high) == pytest.approx((0.2 - 0.463812, 0.2 + 0.463812), abs=1e-6)
+    # no world differs: z sqrt(0.02 / 100), where Student's t has no width
+    interval = paired_success_interval([0.0] * 98)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((0.0, -0.027718, 0.027718), abs=1e-6)
+    # one gain in one world: 1/3 + z sqrt(8/27) is more than a difference can be
+    assert paired_success_interval([1.0]).high == 1.0
+    with pytest.raises(ValueError, match="at least one world"):
+        paired_success_interval([])

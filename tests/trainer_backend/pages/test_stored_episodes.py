@@ -1,4 +1,5 @@
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, WOOD, rollout
+from trainer_backend.core.intervals import paired_success_interval
 from trainer_backend.evaluation.best import paired_difference
 from trainer_backend.pages.report import best_episode, reward_by_turn
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
@@ -37,12 +38,11 @@ def test_differences_are_taken_world_by_world(tmp_path):
     assert paired_difference(first, stored(tmp_path / "c.parquet", [rollout(99, [WOOD])])) is None
 
 
-def test_a_difference_of_proportions_is_no_more_than_one(tmp_path):
+def test_a_difference_of_successes_has_an_interval_of_its_own(tmp_path):
     first = stored(tmp_path / "a.parquet", [rollout(10, [()]), rollout(11, [WOOD])])
     last = stored(tmp_path / "b.parquet", [rollout(10, [WOOD]), rollout(11, [WOOD])])
-    # differences 1 and 0: Student's t alone says 0.5 - 6.4 to 0.5 + 6.4
-    difference = paired_difference(first, last)
-    assert (difference.mean, difference.low, difference.high) == (0.5, -1.0, 1.0)
+    # one gain and no loss in two worlds: Student's t would reach from 0.5 - 6.4 to 0.5 + 6.4
+    assert paired_difference(first, last) == paired_success_interval([1.0, 0.0])
 
 
 def test_of_equally_good_episodes_the_shorter_one_is_shown(tmp_path):
