@@ -6,7 +6,7 @@ k the policy plays on from after the decision, and once more from before it, wit
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,24 @@ import numpy as np
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
 from trainer_backend.core.statistics import t_quantile_975
 
+# Choices that the policy samples before a decision, for each pair. They cost a decision, and a pair some twenty.
+CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """How often the policy chose otherwise than stored, and how much that changed.
+
+    Attributes:
+        sampled: N, choices of the policy before the decision.
+        count: x, of them other than the stored one.
+        square: mean of d_k^2 over the pairs that chose otherwise, in squared reward units; 0 without any.
+    """
+
+    sampled: int
+    count: int
+    square: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +49,14 @@ class TrueAdvantage:
     Attributes:
         rollout_id, turn: of the stored decision.
         reward: its r_t.
-        error: standard error of `advantage` (`mean_difference`).
+        error: standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors`
+            replaces it where these are too few.
         action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
         pairs: K, pairs of which both sides were played.
         failed: pairs that infrastructure failed; they are in no mean.
         others: pairs in which the policy chose otherwise than stored.
         decisions: what it cost, in decisions that were played.
+        departures: None in files from before they were stored.
 
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
@@ -53,6 +72,18 @@ class TrueAdvantage:
     failed: int
     others: int
     decisions: int
+    departures: Departures | None = None
+
+    @property
+    def known_departures(self) -> Departures:
+        """`departures`, or what the pairs tell of them: they share the sampled choices out in proportion."""
+        if self.departures is not None:
+            return self.departures
+        sampled = CHOICES * (self.pairs + self.failed)
+        share = self.others / self.pairs
+        return Departures(
+            sampled, round(share * sampled), (self.advantage / share) ** 2 if self.others else 0.0
+        )
 
     @property
     def state_value(self) -> float | None:
@@ -155,6 +186,83 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
+def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
+    """The truths, with errors of near-certain decisions by what all decisions tell together.
+
+    With fewer than two pairs that chose otherwise, a decision does not tell how much the others vary. If all
+    N choices were the stored one, its own error is even 0, although the policy may choose otherwise.
+
+        A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
+        error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where x is 0
+
+    q is the chance to choose otherwise, of which the decision saw x in N, and n <= x were played. m and c
+    are those of all decisions (`_prior_chance`), as are M, the mean square of what other choices change, and
+    S, the variance of a single difference around that (`_other_choices`). So decisions that are nearly
+    certain are taken to be like the others in what another choice changes.
+    It stays 0 only where no decision of all was seen to choose otherwise, or none that did changed anything.
+
+    Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
+    (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
+    Molecular Biology 3 (2004).
+    """
+    mean, weight = _prior_chance([item.known_departures for item in truths])
+    moved, around = _other_choices(truths)
+
+    def error(item: TrueAdvantage) -> float:
+        seen = item.known_departures
+        share = seen.count / seen.sampled
+        total = seen.sampled + weight
+        expected = (seen.count + weight * mean) / total
+        variance = expected * (1.0 - expected) / (total + 1.0)
+        if not item.others:
+            return math.sqrt((moved + around) * (variance + expected**2))
+        return math.sqrt(moved * (variance + (expected - share) ** 2) + around * share**2 / item.others)
+
+    return [item if item.others >= 2 else replace(item, error=error(item)) for item in truths]
+
+
+def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
+    """Mean m of the chance to choose otherwise over decisions, and the weight c of its Beta in choices.
+
+        c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
+
+    It is at least 1, and at most all sampled choices, of which m is known.
+    """
+    shares = [item.count / item.sampled for item in seen]
+    mean = math.fsum(shares) / len(shares)
+    sampled = sum(item.sampled for item in seen)
+    if len(shares) < 2:
+        return mean, 1.0
+    each, chance = sampled / len(seen), mean * (1.0 - mean)
+    variance = (_variance(shares) - chance / each) / (1.0 - 1.0 / each)
+    return mean, max(1.0, min(chance / variance - 1.0, sampled)) if variance > 0.0 else float(sampled)
+
+
+def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
+    """M and S of `pooled_errors`, in squared reward units: M + S is the mean of d_k^2 over decisions.
+
+    Decisions with two pairs or more tell M and S apart. Fewer than two such decisions do not: half each.
+    """
+    seen = [(item, item.known_departures) for item in truths if item.others]
+    if not seen:
+        return 0.0, 0.0
+    square = math.fsum(of.square for _, of in seen) / len(seen)
+    several = [
+        (item.others, (item.advantage * of.sampled / of.count) ** 2, of.square)
+        for item, of in seen
+        if item.others >= 2
+    ]
+    if len(several) < 2:
+        return square / 2, square / 2
+    within = [max(of_all - of_mean, 0.0) * count / (count - 1) for count, of_mean, of_all in several]
+    freedom = sum(count - 1 for count, _, _ in several)
+    around = math.fsum(v * (count - 1) for v, (count, _, _) in zip(within, several, strict=True)) / freedom
+    means = [of_mean - v / count for v, (count, of_mean, _) in zip(within, several, strict=True)]
+    moved = max(math.fsum(means) / len(means), 0.0)
+    part = moved / (moved + around) if moved + around > 0.0 else 0.5
+    return part * square, (1.0 - part) * square
+
+
 def even_order(count: int, seed: int) -> Iterator[int]:
     """All indices below `count`; those at the beginning are spread evenly over the whole range.
 
@@ -185,7 +293,7 @@ class Noise:
         decisions: measured ones.
         spread: std of the true advantages over decisions, in reward units: that of the measured ones, less
             what their noise adds.
-        error: root mean square of their standard errors.
+        error: root mean square of their standard errors (`pooled_errors`).
         known: share of the decisions whose sign is beyond the noise.
         failed: pairs that were lost.
         played: decisions that the measurement took.
@@ -218,7 +326,8 @@ def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
 
 
 def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
-    """Of at least one decision."""
+    """Of at least one decision, with `pooled_errors`."""
+    truths = pooled_errors(truths)
     noise = _noise_square(truths)
     variance = spread_of([item.advantage for item in truths]).std ** 2
     return Noise(
@@ -229,6 +338,30 @@ def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
         failed=sum(item.failed for item in truths),
         played=sum(item.decisions for item in truths),
     )
+
+
+def unbiased_correlation(std: float, noise: Noise) -> float | None:
+    """What an unbiased estimator whose advantages have this std would score against the measured truth.
+
+        A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
+
+    T is the true advantage, m the error of its measurement. So it is a perfect estimator but for its noise,
+    e, and a correlation that reaches it tells of no bias. An estimator's own std says how noisy it is only
+    where its advantages are in reward units and once those of a decision.
+
+    Args:
+        std: of A over the measured decisions, in reward units.
+        noise: of the same decisions.
+
+    Returns:
+        The expected correlation; None where the truth is nothing but noise, or A varies less than T, which
+        no unbiased estimator does.
+
+    Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
+    """
+    if noise.spread == 0.0 or std < noise.spread:
+        return None
+    return noise.spread / std * noise.spread / math.hypot(noise.spread, noise.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +395,7 @@ class TruthScore:
         error: mean squared error of scale * A, less the noise of T, in squared reward units.
         explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
         variance: of scale * A.
+        std: of A, in its own unit.
         zero_share: share of decisions without a signal.
         biases: by turn and by reward.
 
@@ -279,6 +413,7 @@ class TruthScore:
     error: float
     explained: float | None
     variance: float
+    std: float
     zero_share: float
     biases: tuple[Bias, ...]
 
@@ -286,13 +421,14 @@ class TruthScore:
 def truth_score(
     advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
 ) -> TruthScore:
-    """Score one estimator.
+    """Score one estimator, against truths with `pooled_errors`.
 
     Args:
         advantages: [N] of the measured decisions, in their order.
         truths: [N], at least one.
         groups: [N] the group of each one's rollout.
     """
+    truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
     noise = _noise_square(truths)
     square = math.fsum(value * value for value in advantages)
@@ -317,6 +453,7 @@ def truth_score(
         error=error,
         explained=1.0 - error / true_square if true_square > 0.0 else None,
         variance=spread_of(scaled).std ** 2,
+        std=spread_of(advantages).std,
         zero_share=spread_of(advantages).zero_frac,
         biases=_biases(apart, truths),
     )

@@ -17,8 +17,9 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.collect.work import Collection
+from trainer_backend.core.truth import CHOICES
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
+from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.rundir.truth_file import TruthSetting, play_of, rewards_of
 
 PAIRS = 4
