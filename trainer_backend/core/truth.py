@@ -14,7 +14,7 @@ import numpy as np
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
 from trainer_backend.core.statistics import t_quantile_975
 
-# Choices that the policy samples before a decision, for each pair. They cost a decision, and a pair some twenty.
+# Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
 CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
