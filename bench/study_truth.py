@@ -27,7 +27,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -118,10 +118,14 @@ def scored(
         setting, name = f"algorithm.gae_lambda={weight:g}", f"gae, lambda {weight:g}"
         found["estimators"][name] = _figures(run, ["gae"], checkpoint, setting)["truth"]["estimators"]["gae"]
         advantages[name] = _advantages(run, rows, "gae", setting)
-    hesitant = _where_it_hesitates(measured.file.truths.values(), advantages["gae"])
-    decisions = {"truths": rows, "advantages": advantages, "groups": _groups(run)}
-    found |= {"hesitant": hesitant, "refused": figures["refused"], "last_call_s": round(seconds, 1)}
-    return found, decisions
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    decisions = {
+        "truths": columns,
+        "advantages": advantages,
+        "groups": _groups(run, set(columns["rollout_id"])),
+    }
+    found |= {"refused": figures["refused"], "last_call_s": round(seconds, 1)}
+    return rescored(found, decisions), decisions
 
 
 def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float]) -> dict[str, float]:
@@ -143,16 +147,17 @@ def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float])
 def _advantages(
     run: RunDirectory, truths: Sequence[Mapping[str, Any]], name: str, *overrides: str
 ) -> list[float]:
-    """An estimator's advantages of the measured decisions, to six digits."""
+    """An estimator's advantages of the measured decisions, to five digits."""
     path = _scores_of(run) / "_".join(overrides) / f"{name}.parquet"
     rows = finished_rows(path, ["rollout_id", "decisions"])
     by_rollout = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
-    return [float(f"{by_rollout[item['rollout_id']][item['turn'] - 1]:.6g}") for item in truths]
+    return [float(f"{by_rollout[item['rollout_id']][item['turn'] - 1]:.5g}") for item in truths]
 
 
-def _groups(run: RunDirectory) -> dict[str, str]:
+def _groups(run: RunDirectory, measured: Collection[str]) -> dict[str, str]:
+    """Of the rollouts with measured decisions."""
     rows = finished_rows(_scores_of(run) / "gae.parquet", ["rollout_id", "group_id"])
-    return {row["rollout_id"]: row["group_id"] for row in rows}
+    return {row["rollout_id"]: row["group_id"] for row in rows if row["rollout_id"] in measured}
 
 
 def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -170,19 +175,21 @@ def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any] | None) -> d
                 for name, score in found["estimators"].items()
             },
         }
-    truths = [_TRUTH.validate_python(row) for row in decisions["truths"]]
+    columns = decisions["truths"]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    truths = [_TRUTH.validate_python(row) for row in rows]
     file = TruthFile(Path(), TruthSetting.model_validate(found["setting"]), truths)
     again: dict[str, Any] = {"estimators": {}}
     for name, values in decisions["advantages"].items():
         of_rollouts: dict[str, dict[int, float]] = {}
         for item, value in zip(truths, values, strict=True):
             of_rollouts.setdefault(item.rollout_id, {})[item.turn] = value
-        rows = {
+        advantages = {
             rollout: [of_turns.get(turn, 0.0) for turn in range(1, max(of_turns) + 1)]
             for rollout, of_turns in of_rollouts.items()
         }
         plug = name.partition(",")[0]  # without another lambda
-        figures: dict[str, Any] = TruthScores(file, {plug: rows}, decisions["groups"]).figures()
+        figures: dict[str, Any] = TruthScores(file, {plug: advantages}, decisions["groups"]).figures()
         cosine = found["estimators"][name]["gradient_cosine"]
         again["estimators"][name] = {**figures["estimators"][plug], "gradient_cosine": cosine}
         again["noise"] = figures["noise"]
@@ -240,6 +247,59 @@ def _values(seeds: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> l
     return [value for value in found if value is not None]
 
 
+_SHORT = ("crafter", "one_action", "rooms", "sokoban")
+_KIN = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
+_ROWS = ("gae", "reinforce_pp", "stepwise", "gagpo", "g2po", "gigpo", "gigpo_soft", "graphgpo")
+_WHOLE = ("gae", *(f"gae, lambda {weight:g}" for weight in GAE_LAMBDAS), "stepwise", "g2po", "grpo")
+
+
+def tables(outcome: Mapping[str, Any]) -> list[str]:
+    """The rows of the tables of docs/truth.md, of all settings."""
+    summaries = [outcome[name]["summary"] for name in _SHORT]
+    rows = []
+    for name in _ROWS:
+        rows.append(_row(f"`{name}`", [_spread(of[name]["correlation"]) for of in summaries]))
+        if not estimator(name).bias:
+            rows.append(_unbiased_row(name, summaries))
+    rows.append(_row("`grpo`, `rloo` and kin, one advantage an episode", map(_kin, summaries)))
+    rows.append(_unbiased_row("rloo", summaries))
+    seeds = [seed["estimators"] for seed in outcome["whole"]["seeds"].values()]
+    for name in _WHOLE:
+        cells = [cell for of in seeds for cell in (_bounded(of[name]), _number(of[name]["unbiased"]))]
+        rows.append(_row(f"`{name}`", cells))
+    return rows + [
+        _row(f"`{name}`", [_number(of[name]["gradient_cosine"]) for of in seeds]) for name in _WHOLE
+    ]
+
+
+def _row(title: str, cells: Iterable[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _unbiased_row(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+    cells = [_spread(of[name]["unbiased"]) if "unbiased" in of[name] else "-" for of in summaries]
+    return _row(f"unbiased, as noisy as `{name}`", cells)
+
+
+def _spread(figure: Sequence[float]) -> str:
+    middle, least, greatest, _ = figure
+    return f"{_number(middle)} ({_number(least)} to {_number(greatest)})"
+
+
+def _kin(of_setting: Mapping[str, Any]) -> str:
+    middle, least, greatest = zip(*(of_setting[name]["correlation"][:3] for name in _KIN), strict=True)
+    medians = f"{_number(min(middle))} to {_number(max(middle))}"
+    return f"{medians} ({_number(min(least))} to {_number(max(greatest))})"
+
+
+def _bounded(score: Mapping[str, Any]) -> str:
+    return f"{_number(score['correlation'])} ({_number(score['low'])} to {_number(score['high'])})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+
+
 def _stored_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The measured decisions by setting and seed."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -266,6 +326,7 @@ def _rescore(results: Path, outcome: dict[str, Any]) -> None:
         of_setting["summary"] = summary(of_setting["seeds"])
     _write(results, outcome, lines)
     print(f"rescored: {results}; {len(lines)} seeds by their decisions")
+    print("", *tables(outcome), sep="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
