@@ -20,7 +20,7 @@ def test_the_tables_of_the_page_are_those_of_the_results():
 
 def test_figures_follow_from_the_decisions_and_gain_power_without_them():
     truths = [
-        TrueAdvantage(f"r{n}", 1, 0.0, float(n % 2), 0.25, None, 4, 0, 2, 9, Departures(16, 8, 1.0))
+        TrueAdvantage(f"r{n}", 1, 0.0, float(n % 2), 0.25, None, 4, 0, 2, 9, Departures(16, 8.0, 2, 1.0))
         for n in range(4)
     ]
     columns = {name: [asdict(item)[name] for item in truths] for name in asdict(truths[0])}

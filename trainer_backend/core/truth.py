@@ -21,16 +21,20 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """How often the policy chose otherwise than stored, and how much that changed.
+    """How often the policy chose what changes the return, and how much that changes it.
+
+    Another choice than the stored one that comes to the same return to the last digit changes nothing.
 
     Attributes:
         sampled: N, choices of the policy before the decision.
-        count: x, of them other than the stored one.
-        square: mean of d_k^2 over the pairs that chose otherwise, in squared reward units; 0 without any.
+        count: x, how many of them change the return, estimated from the pairs.
+        pairs: n, pairs with a d_k other than 0.
+        square: mean of d_k^2 over those, by the share of their choices; 0 without any.
     """
 
     sampled: int
-    count: int
+    count: float
+    pairs: int
     square: float
 
 
@@ -80,10 +84,10 @@ class TrueAdvantage:
         if self.departures is not None:
             return self.departures
         sampled = CHOICES * (self.pairs + self.failed)
+        if not self.others:
+            return Departures(sampled, 0.0, 0, 0.0)
         share = self.others / self.pairs
-        return Departures(
-            sampled, round(share * sampled), (self.advantage / share) ** 2 if self.others else 0.0
-        )
+        return Departures(sampled, share * sampled, self.others, (self.advantage / share) ** 2)
 
     @property
     def state_value(self) -> float | None:
@@ -97,7 +101,7 @@ class TrueAdvantage:
         Its degrees of freedom are `others` - 1: the zeros of pairs that chose as stored say nothing about how
         the others vary.
         """
-        if self.others < 2 or self.advantage == 0.0:
+        if self.others < 2 or self.known_departures.pairs < 2 or self.advantage == 0.0:
             return False
         return abs(self.advantage) > t_quantile_975(self.others - 1) * self.error
 
@@ -186,43 +190,60 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
+def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
+    """What the pairs of a decision tell of the choices that change its return.
+
+    Args:
+        strata, sampled: as for `mean_difference`.
+    """
+    kept = [(share / len(values), values) for share, values in strata if values]
+    total = math.fsum(share * len(values) for share, values in kept)
+    changed = [(share / total, value) for share, values in kept for value in values if value]
+    part = math.fsum(weight for weight, _ in changed)
+    square = math.fsum(weight * value**2 for weight, value in changed) / part if changed else 0.0
+    return Departures(sampled, part * sampled, len(changed), square)
+
+
 def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
     """The truths, with errors of near-certain decisions by what all decisions tell together.
 
-    With fewer than two pairs that chose otherwise, a decision does not tell how much the others vary. If all
-    N choices were the stored one, its own error is even 0, although the policy may choose otherwise.
+    With fewer than two pairs that change the return, a decision does not tell how much these vary. If none
+    of the N choices did, its own error is even 0, although the policy may choose what does.
 
         A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
-        error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where x is 0
+        error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
 
-    q is the chance to choose otherwise, of which the decision saw x in N, and n <= x were played. m and c
-    are those of all decisions (`_prior_chance`), as are M, the mean square of what other choices change, and
+    q is the chance to choose what changes the return, and x, N, n are those of `Departures`. m and c
+    are those of all decisions (`_prior_chance`), as are M, the mean square of what such a choice changes, and
     S, the variance of a single difference around that (`_other_choices`). So decisions that are nearly
-    certain are taken to be like the others in what another choice changes.
-    It stays 0 only where no decision of all was seen to choose otherwise, or none that did changed anything.
+    certain are taken to be like the others in what another choice changes. Where two pairs or more all
+    differ by the same, M is their own square and S is 0.
+    An error stays 0 only where no pair of any decision changed anything.
 
     Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
     (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
     Molecular Biology 3 (2004).
     """
     mean, weight = _prior_chance([item.known_departures for item in truths])
-    moved, around = _other_choices(truths)
+    pooled = _other_choices(truths)
 
     def error(item: TrueAdvantage) -> float:
         seen = item.known_departures
-        share = seen.count / seen.sampled
-        total = seen.sampled + weight
+        if seen.pairs >= 2 and (item.error > 0.0 or item.departures is None):
+            return item.error
+        moved, around = pooled if seen.pairs < 2 else (seen.square, 0.0)
+        share, total = seen.count / seen.sampled, seen.sampled + weight
         expected = (seen.count + weight * mean) / total
         variance = expected * (1.0 - expected) / (total + 1.0)
-        if not item.others:
+        if not seen.pairs:
             return math.sqrt((moved + around) * (variance + expected**2))
-        return math.sqrt(moved * (variance + (expected - share) ** 2) + around * share**2 / item.others)
+        return math.sqrt(moved * (variance + (expected - share) ** 2) + around * share**2 / seen.pairs)
 
-    return [item if item.others >= 2 else replace(item, error=error(item)) for item in truths]
+    return [replace(item, error=error(item)) for item in truths]
 
 
 def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
-    """Mean m of the chance to choose otherwise over decisions, and the weight c of its Beta in choices.
+    """Mean m over decisions of the chance to change the return, and the weight c of its Beta in choices.
 
         c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
 
@@ -243,14 +264,12 @@ def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
 
     Decisions with two pairs or more tell M and S apart. Fewer than two such decisions do not: half each.
     """
-    seen = [(item, item.known_departures) for item in truths if item.others]
+    seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
     if not seen:
         return 0.0, 0.0
     square = math.fsum(of.square for _, of in seen) / len(seen)
     several = [
-        (item.others, (item.advantage * of.sampled / of.count) ** 2, of.square)
-        for item, of in seen
-        if item.others >= 2
+        (of.pairs, (mean * of.sampled / of.count) ** 2, of.square) for mean, of in seen if of.pairs >= 2
     ]
     if len(several) < 2:
         return square / 2, square / 2

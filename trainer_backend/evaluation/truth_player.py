@@ -17,10 +17,10 @@ from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.truth import (
     CHOICES,
-    Departures,
     Stratum,
     TrueAdvantage,
     choice_strata,
+    departures,
     mean_difference,
 )
 from trainer_backend.credit.rewards import Rewards
@@ -153,11 +153,7 @@ class ContinuationPlayer:
             failed=self.setting.continuations - len(differences),
             others=len(returns),
             decisions=played,
-            departures=Departures(
-                len(sides),
-                sum(side.choice != stored.choice for side in sides),
-                math.fsum(differences[n] ** 2 for n in returns) / max(len(returns), 1),
-            ),
+            departures=departures(parts, len(sides)),
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:

@@ -13,6 +13,7 @@ from trainer_backend.core.truth import (
     Noise,
     TrueAdvantage,
     choice_strata,
+    departures,
     even_order,
     mean_difference,
     noise_of,
@@ -83,9 +84,19 @@ def test_the_mean_over_choices_is_unbiased_and_has_the_error_that_is_told():
     assert 0.95 * spread < math.fsum(errors) / len(errors) < 1.2 * spread
 
 
-def counted(advantage, sampled, count, others, square=0.0, *, error=0.0):
-    departures = Departures(sampled, count, square)
-    return measured(advantage, error=error, pairs=sampled // 4, others=others, departures=departures)
+def counted(advantage, sampled, count, pairs, square=0.0, *, error=0.0):
+    seen = Departures(sampled, count, pairs, square)
+    return measured(advantage, error=error, pairs=sampled // 4, others=pairs, departures=seen)
+
+
+def test_choices_that_change_nothing_are_no_departures():
+    # 3/4 of 16 choices: one of two pairs changes the return by 2; 1/4: one pair changes it by -4
+    seen = departures([(0.6, [0.0, 2.0]), (0.2, [-4.0]), (0.1, [])], 16)
+    assert (seen.sampled, seen.pairs) == (16, 2)
+    assert (seen.count, seen.square) == pytest.approx(
+        (16 * (3 / 8 + 1 / 4), (3 / 8 * 4 + 1 / 4 * 16) / (5 / 8))
+    )
+    assert departures([(1.0, [0.0, 0.0])], 8) == Departures(8, 0.0, 0, 0.0)
 
 
 def test_a_decision_that_was_only_chosen_as_stored_has_the_error_of_what_the_others_would_change():
@@ -113,6 +124,16 @@ def test_a_decision_with_one_other_pair_has_the_variance_of_the_others():
     assert pooled_errors([open_, open_, found])[2] == found, "a second time changes nothing"
 
 
+def test_differences_that_are_all_alike_leave_what_their_choices_leave():
+    # 2 of 2 decisions change the return with all 16 choices, or with half of them
+    always, half = counted(-2.0, 16, 16.0, 4, square=4.0), counted(1.0, 16, 8.0, 2, square=4.0, error=0.5)
+    found = pooled_errors([always, half])[0].error
+    weight = max(1.0, 45 / 29 - 1)
+    expected = (16 + weight * 0.75) / (16 + weight)
+    square = expected * (1 - expected) / (17 + weight) + (1 - expected) ** 2
+    assert found == pytest.approx(math.sqrt(4.0 * square))
+
+
 def test_where_no_decision_was_ever_chosen_otherwise_nothing_is_known_to_vary():
     assert [item.error for item in pooled_errors([counted(0.0, 64, 0, 0)] * 3)] == [0.0] * 3
 
@@ -120,7 +141,7 @@ def test_where_no_decision_was_ever_chosen_otherwise_nothing_is_known_to_vary():
 def test_lines_from_before_departures_were_stored_tell_them_by_their_pairs():
     old = measured(0.5, pairs=3, failed=1, others=2)
     # 16 choices, two of three of them others; the mean difference is 0.5 / (2/3)
-    assert old.known_departures == Departures(16, 11, pytest.approx(0.75**2))
+    assert old.known_departures == Departures(16, pytest.approx(32 / 3), 2, pytest.approx(0.75**2))
     assert noise_of([measured(1.0, error=0.5), measured(0.0, others=0)]).error > math.sqrt(0.5**2 / 2)
 
 
@@ -135,9 +156,7 @@ def test_errors_are_as_large_as_what_was_missed_however_certain_a_decision_is(st
             for share, members in choice_strata(others, 16, seed)
         ]
         mean, error = mean_difference(strata, 64)
-        played = [value for _, values in strata for value in values if value]
-        square = sum(value**2 for value in played) / max(len(played), 1)
-        truths.append(counted(mean, 64, sum(others), len(played), square, error=error))
+        truths.append(measured(mean, error=error, departures=departures(strata, 64)))
         missed.append((mean - (1 - stored_share) * worth) ** 2)
     errors = [item.error for item in pooled_errors(truths)]
     assert min(errors) > 0.0
