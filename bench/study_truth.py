@@ -267,9 +267,7 @@ def tables(outcome: Mapping[str, Any]) -> list[str]:
     for name in _WHOLE:
         cells = [cell for of in seeds for cell in (_bounded(of[name]), _number(of[name]["unbiased"]))]
         rows.append(_row(f"`{name}`", cells))
-    return rows + [
-        _row(f"`{name}`", [_number(of[name]["gradient_cosine"]) for of in seeds]) for name in _WHOLE
-    ]
+    return rows
 
 
 def _row(title: str, cells: Iterable[str]) -> str:
