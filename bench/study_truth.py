@@ -15,7 +15,7 @@ rollouts of their own, and are left out. `gae` is scored at other lambdas too.
                 chance in its world, few states, by a policy that imitates a teacher of random pace
     sokoban     configs/sokoban.toml: boards of 5 by 5 with two boxes, which a push may make impossible
 
-Finished parts are skipped, and interrupted ones are resumed. bench/results/truth.json is written after each
+Finished parts are skipped, interrupted ones are resumed. bench/results/truth.json is written after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
 truth_decisions.jsonl, in the same folder, has a line of the measured decisions of each seed, with the
 advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds from before there
@@ -286,8 +286,8 @@ def _spread(figure: Sequence[float]) -> str:
 
 def _kin(of_setting: Mapping[str, Any]) -> str:
     middle, least, greatest = zip(*(of_setting[name]["correlation"][:3] for name in _KIN), strict=True)
-    medians = f"{_number(min(middle))} to {_number(max(middle))}"
-    return f"{medians} ({_number(min(least))} to {_number(max(greatest))})"
+    medians = dict.fromkeys((_number(min(middle)), _number(max(middle))))
+    return f"{' to '.join(medians)} ({_number(min(least))} to {_number(max(greatest))})"
 
 
 def _bounded(score: Mapping[str, Any]) -> str:

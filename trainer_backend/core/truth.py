@@ -44,7 +44,7 @@ class TrueAdvantage:
 
         advantage = E_k[d_k],   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
 
-    s' is the stored next state. In pair k the policy chose anew before the decision, earned r_k and came to
+    s' is the stored next state. In pair k the policy chose again before the decision, earned r_k and came to
     s'_k. G_k(s) is the discounted return of the policy from s on; both of a pair draw the same random
     numbers, and so do the env steps of the decision itself. Where the policy chose as stored, d_k is 0
     without playing on. How often the policy chooses what is counted in more choices than K
