@@ -1,6 +1,7 @@
 """Which estimator is nearest to the truth? All of them on the same rollouts, against measured advantages.
 
     python -m bench.study_truth [--seed 0 …] [--setting crafter …] [--decisions 300] [--continuations 16]
+    python -m bench.study_truth --rescore
 
 For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
 hold values and state keys beside everything else. `turnwise truth` then measures decisions of its last
@@ -14,33 +15,40 @@ rollouts of their own, and are left out. `gae` is scored at other lambdas too.
                 chance in its world, few states, by a policy that imitates a teacher of random pace
     sokoban     configs/sokoban.toml: boards of 5 by 5 with two boxes, which a push may make impossible
 
-What is done is skipped, what was interrupted is resumed. bench/results/truth.json is written anew after each
+Finished parts are skipped, interrupted ones are resumed. bench/results/truth.json is written after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
+truth_decisions.jsonl, in the same folder, has a line of the measured decisions of each seed, with the
+advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds from before there
+were such lines keep their numbers, and get what an unbiased estimator would score (`unbiased`), where their
+numbers tell it: an estimator's std is that of scale * A divided by the scale, which must not be 0.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, pstdev, pvariance
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from bench.kit import ROOT, options
 from bench.study_results import IN_GROUPS
 from bench.study_runs import finished
-from trainer_backend.core.truth import TrueAdvantage
+from trainer_backend.core.truth import Noise, TrueAdvantage, pooled_errors, unbiased_correlation
 from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.credit.truth_scores import TruthScores
 from trainer_backend.evaluation.truth import TruthOptions, measure_truth
 from trainer_backend.job.load import load_job
-from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows
-from trainer_backend.rundir.truth_file import truth_of
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, truth_of
 from trainer_backend.terminal.progress import ConsoleReporter
 from trainer_backend.terminal.templates import write_environment
 
@@ -60,19 +68,33 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
     "sokoban": (),
 }  # fmt: skip
+_TRUTH = TypeAdapter(TrueAdvantage)
 _JOBS = {"sokoban": "sokoban.toml", "whole": "crafter_laptop.toml"}
 _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
 GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # beside the job's own
-FIGURES = ("correlation", "noiseless", "rank", "sign_agreement", "explained", "zero_share", "gradient_cosine")
+FIGURES = (
+    "correlation",
+    "unbiased",
+    "noiseless",
+    "rank",
+    "sign_agreement",
+    "explained",
+    "zero_share",
+    "gradient_cosine",
+)
 
 
 def scored(
     run: RunDirectory, setting: str, seed: int, *, decisions: int, continuations: int
-) -> dict[str, Any]:
-    """Measure what is not measured yet, and score all estimators, their gradients too."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure what is not measured yet, and score all estimators, their gradients too.
+
+    Returns:
+        The numbers, and what they are computed from.
+    """
     started = time.monotonic()
     truth_options = TruthOptions(
         decisions=decisions,
@@ -90,29 +112,95 @@ def scored(
     checkpoint = run.checkpoints / measured.file.setting.checkpoint
     figures = _figures(run, list(ESTIMATORS), checkpoint)
     found = figures["truth"]
+    rows = [asdict(item) for item in measured.file.truths.values()]
+    advantages = {name: _advantages(run, rows, name) for name in found["estimators"]}
     for weight in GAE_LAMBDAS:
-        other = _figures(run, ["gae"], checkpoint, f"algorithm.gae_lambda={weight:g}")
-        found["estimators"][f"gae, lambda {weight:g}"] = other["truth"]["estimators"]["gae"]
-    hesitant = _where_it_hesitates(run, measured.file.truths.values())
-    return {**found, "hesitant": hesitant, "refused": figures["refused"], "last_call_s": round(seconds, 1)}
+        setting, name = f"algorithm.gae_lambda={weight:g}", f"gae, lambda {weight:g}"
+        found["estimators"][name] = _figures(run, ["gae"], checkpoint, setting)["truth"]["estimators"]["gae"]
+        advantages[name] = _advantages(run, rows, "gae", setting)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    decisions = {
+        "truths": columns,
+        "advantages": advantages,
+        "groups": _groups(run, set(columns["rollout_id"])),
+    }
+    found |= {"refused": figures["refused"], "last_call_s": round(seconds, 1)}
+    return rescored(found, decisions), decisions
 
 
-def _where_it_hesitates(run: RunDirectory, truths: Collection[TrueAdvantage]) -> dict[str, float]:
+def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float]) -> dict[str, float]:
     """Share of the decisions of which a choice was another than stored, and standard deviations there.
 
     Of true advantages, less their standard errors' share of it; and of those of `gae`.
     """
-    rows = finished_rows(_scores_of(run) / "gae.parquet", ["rollout_id", "decisions"])
-    gae = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
-    hesitant = [item for item in truths if item.others]
-    if not hesitant:
+    pairs = [(item, a) for item, a in zip(pooled_errors(list(truths)), gae, strict=True) if item.others]
+    if not pairs:
         return {"share": 0.0}
-    noise = fmean(item.error**2 for item in hesitant)
+    noise = fmean(item.error**2 for item, _ in pairs)
     return {
-        "share": len(hesitant) / len(truths),
-        "true_std": max(pvariance(item.advantage for item in hesitant) - noise, 0.0) ** 0.5,
-        "gae_std": pstdev(gae[item.rollout_id][item.turn - 1] for item in hesitant),
+        "share": len(pairs) / len(truths),
+        "true_std": max(pvariance(item.advantage for item, _ in pairs) - noise, 0.0) ** 0.5,
+        "gae_std": pstdev(a for _, a in pairs),
     }
+
+
+def _advantages(
+    run: RunDirectory, truths: Sequence[Mapping[str, Any]], name: str, *overrides: str
+) -> list[float]:
+    """An estimator's advantages of the measured decisions, to five digits."""
+    path = _scores_of(run) / "_".join(overrides) / f"{name}.parquet"
+    rows = finished_rows(path, ["rollout_id", "decisions"])
+    by_rollout = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
+    return [float(f"{by_rollout[item['rollout_id']][item['turn'] - 1]:.5g}") for item in truths]
+
+
+def _groups(run: RunDirectory, measured: Collection[str]) -> dict[str, str]:
+    """Of the rollouts with measured decisions."""
+    rows = finished_rows(_scores_of(run) / "gae.parquet", ["rollout_id", "group_id"])
+    return {row["rollout_id"]: row["group_id"] for row in rows if row["rollout_id"] in measured}
+
+
+def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A seed's numbers, again.
+
+    Args:
+        decisions: as `scored` returns them; without them only `unbiased` is added.
+    """
+    if decisions is None:
+        noise = Noise(**{name: value for name, value in found["noise"].items() if name != "ratio"})
+        return {
+            **found,
+            "estimators": {
+                name: {**score, "unbiased": _unbiased(name, score, noise)}
+                for name, score in found["estimators"].items()
+            },
+        }
+    columns = decisions["truths"]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    truths = [_TRUTH.validate_python(row) for row in rows]
+    file = TruthFile(Path(), TruthSetting.model_validate(found["setting"]), truths)
+    again: dict[str, Any] = {"estimators": {}}
+    for name, values in decisions["advantages"].items():
+        of_rollouts: dict[str, dict[int, float]] = {}
+        for item, value in zip(truths, values, strict=True):
+            of_rollouts.setdefault(item.rollout_id, {})[item.turn] = value
+        advantages = {
+            rollout: [of_turns.get(turn, 0.0) for turn in range(1, max(of_turns) + 1)]
+            for rollout, of_turns in of_rollouts.items()
+        }
+        plug = name.partition(",")[0]  # without another lambda
+        figures: dict[str, Any] = TruthScores(file, {plug: advantages}, decisions["groups"]).figures()
+        cosine = found["estimators"][name]["gradient_cosine"]
+        again["estimators"][name] = {**figures["estimators"][plug], "gradient_cosine": cosine}
+        again["noise"] = figures["noise"]
+    hesitant = _where_it_hesitates(truths, decisions["advantages"]["gae"])
+    return {**found, **again, "hesitant": hesitant}
+
+
+def _unbiased(name: str, score: Mapping[str, Any], noise: Noise) -> float | None:
+    if not score["scale"] or estimator(name.partition(",")[0]).bias:
+        return None
+    return unbiased_correlation(score["variance"] ** 0.5 / score["scale"], noise)
 
 
 def _scores_of(run: RunDirectory) -> Path:
@@ -159,6 +247,86 @@ def _values(seeds: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> l
     return [value for value in found if value is not None]
 
 
+_SHORT = ("crafter", "one_action", "rooms", "sokoban")
+_KIN = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
+_ROWS = ("gae", "reinforce_pp", "stepwise", "gagpo", "g2po", "gigpo", "gigpo_soft", "graphgpo")
+_WHOLE = ("gae", *(f"gae, lambda {weight:g}" for weight in GAE_LAMBDAS), "stepwise", "g2po", "grpo")
+
+
+def tables(outcome: Mapping[str, Any]) -> list[str]:
+    """The rows of the tables of docs/truth.md, of all settings."""
+    summaries = [outcome[name]["summary"] for name in _SHORT]
+    rows = []
+    for name in _ROWS:
+        rows.append(_row(f"`{name}`", [_spread(of[name]["correlation"]) for of in summaries]))
+        if not estimator(name).bias:
+            rows.append(_unbiased_row(name, summaries))
+    rows.append(_row("`grpo`, `rloo` and kin, one advantage an episode", map(_kin, summaries)))
+    rows.append(_unbiased_row("rloo", summaries))
+    seeds = [seed["estimators"] for seed in outcome["whole"]["seeds"].values()]
+    for name in _WHOLE:
+        cells = [cell for of in seeds for cell in (_bounded(of[name]), _number(of[name]["unbiased"]))]
+        rows.append(_row(f"`{name}`", cells))
+    return rows
+
+
+def _row(title: str, cells: Iterable[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _unbiased_row(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+    cells = [_spread(of[name]["unbiased"]) if "unbiased" in of[name] else "-" for of in summaries]
+    return _row(f"unbiased, as noisy as `{name}`", cells)
+
+
+def _spread(figure: Sequence[float]) -> str:
+    middle, least, greatest, _ = figure
+    return f"{_number(middle)} ({_number(least)} to {_number(greatest)})"
+
+
+def _kin(of_setting: Mapping[str, Any]) -> str:
+    middle, least, greatest = zip(*(of_setting[name]["correlation"][:3] for name in _KIN), strict=True)
+    medians = dict.fromkeys((_number(min(middle)), _number(max(middle))))
+    return f"{' to '.join(medians)} ({_number(min(least))} to {_number(max(greatest))})"
+
+
+def _bounded(score: Mapping[str, Any]) -> str:
+    return f"{_number(score['correlation'])} ({_number(score['low'])} to {_number(score['high'])})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+
+
+def _stored_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The measured decisions by setting and seed."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {(line["setting"], line["seed"]): line for line in lines}
+
+
+def _write(results: Path, outcome: Mapping[str, Any], lines: Mapping[Any, Mapping[str, Any]]) -> None:
+    results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = "".join(json.dumps(lines[key], separators=(",", ":")) + "\n" for key in sorted(lines))
+    if text:
+        _lines_of(results).write_text(text, encoding="utf-8")
+
+
+def _lines_of(results: Path) -> Path:
+    return results.with_name(f"{results.stem}_decisions.jsonl")
+
+
+def _rescore(results: Path, outcome: dict[str, Any]) -> None:
+    lines = _stored_lines(_lines_of(results))
+    for name, of_setting in outcome.items():
+        for seed, found in of_setting["seeds"].items():
+            of_setting["seeds"][seed] = rescored(found, lines.get((name, seed)))
+        of_setting["summary"] = summary(of_setting["seeds"])
+    _write(results, outcome, lines)
+    print(f"rescored: {results}; {len(lines)} seeds by their decisions")
+    print("", *tables(outcome), sep="\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options(
         __doc__,
@@ -169,10 +337,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--continuations", 16, "pairs for each decision"),
         ("--out", str(ROOT / "runs" / "truth"), "folder of the runs"),
         ("--results", str(ROOT / "bench" / "results" / "truth.json"), "the file to write"),
+        ("--rescore", False, "measures nothing, and computes the file again from the stored decisions"),
         arguments=arguments,
     )
     results = Path(given.results)
     outcome: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    if given.rescore:
+        _rescore(results, outcome)
+        return 0
+    lines = _stored_lines(_lines_of(results))
     for name in given.setting or SETTINGS:
         for seed in map(int, given.seed or range(5)):
             out = Path(given.out).resolve()
@@ -180,11 +353,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings = (*COMMON, *SETTINGS[name], *finds, f"job.seed={seed}", *given.set)
             job = load_job(config, settings).config
             run = finished(out / name / f"seed_{seed}", job)
-            found = scored(run, name, seed, decisions=given.decisions, continuations=given.continuations)
+            found, decisions = scored(
+                run, name, seed, decisions=given.decisions, continuations=given.continuations
+            )
             of_setting = outcome.setdefault(name, {"seeds": {}})
             of_setting["seeds"][str(seed)] = found
             of_setting["summary"] = summary(of_setting["seeds"])
-            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            lines[name, str(seed)] = {"setting": name, "seed": str(seed), **decisions}
+            _write(results, outcome, lines)
             print(f"{name} seed {seed}: written to {results}")
     return 0
 

@@ -389,19 +389,24 @@ def test_estimators_are_scored_against_the_truth(run, tmp_path):
     measure(run)
     shown = CliRunner().invoke(
         app, ["recredit", str(directory.path), "--truth", "--advantage", "stepwise", "--advantage", "rloo",
-              "--out", str(tmp_path)],
+              "--advantage", "grpo", "--out", str(tmp_path)],
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     found = json.loads((tmp_path / "figures.json").read_text())["truth"]
     assert found["noise"]["decisions"] == len(TruthFile.read(truth_of(directory.path), directory).truths)
-    assert set(found["estimators"]) == {"stepwise", "rloo"}
+    assert set(found["estimators"]) == {"stepwise", "rloo", "grpo"}
     assert 0 < found["estimators"]["stepwise"]["correlation"] <= 1
+    assert all(0 < found["estimators"][name]["unbiased"] <= 1 for name in ("stepwise", "rloo"))
+    assert found["estimators"]["grpo"]["unbiased"] is None, "its unit is a standard deviation"
     page = html.unescape((tmp_path / "truth.html").read_text())
     assert "saved-charts" in page
     assert f"True advantages have a standard error of {found['noise']['error']:.3f}" in page
     for score in found["estimators"].values():
         low, high = score["low"], score["high"]
-        assert f"Correlation {score['correlation']:+.2f} (95 %: {low:+.2f} to {high:+.2f})" in page
+        told = f"Correlation {score['correlation']:+.2f} (95 %: {low:+.2f} to {high:+.2f})"
+        if (unbiased := score["unbiased"]) is not None:
+            told += f"; an unbiased estimator as noisy would have {unbiased:+.2f}"
+        assert told in page
 
 
 def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_truth(run, tmp_path):

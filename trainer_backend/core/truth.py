@@ -6,7 +6,7 @@ k the policy plays on from after the decision, and once more from before it, wit
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,28 @@ from trainer_backend.core.agreement import correlation, rank_correlation, sign_a
 from trainer_backend.core.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.statistics import t_quantile_975
 
+# Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
+CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """How often the policy chose what changes the return, and how much that changes it.
+
+    Another choice than the stored one that comes to the same return to the last digit changes nothing.
+
+    Attributes:
+        sampled: N, choices of the policy before the decision.
+        count: x, how many of them change the return, estimated from the pairs.
+        pairs: n, pairs with a d_k other than 0.
+        square: mean of d_k^2 over those, by the share of their choices; 0 without any.
+    """
+
+    sampled: int
+    count: float
+    pairs: int
+    square: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +45,7 @@ class TrueAdvantage:
 
         advantage = E_k[d_k],   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
 
-    s' is the stored next state. In pair k the policy chose anew before the decision, earned r_k and came to
+    s' is the stored next state. In pair k the policy chose again before the decision, earned r_k and came to
     s'_k. G_k(s) is the discounted return of the policy from s on; both of a pair draw the same random
     numbers, and so do the env steps of the decision itself. Where the policy chose as stored, d_k is 0
     without playing on. How often the policy chooses what is counted in more choices than K
@@ -33,12 +54,14 @@ class TrueAdvantage:
     Attributes:
         rollout_id, turn: of the stored decision.
         reward: its r_t.
-        error: standard error of `advantage` (`mean_difference`).
+        error: standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors`
+            replaces it where these are too few.
         action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
         pairs: K, pairs of which both sides were played.
         failed: pairs that infrastructure failed; they are in no mean.
         others: pairs in which the policy chose otherwise than stored.
         decisions: what it cost, in decisions that were played.
+        departures: None in files from before they were stored.
 
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
@@ -54,6 +77,18 @@ class TrueAdvantage:
     failed: int
     others: int
     decisions: int
+    departures: Departures | None = None
+
+    @property
+    def known_departures(self) -> Departures:
+        """`departures`, or what the pairs tell of them: they share the sampled choices out in proportion."""
+        if self.departures is not None:
+            return self.departures
+        sampled = CHOICES * (self.pairs + self.failed)
+        if not self.others:
+            return Departures(sampled, 0.0, 0, 0.0)
+        share = self.others / self.pairs
+        return Departures(sampled, share * sampled, self.others, (self.advantage / share) ** 2)
 
     @property
     def state_value(self) -> float | None:
@@ -68,7 +103,8 @@ class TrueAdvantage:
         the others vary.
         """
         size = largest([self.reward, self.action_value or 0.0])
-        if self.others < 2 or is_rounding(self.advantage, size=size):
+        is_too_few = self.others < 2 or self.known_departures.pairs < 2
+        if is_too_few or is_rounding(self.advantage, size=size):
             return False
         return abs(self.advantage) > t_quantile_975(self.others - 1) * self.error
 
@@ -157,6 +193,98 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
+def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
+    """What the pairs of a decision tell of the choices that change its return.
+
+    Args:
+        strata, sampled: as for `mean_difference`.
+    """
+    kept = [(share / len(values), values) for share, values in strata if values]
+    total = math.fsum(share * len(values) for share, values in kept)
+    changed = [(share / total, value) for share, values in kept for value in values if value]
+    part = math.fsum(weight for weight, _ in changed)
+    square = math.fsum(weight * value**2 for weight, value in changed) / part if changed else 0.0
+    return Departures(sampled, part * sampled, len(changed), square)
+
+
+def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
+    """The truths, with errors of near-certain decisions by what all decisions tell together.
+
+    With fewer than two pairs that change the return, a decision does not tell how much these vary. If none
+    of the N choices did, its own error is even 0, although the policy may choose what does.
+
+        A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
+        error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
+
+    q is the chance to choose what changes the return, and x, N, n are those of `Departures`. m and c
+    are those of all decisions (`_prior_chance`), as are M, the mean square of what such a choice changes, and
+    S, the variance of a single difference around that (`_other_choices`). So decisions that are nearly
+    certain are taken to be like the others in what another choice changes. Where two pairs or more all
+    differ by the same, M is their own square and S is 0.
+    An error stays 0 only where no pair of any decision changed anything.
+
+    Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
+    (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
+    Molecular Biology 3 (2004).
+    """
+    mean, weight = _prior_chance([item.known_departures for item in truths])
+    pooled = _other_choices(truths)
+
+    def error(item: TrueAdvantage) -> float:
+        seen = item.known_departures
+        if seen.pairs >= 2 and (item.error > 0.0 or item.departures is None):
+            return item.error
+        moved, around = pooled if seen.pairs < 2 else (seen.square, 0.0)
+        share, total = seen.count / seen.sampled, seen.sampled + weight
+        expected = (seen.count + weight * mean) / total
+        variance = expected * (1.0 - expected) / (total + 1.0)
+        if not seen.pairs:
+            return math.sqrt((moved + around) * (variance + expected**2))
+        return math.sqrt(moved * (variance + (expected - share) ** 2) + around * share**2 / seen.pairs)
+
+    return [replace(item, error=error(item)) for item in truths]
+
+
+def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
+    """Mean m over decisions of the chance to change the return, and the weight c of its Beta in choices.
+
+        c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
+
+    It is at least 1, and at most all sampled choices, of which m is known.
+    """
+    shares = [item.count / item.sampled for item in seen]
+    mean = math.fsum(shares) / len(shares)
+    sampled = sum(item.sampled for item in seen)
+    if len(shares) < 2:
+        return mean, 1.0
+    each, chance = sampled / len(seen), mean * (1.0 - mean)
+    variance = (_variance(shares) - chance / each) / (1.0 - 1.0 / each)
+    return mean, max(1.0, min(chance / variance - 1.0, sampled)) if variance > 0.0 else float(sampled)
+
+
+def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
+    """M and S of `pooled_errors`, in squared reward units: M + S is the mean of d_k^2 over decisions.
+
+    Decisions with two pairs or more tell M and S apart. Fewer than two such decisions do not: half each.
+    """
+    seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
+    if not seen:
+        return 0.0, 0.0
+    square = math.fsum(of.square for _, of in seen) / len(seen)
+    several = [
+        (of.pairs, (mean * of.sampled / of.count) ** 2, of.square) for mean, of in seen if of.pairs >= 2
+    ]
+    if len(several) < 2:
+        return square / 2, square / 2
+    within = [max(of_all - of_mean, 0.0) * count / (count - 1) for count, of_mean, of_all in several]
+    freedom = sum(count - 1 for count, _, _ in several)
+    around = math.fsum(v * (count - 1) for v, (count, _, _) in zip(within, several, strict=True)) / freedom
+    means = [of_mean - v / count for v, (count, of_mean, _) in zip(within, several, strict=True)]
+    moved = max(math.fsum(means) / len(means), 0.0)
+    part = moved / (moved + around) if moved + around > 0.0 else 0.5
+    return part * square, (1.0 - part) * square
+
+
 def even_order(count: int, seed: int) -> Iterator[int]:
     """All indices below `count`; those at the beginning are spread evenly over the whole range.
 
@@ -187,7 +315,7 @@ class Noise:
         decisions: measured ones.
         spread: std of the true advantages over decisions, in reward units: that of the measured ones, less
             what their noise adds.
-        error: root mean square of their standard errors.
+        error: root mean square of their standard errors (`pooled_errors`).
         known: share of the decisions whose sign is beyond the noise.
         failed: pairs that were lost.
         played: decisions that the measurement took.
@@ -220,7 +348,8 @@ def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
 
 
 def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
-    """Of at least one decision."""
+    """Of at least one decision, with `pooled_errors`."""
+    truths = pooled_errors(truths)
     noise = _noise_square(truths)
     variance = spread_of([item.advantage for item in truths]).std ** 2
     return Noise(
@@ -231,6 +360,30 @@ def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
         failed=sum(item.failed for item in truths),
         played=sum(item.decisions for item in truths),
     )
+
+
+def unbiased_correlation(std: float, noise: Noise) -> float | None:
+    """What an unbiased estimator whose advantages have this std would score against the measured truth.
+
+        A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
+
+    T is the true advantage, m the error of its measurement. So it is a perfect estimator but for its noise,
+    e, and a correlation that reaches it tells of no bias. An estimator's own std says how noisy it is only
+    where its advantages are in reward units and once those of a decision.
+
+    Args:
+        std: of A over the measured decisions, in reward units.
+        noise: of the same decisions.
+
+    Returns:
+        The expected correlation; None where the truth is nothing but noise, or A varies less than T, which
+        no unbiased estimator does.
+
+    Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
+    """
+    if noise.spread == 0.0 or std < noise.spread:
+        return None
+    return noise.spread / std * noise.spread / math.hypot(noise.spread, noise.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +417,7 @@ class TruthScore:
         error: mean squared error of scale * A, less the noise of T, in squared reward units.
         explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
         variance: of scale * A.
+        std: of A, in its own unit.
         zero_share: share of decisions without a signal.
         biases: by turn and by reward.
 
@@ -281,6 +435,7 @@ class TruthScore:
     error: float
     explained: float | None
     variance: float
+    std: float
     zero_share: float
     biases: tuple[Bias, ...]
 
@@ -288,13 +443,14 @@ class TruthScore:
 def truth_score(
     advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
 ) -> TruthScore:
-    """Score one estimator.
+    """Score one estimator, against truths with `pooled_errors`.
 
     Args:
         advantages: [N] of the measured decisions, in their order.
         truths: [N], at least one.
         groups: [N] the group of each one's rollout.
     """
+    truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
     noise = _noise_square(truths)
     square = math.fsum(value * value for value in advantages)
@@ -319,6 +475,7 @@ def truth_score(
         error=error,
         explained=None if clear_rounding(true_square, size=noise) <= 0.0 else 1.0 - error / true_square,
         variance=spread_of(scaled).std ** 2,
+        std=spread_of(advantages).std,
         zero_share=spread_of(advantages).zero_frac,
         biases=_biases(apart, truths),
     )

@@ -288,18 +288,19 @@ def truth_page(scores: TruthScores) -> bytes:
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
-        {name: _of_score(score) for name, score in scores.scores.items()},
+        {name: _of_score(score, scores.unbiased[name]) for name, score in scores.scores.items()},
         [*above, "A point may lie to the left or right of its true place by about that standard error."],
     )
 
 
-def _of_score(score: TruthScore) -> str:
+def _of_score(score: TruthScore, unbiased: float | None) -> str:
     """The figures of an estimator that belong beside its picture."""
     if score.correlation is None:
         return "No correlation: all its advantages, or all true ones, are the same."
     correlation = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
     noiseless = "" if score.noiseless is None else f"; without the noise of the truth {score.noiseless:+.2f}"
-    return f"Correlation {correlation}{noiseless}."
+    reach = "" if unbiased is None else f"; an unbiased estimator as noisy would have {unbiased:+.2f}"
+    return f"Correlation {correlation}{reach}{noiseless}."
 
 
 def agreement_page(

@@ -7,8 +7,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from trainer_backend.core.truth import Noise, TrueAdvantage, TruthScore, noise_of, truth_score
+from trainer_backend.core.truth import (
+    Noise,
+    TrueAdvantage,
+    TruthScore,
+    noise_of,
+    truth_score,
+    unbiased_correlation,
+)
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.plugins import estimator
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
 
 TRUTH = "truth"
@@ -16,7 +24,7 @@ TRUTH = "truth"
 _GOAL = 0.3
 # Of a bound pair or a bias with its error.
 _WIDEST = 12
-_TITLES = ("correlation", "95 %", "noiseless", "rank", "sign", "explained", "of 0")
+_TITLES = ("correlation", "95 %", "unbiased", "noiseless", "rank", "sign", "explained", "of 0")
 
 
 class TruthScores:
@@ -30,6 +38,9 @@ class TruthScores:
     Attributes:
         advantages: by estimator, of the measured decisions.
         true: of them.
+        unbiased: by estimator, what an unbiased one with the same std would score. None for one with a bias
+            of its own (`EstimatorPlug.bias`): it divides by a std, or counts a decision more or less than
+            once, so that its std is no noise in reward units.
         cosines: by estimator, of its gradient and the truth's, both of the measured decisions alone; empty
             where no checkpoint was given.
     """
@@ -50,6 +61,10 @@ class TruthScores:
         self.scores = {
             name: truth_score(values, truths, of_groups) for name, values in self.advantages.items()
         }
+        self.unbiased = {
+            name: None if estimator(name).bias else unbiased_correlation(score.std, self.noise)
+            for name, score in self.scores.items()
+        }
         self.cosines = {name: cosine for (name, other), cosine in (cosines or {}).items() if other == TRUTH}
 
     def figures(self) -> dict[str, object]:
@@ -58,7 +73,11 @@ class TruthScores:
             "setting": self.setting.model_dump(mode="json"),
             "noise": {**asdict(self.noise), "ratio": self.noise.ratio},
             "estimators": {
-                name: {**asdict(score), "gradient_cosine": self.cosines.get(name)}
+                name: {
+                    **asdict(score),
+                    "unbiased": self.unbiased[name],
+                    "gradient_cosine": self.cosines.get(name),
+                }
                 for name, score in self.scores.items()
             },
         }
@@ -68,10 +87,23 @@ class TruthScores:
         return Group(
             noise_lines(self.setting, self.noise),
             "",
-            _scores(self.scores, self.cosines),
+            self._scores(),
             "",
             _biases(self.scores),
         )
+
+    def _scores(self) -> Table:
+        table = _table("against the truth", self.scores, (*_TITLES, *(("gradient",) if self.cosines else ())))
+        for name, score in sorted(self.scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
+            bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} {score.high:+.2f}"
+            table.add_row(
+                name, _number(score.correlation), bounds, _number(self.unbiased[name]),
+                _number(score.noiseless), _number(score.rank),
+                "-" if score.sign_agreement is None else f"{score.sign_agreement:.0%}",
+                _number(score.explained), f"{score.zero_share:.0%}",
+                *([_number(self.cosines.get(name))] if self.cosines else []),
+            )  # fmt: skip
+        return table
 
 
 def _at(of_rollouts: Mapping[str, Sequence[float]], truths: Sequence[TrueAdvantage]) -> list[float]:
@@ -101,19 +133,6 @@ def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
         f"True advantages have a standard error of {noise.error:.3f}{against}; the sign of "
         f"{noise.known:.0%} is known (95 %).{goal}"
     )
-
-
-def _scores(scores: Mapping[str, TruthScore], cosines: Mapping[str, float]) -> Table:
-    table = _table("against the truth", scores, (*_TITLES, *(("gradient",) if cosines else ())))
-    for name, score in sorted(scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
-        bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} {score.high:+.2f}"
-        table.add_row(
-            name, _number(score.correlation), bounds, _number(score.noiseless), _number(score.rank),
-            "-" if score.sign_agreement is None else f"{score.sign_agreement:.0%}",
-            _number(score.explained), f"{score.zero_share:.0%}",
-            *([_number(cosines.get(name))] if cosines else []),
-        )  # fmt: skip
-    return table
 
 
 def _biases(scores: Mapping[str, TruthScore]) -> Table:

@@ -21,12 +21,12 @@ from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.core.truth import even_order
+from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
-from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
+from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
 from trainer_backend.rundir.data_record import read_run_data, refuse_changes

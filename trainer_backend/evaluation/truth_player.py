@@ -15,13 +15,18 @@ from trainer_backend.collect.plan import Continuation, Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.truth import Stratum, TrueAdvantage, choice_strata, mean_difference
+from trainer_backend.core.truth import (
+    CHOICES,
+    Stratum,
+    TrueAdvantage,
+    choice_strata,
+    departures,
+    mean_difference,
+)
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import TaskAppError
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# Choices of the policy before a decision, for each pair. They cost a decision, and a pair some twenty.
-CHOICES = 4
 _ATTEMPTS = 2  # of a replay; at two task apps where there are two
 # Two decisions that chose alike have equal ones: calls, words, the reason for neither, how they end.
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
@@ -148,6 +153,7 @@ class ContinuationPlayer:
             failed=self.setting.continuations - len(differences),
             others=len(returns),
             decisions=played,
+            departures=departures(parts, len(sides)),
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:

@@ -8,7 +8,18 @@ import pytest
 
 from trainer_backend.core import truth
 from trainer_backend.core.agreement import rank_correlation
-from trainer_backend.core.truth import TrueAdvantage, choice_strata, even_order, mean_difference, noise_of
+from trainer_backend.core.truth import (
+    Departures,
+    Noise,
+    TrueAdvantage,
+    choice_strata,
+    departures,
+    even_order,
+    mean_difference,
+    noise_of,
+    pooled_errors,
+    unbiased_correlation,
+)
 
 
 def truth_score(advantages, truths):
@@ -71,6 +82,88 @@ def test_the_mean_over_choices_is_unbiased_and_has_the_error_that_is_told():
     # 16 pairs alone have (2.84 + 0.5) / 16; the least is 0.5 / 16 + 2.84 / 64
     assert (2.84 / 64 + 0.5 / 16) * 0.9 < spread < 0.6 * 3.34 / 16
     assert 0.95 * spread < math.fsum(errors) / len(errors) < 1.2 * spread
+
+
+def counted(advantage, sampled, count, pairs, square=0.0, *, error=0.0):
+    seen = Departures(sampled, count, pairs, square)
+    return measured(advantage, error=error, pairs=sampled // 4, others=pairs, departures=seen)
+
+
+def test_choices_that_change_nothing_are_no_departures():
+    # 3/4 of 16 choices: one of two pairs changes the return by 2; 1/4: one pair changes it by -4
+    seen = departures([(0.6, [0.0, 2.0]), (0.2, [-4.0]), (0.1, [])], 16)
+    assert (seen.sampled, seen.pairs) == (16, 2)
+    assert (seen.count, seen.square) == pytest.approx(
+        (16 * (3 / 8 + 1 / 4), (3 / 8 * 4 + 1 / 4 * 16) / (5 / 8))
+    )
+    assert departures([(1.0, [0.0, 0.0])], 8) == Departures(8, 0.0, 0, 0.0)
+
+
+def test_a_decision_that_was_only_chosen_as_stored_has_the_error_of_what_the_others_would_change():
+    # shares 0 and 1/2: m 1/4, variance 1/8; of q (1/8 - 3/16 / 16) / (15/16) = 29/240; c = 3/16 * 240/29 - 1
+    certain, open_ = counted(0.0, 16, 0, 0), counted(1.0, 16, 8, 2, square=4.0, error=0.5)
+    weight = max(1.0, 45 / 29 - 1)
+    mean = weight / 4 / (16 + weight)
+    square = mean * (1 - mean) / (17 + weight) + mean**2
+    errors = [item.error for item in pooled_errors([certain, open_])]
+    assert errors == [pytest.approx(math.sqrt(4.0 * square)), 0.5], "two pairs tell their own error"
+
+
+def test_a_decision_with_one_other_pair_has_the_variance_of_the_others():
+    # both open decisions: mean 1 / (1/2) = 2, square 5, so S = 2 * (5 - 4) = 2, M = 4 - 2 / 2 = 3; of d^2 5
+    open_ = counted(1.0, 16, 8, 2, square=5.0, error=0.5)
+    rare = counted(0.125, 16, 1, 1, square=5.0)
+    _, _, found = pooled_errors([open_, open_, rare])
+    shares, mean = (0.5, 0.5, 0.0625), 17 / 48
+    variance = sum((share - mean) ** 2 for share in shares) / 2
+    of_chance = (variance - mean * (1 - mean) / 16) / (15 / 16)
+    weight = max(1.0, mean * (1 - mean) / of_chance - 1)
+    expected = (1 + weight * mean) / (16 + weight)
+    apart = expected * (1 - expected) / (17 + weight) + (expected - 1 / 16) ** 2
+    assert found.error**2 == pytest.approx(3.0 * apart + 2.0 / 16**2)
+    assert pooled_errors([open_, open_, found])[2] == found, "a second time changes nothing"
+
+
+def test_differences_that_are_all_alike_leave_what_their_choices_leave():
+    # 2 of 2 decisions change the return with all 16 choices, or with half of them
+    always, half = counted(-2.0, 16, 16.0, 4, square=4.0), counted(1.0, 16, 8.0, 2, square=4.0, error=0.5)
+    found = pooled_errors([always, half])[0].error
+    weight = max(1.0, 45 / 29 - 1)
+    expected = (16 + weight * 0.75) / (16 + weight)
+    square = expected * (1 - expected) / (17 + weight) + (1 - expected) ** 2
+    assert found == pytest.approx(math.sqrt(4.0 * square))
+
+
+def test_where_no_decision_was_ever_chosen_otherwise_nothing_is_known_to_vary():
+    assert [item.error for item in pooled_errors([counted(0.0, 64, 0, 0)] * 3)] == [0.0] * 3
+
+
+def test_lines_from_before_departures_were_stored_tell_them_by_their_pairs():
+    old = measured(0.5, pairs=3, failed=1, others=2)
+    # 16 choices, two of three of them others; the mean difference is 0.5 / (2/3)
+    assert old.known_departures == Departures(16, pytest.approx(32 / 3), 2, pytest.approx(0.75**2))
+    assert noise_of([measured(1.0, error=0.5), measured(0.0, others=0)]).error > math.sqrt(0.5**2 / 2)
+
+
+@pytest.mark.parametrize("stored_share", [0.5, 0.9, 0.98, 0.995])
+def test_errors_are_as_large_as_what_was_missed_however_certain_a_decision_is(stored_share):
+    source, truths, missed = np.random.default_rng(4), [], []
+    for seed in range(1500):
+        worth = source.normal()
+        others = (source.random(64) >= stored_share).tolist()
+        strata = [
+            (share, [worth + source.normal() if others[index] else 0.0 for index in members])
+            for share, members in choice_strata(others, 16, seed)
+        ]
+        mean, error = mean_difference(strata, 64)
+        truths.append(measured(mean, error=error, departures=departures(strata, 64)))
+        missed.append((mean - (1 - stored_share) * worth) ** 2)
+    errors = [item.error for item in pooled_errors(truths)]
+    assert min(errors) > 0.0
+    assert 0.75 < math.fsum(error**2 for error in errors) / math.fsum(missed) < 1.35
+    if stored_share == 0.98:
+        before = [item.error for item in truths]
+        assert 0.2 < before.count(0.0) / len(before) < 0.35, "0.98^64 is 0.27"
 
 
 def test_a_state_is_worth_what_its_action_is_worth_less_the_advantage():
@@ -217,6 +310,25 @@ def test_the_interval_of_a_correlation_holds_it_in_95_of_100_samples(groups):
         score = truth_score(list(advantages), truths)
         held += score.low <= 1 / math.sqrt(2) <= score.high
     assert 0.90 * 200 <= held <= 0.99 * 200
+
+
+def test_an_unbiased_estimator_scores_what_its_noise_leaves():
+    # std 0.5 has noise of 0.4 over a truth of 0.3: 0.3 / 0.5; an error of 0.4 takes as much again
+    noise = Noise(100, spread=0.3, error=0.4, known=0.0, failed=0, played=0)
+    assert unbiased_correlation(0.5, noise) == pytest.approx(0.6 * 0.6)
+    assert unbiased_correlation(0.3, noise) == pytest.approx(0.6), "the truth itself"
+    assert unbiased_correlation(0.2, noise) is None, "what varies less than the truth is not unbiased"
+    nothing = Noise(100, spread=0.0, error=0.4, known=0.0, failed=0, played=0)
+    assert unbiased_correlation(0.5, nothing) is None
+
+
+def test_the_truth_with_noise_scores_what_is_said_of_an_unbiased_estimator():
+    source = random.Random(3)
+    true = [source.gauss(0, 0.2) for _ in range(6_000)]
+    truths = [measured(value + source.gauss(0, 0.1), error=0.1) for value in true]
+    score = truth_score([value + source.gauss(0, 0.56) for value in true], truths)
+    assert score.std == pytest.approx(math.hypot(0.2, 0.56), rel=0.02)
+    assert score.correlation == pytest.approx(unbiased_correlation(score.std, noise_of(truths)), abs=0.03)
 
 
 def test_ranks_see_order_alone_and_share_ties():

@@ -17,8 +17,9 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.collect.work import Collection
+from trainer_backend.core.truth import CHOICES, Departures
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.evaluation.truth_player import CHOICES, ContinuationPlayer, StoredDecision
+from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.rundir.truth_file import TruthSetting, play_of, rewards_of
 
 PAIRS = 4
@@ -124,6 +125,7 @@ async def test_a_measured_decision_is_the_difference_of_both_sides_over_the_poli
     assert (truth.advantage, truth.action_value, truth.reward) == (1.0, 2.0, 1.0)
     assert (truth.pairs, truth.others, truth.failed) == (4, 2, 0)
     assert truth.error == math.sqrt(1 / CHOSEN), "all that varies is the choice"
+    assert truth.departures == Departures(CHOSEN, CHOSEN / 2, pairs=2, square=4.0)
 
 
 @pytest.mark.parametrize("side", [0, 1])
