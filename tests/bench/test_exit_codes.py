@@ -28,7 +28,7 @@ def iteration(tmp_path_factory: pytest.TempPathFactory, services: str) -> tuple[
     which adds checkpoints.
     """
     folder = tmp_path_factory.mktemp("iteration") / "run"
-    return played_in(folder, (*credit_share.KEYS, *QUICK, services)), folder
+    return played_in(folder, (*QUICK, services)), folder
 
 
 def test_log_probs_that_differ_too_much_fail(capsys: Printed):
@@ -55,7 +55,7 @@ def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, c
     printed = capsys.readouterr().out
     assert "an iteration of 40 decisions took" in printed
     assert "of that rewards and advantages" in printed
-    whole, share = re.findall(r"all of credit, stepwise .*?([0-9.]+%)|all of credit is ([0-9.]+%)", printed)
+    whole, share = re.findall(r"all of credit, gae .*?([0-9.]+%)|all of credit is ([0-9.]+%)", printed)
     assert whole[0] == share[1], "what is held to the limit is all that the loop calls, not a part of it"
     assert "at most 0.00%): MISSED" in printed
 
