@@ -1,51 +1,25 @@
-"""Figures of the pages, computed again from bench/results, and held against what the pages say.
+"""The figures of the pages that have data in bench/results, computed again from the runs in there.
 
-    python -m bench.claims [--all]
+Nothing here calls what wrote those files, or reads their summaries: medians, ranges and intervals come from
+the runs, seed by seed. A claim is one line: a page, words that only its row has, and the text that the row
+must hold, with the computed numbers formatted as the page formats them. To add a figure, add a line.
+bench/claims_check.py compares them with the pages.
 
-Nothing here calls what wrote those files or their summaries: medians, ranges and intervals come from the runs
-in them, seed by seed. A claim is one line below: a page, words that only its row has, and the text that the
-row must hold, with the computed numbers formatted as the page formats them. To add a figure, add a line.
-
-A row of README's figures and of docs/figures.md must have one of four things:
-
-    a claim                 its data are in bench/results
-    a script                its last column names a script of bench/ or a test, which measures it again
-    `REPEATED`              README repeats a row of docs/figures.md that has one of these
-    "(no data committed)"   in the row or in the paragraph above its table
-
-Printed are claims that a page does not hold, rows with none of the four, and marks without need; with --all
-also what rests on no data, and the numbers of claimed rows that no claim computes. Exit code 1 if the pages
-claim what the data do not say. Left out: the intervals of Crafter scores, whose games are not in the data.
+Left out: intervals of Crafter scores, since the games behind them are not in the data.
 """
 
 import json
 import re
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import kit
 
-README, FIGURES, STUDIES, TRUTH = "README.md", "docs/figures.md", "docs/studies.md", "docs/truth.md"
-PAGES = (README, FIGURES, STUDIES, TRUTH)
-MARK = "(no data committed)"
+README, FIGURES, STUDIES = "README.md", "docs/figures.md", "docs/studies.md"
 # Student's t, 97.5 %, by the number of values.
 _T = {2: 12.70620, 3: 4.302653, 4: 3.182446, 5: 2.776445}
-# Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
-REPEATED = (
-    ("`make demo`: unique achievements", "**Unique achievements on 128 held-out worlds", "7.62 (7.36 to 8.00)"),
-    ("`make demo`: unique achievements", "**Unique achievements on 128 held-out worlds", "9.45 (9.20 to 10.12)"),
-    ("whole games of Crafter on two CPU cores", "**Whole games of Crafter by `tiny-0.3m`**", "58."),
-    ("the same without a teacher", "**Whole games of Crafter without a teacher**", "17.4"),
-    ("log-probs of sampled tokens, recomputed", "**Log-probs of sampled tokens**", "2.5e-5"),
-    ("log-probs of sampled tokens, recomputed", "**Log-probs of sampled tokens**", "4.5e-5"),
-    ("Crafter engine against stock Crafter", "**Crafter engine against stock**", "x50"),
-    ("ten actions over HTTP", "**HTTP**: 10 actions in one request", "x20.5 on a quiet machine"),
-    ("ten actions over HTTP", "**HTTP**: 10 actions in one request", "x17 to x27 beside other work"),
-)  # fmt: skip
 
 
 class Claim(NamedTuple):
@@ -149,8 +123,8 @@ def credit_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, "by `grpo` on the outcome alone", spread(arms.gain("grpo")))
     steps = {arm: statistics.fmean(arms.training(arm, "steps")) for arm in arms.runs}
     others = [value for arm, value in steps.items() if arm != "branch"]
-    words = f"{steps['branch']:z.1f} optimizer steps per iteration instead of {min(others):z.1f} to {max(others):z.1f}"
-    yield Claim(FIGURES, "by `branch` on decision rewards", words)
+    words = f"{steps['branch']:.1f} optimizer steps per iteration instead of"
+    yield Claim(FIGURES, "by `branch` on decision rewards", f"{words} {min(others):.1f} to {max(others):.1f}")
     played = statistics.fmean(arms.training("branch", "decisions"))
     yield Claim(FIGURES, "by `branch` on decision rewards", f"of {round(played, -2):,.0f} decisions")
 
@@ -320,6 +294,15 @@ def gpu_curve_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, row, f"Its teacher: {words}")
     yield Claim(FIGURES, "**RL's part of whole games by 26M", f"{gain} unique achievements by {steps}")
     yield Claim(STUDIES, "the same on one H100, 53 s", gain)
+    rows = curve["training"]
+    decisions = statistics.fmean(item["decision/count"] for item in rows)
+    uncertain = 1 - statistics.fmean(item["optim/certain_frac"] for item in rows)
+    words = (
+        f"Of {round(decisions, -3):,.0f} decisions some {round(decisions * uncertain, -3):,.0f} are uncertain"
+    )
+    yield Claim(
+        FIGURES, "**RL's part of whole games by 26M", f"{words} ({100 * uncertain:.0f} % of the tokens)"
+    )
     other = data("gpu_curve_h200")["evaluations"][0]
     yield Claim(FIGURES, row, f"{other['crafter_score']:z.1f} %")
     yield Claim(FIGURES, row, _unique(other))
@@ -437,84 +420,6 @@ def _requests(found: Mapping[str, Any]) -> int:
     return sum(way["requests"] for way in _ways(found))
 
 
-# Columns of the table in docs/truth.md, by words of their heads.
-TRUTH_COLUMNS = {
-    "the demo's environment": "crafter", "one action a decision": "one_action", "a corridor": "rooms",
-    "sokoban": "sokoban",
-}  # fmt: skip
-# Rows of several estimators: the least and the greatest of all their seeds.
-KIN = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
-
-
-def correlations(setting: str, estimator: str) -> list[float]:
-    """Of each seed where it has one; a constant has none."""
-    found = [
-        seed["estimators"][estimator]["correlation"] for seed in data("truth")[setting]["seeds"].values()
-    ]
-    return [value for value in found if value is not None]
-
-
-def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """The heads and the rows of each table of a page."""
-    for block in re.findall(r"(?:^\|.*\n?)+", text, re.M):
-        head, _, *rows = (
-            [cell.strip() for cell in line.strip("| ").split(" | ")] for line in block.splitlines()
-        )
-        yield head, rows
-
-
-def truth_problems(text: str) -> Iterator[str]:
-    """What docs/truth.md says otherwise than truth.json; columns and rows that it adds are not looked at."""
-    seen = 0
-    for head, rows in tables(text):
-        columns = {
-            index: setting
-            for index, cell in enumerate(head)
-            for words, setting in TRUTH_COLUMNS.items()
-            if cell.startswith(words)
-        }
-        if head[0] != "estimator" or not columns:
-            continue
-        for name, index, setting in ((row, i, s) for row in rows for i, s in columns.items()):
-            expected = _of_row(name[0], setting)
-            seen += 1
-            if not name[index].startswith(expected):
-                yield f"{TRUTH}: {name[0]}, {setting}: the data say {expected!r}, the page {name[index]!r}"
-    if seen < len(TRUTH_COLUMNS) * 9:
-        yield f"{TRUTH}: only {seen} cells of the table of estimators were found"
-    yield from _whole_problems(text)
-
-
-def _of_row(label: str, setting: str) -> str:
-    """The cell of an estimator's row: median, least and greatest of the seeds; or of all its kin."""
-    names = KIN if "kin" in label else re.findall(r"`(\w+)`", label)
-    seeds = [correlations(setting, name) for name in names]
-    middles = sorted({f"{statistics.median(values):z.2f}" for values in seeds}, key=float)
-    middle = middles[0] if len(middles) == 1 else f"{middles[0]} to {middles[-1]}"
-    every = [value for values in seeds for value in values]
-    return f"{middle} ({min(every):z.2f} to {max(every):z.2f})"
-
-
-def _whole_problems(text: str) -> Iterator[str]:
-    """The table of whole games: a row an estimator, a column a seed."""
-    (rows,) = (rows for head, rows in tables(text) if "seed 0" in head)
-    seeds = data("truth")["whole"]["seeds"]
-    seen = 0
-    for label, *told in rows:
-        lambdas = re.search(r"lambda ([\d.]+)", label)
-        plain = re.match(r"`(\w+)`", label)
-        own = plain[1] if plain else f"gae, lambda {lambdas[1]}" if lambdas else ""
-        for number, cell in zip(seeds, told, strict=False):
-            if own not in seeds[number]["estimators"]:
-                continue
-            found, seen = seeds[number]["estimators"][own], seen + 1
-            expected = f"{found['correlation']:z.2f} ({found['low']:z.2f} to {found['high']:z.2f})"
-            if not cell.startswith(expected) or f"; {found['gradient_cosine']:z.2f}" not in cell:
-                yield f"{TRUTH}: {label}, seed {number}: the data say {expected!r}, the page {cell!r}"
-    if seen < 21:
-        yield f"{TRUTH}: only {seen} cells of the table of whole games were found"
-
-
 def truth_claims() -> Iterator[Claim]:
     """The row of docs/figures.md about the measurement's own noise."""
     row = "**The truth of stored decisions**"
@@ -548,112 +453,3 @@ def claims() -> list[Claim]:
         agreement_claims, gpu_curve_claims, fault_claims, rank_claims, server_claims, truth_claims,
     )  # fmt: skip
     return [claim for part in parts for claim in part()]
-
-
-class Row(NamedTuple):
-    """A row of a table, and the paragraph above the table."""
-
-    text: str
-    above: str
-
-    @property
-    def script(self) -> str:
-        return self.text.strip("| ").rpartition("|")[2].strip()
-
-
-def rows_of(text: str) -> list[Row]:
-    """The rows of all tables of a page, without their heads."""
-    rows, above, lines = [], "", text.splitlines()
-    for number, line in enumerate(lines):
-        if not line.startswith("|"):
-            above = line if not above or not lines[number - 1].strip() else f"{above} {line}"
-            above = (
-                above
-                if line.strip() or (number + 1 < len(lines) and lines[number + 1].startswith("|"))
-                else ""
-            )
-        elif number >= 2 and lines[number - 1].startswith("|") and not line.startswith("|-"):
-            rows.append(Row(line, above))
-    return rows
-
-
-def the_row(page: str, rows: Sequence[Row], words: str) -> str:
-    found = [row.text for row in rows if words in row.text]
-    if len(found) != 1:
-        raise SystemExit(f"{page}: {len(found)} rows have {words!r}; a claim needs one")
-    return found[0]
-
-
-def problems(pages: Mapping[str, str]) -> list[str]:
-    """What the pages, text by path, say otherwise than the data, or without data, script and mark."""
-    found, rows = [], {page: rows_of(text) for page, text in pages.items()}
-    made = claims()
-    for page, words, text in made:
-        row = the_row(page, rows[page], words)
-        if text not in row:
-            found.append(f"{page}: the data say {text!r}, the row {row[:300]!r}")
-    for readme, figures, text in REPEATED:
-        for page, words in ((README, readme), (FIGURES, figures)):
-            if text not in the_row(page, rows[page], words):
-                found.append(f"{page}: {text!r} is not in the row {words!r}, as it is in the other page")
-    found += truth_problems(pages[TRUTH])
-    for page in (README, FIGURES):
-        found += [f"{page}: no data, script or mark: {row[:200]}" for row in _unfounded(page, rows, made)]
-    if MARK not in pages[STUDIES].partition("\n## ")[0]:
-        found.append(f"{STUDIES}: its first paragraph has to say {MARK}")
-    return found
-
-
-def _unfounded(page: str, rows: Mapping[str, Sequence[Row]], made: Sequence[Claim]) -> Iterator[str]:
-    """Rows that rest on nothing."""
-    script = ""
-    for row in _figure_rows(page, rows[page]):
-        script = row.script if not row.script.startswith("the same") else script
-        claimed = any(claim.page == page and claim.row in row.text for claim in made)
-        repeated = [figures for readme, figures, _ in REPEATED if page == README and readme in row.text]
-        marked = MARK in row.text or MARK in row.above
-        if repeated and not marked and MARK in the_row(FIGURES, rows[FIGURES], repeated[0]):
-            yield row.text  # the mark of docs/figures.md is missing here
-        if not (claimed or marked or repeated or (page == FIGURES and measured_again(script))):
-            yield row.text
-
-
-def _figure_rows(page: str, rows: Sequence[Row]) -> list[Row]:
-    """Rows of figures: in README those of one table alone."""
-    return [row for row in rows if page != README or "docs/figures.md" in row.above]
-
-
-def measured_again(script: str) -> bool:
-    """Whether a column names a script of bench/ that is no study, or a test, and the file is there."""
-    named = re.findall(r"`((?:bench|tests)/[\w/]+(?:\.py)?)", script)
-    return any((kit.ROOT / name).exists() and not Path(name).name.startswith("study_") for name in named)
-
-
-def uncounted(pages: Mapping[str, str]) -> Iterator[str]:
-    """Marked rows, and numbers of claimed rows that no claim computes."""
-    for page in (README, FIGURES):
-        rows = rows_of(pages[page])
-        for row in _figure_rows(page, rows):
-            rest, own = (
-                row.text,
-                [claim for claim in claims() if claim.page == page and claim.row in row.text],
-            )
-            for claim in own:
-                rest = rest.replace(claim.text, "…")
-            numbers = re.findall(r"(?<![\w.])[+-]?\d[\d.,e%-]*", rest.partition(" | ")[2])
-            if MARK in row.text:
-                yield f"{page}: no data: {row.text[:120]}"
-            elif own and numbers:
-                yield f"{page}: not computed: {', '.join(numbers)}: {row.text[:80]}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = kit.options(__doc__, ("--all", False, "also what no data support"), arguments=arguments)
-    pages = {page: (kit.ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-    found = problems(pages)
-    print("\n".join([*found, *(uncounted(pages) if options.all else ())]))
-    return kit.report(f"{len(claims())} claims of {', '.join(PAGES)}: {len(found)} do not hold", not found)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

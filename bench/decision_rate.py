@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
+from service_kit.server import SERVER_THREAD
+from trainer_backend.inference.engine import ENGINE_THREAD
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
@@ -47,7 +49,7 @@ WALL = (
 
 
 # Threads of this process by their names, and whose they are.
-THREADS = {"turnwise-engine": "engine", "turnwise-server": "gateway"}
+THREADS = {ENGINE_THREAD: "engine", SERVER_THREAD: "gateway"}
 WHO = ("task app", "gateway", "engine", "other threads", "threads of libraries")
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from bench.claims import FIGURES, MARK, PAGES, README, TRUTH, problems, rows_of, the_row
+from bench.claims import FIGURES, README
+from bench.claims_check import MARK, PAGES, TRUTH, problems, rows_of, the_row
 from bench.kit import ROOT
 
 

@@ -16,7 +16,8 @@ from bench import (
     state_keys_speed,
     store_cost,
 )
-from bench.demo_iteration import QUICK, Played, played_in
+from bench.demo_iteration import JOB, QUICK, Played, played_in
+from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import open_run
 
 Printed = pytest.CaptureFixture[str]
@@ -51,6 +52,9 @@ def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(capsys: P
 
 def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
     found, _ = iteration
+    demo = load_job(JOB).config
+    assert (found.job.algorithm, found.job.training.critic) == (demo.algorithm, demo.training.critic)
+    assert found.job.training.group_size == demo.training.group_size
     assert credit_share.report(found, limit=0.0) == 1
     printed = capsys.readouterr().out
     assert "an iteration of 40 decisions took" in printed
