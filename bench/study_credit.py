@@ -30,9 +30,9 @@ from bench.study_results import IN_GROUPS, Arm, Study
 from bench.study_runs import main
 
 UNEQUAL = (
-    "branch samples fewer decisions and takes about a third of the optimizer steps an iteration, since what was "
-    "played on is not trained (summary: decisions_an_iteration, steps_an_iteration): its gain does not say how "
-    "good it is"
+    "branch samples fewer decisions and takes about a third of the optimizer steps an iteration, since "
+    "nothing is trained on what was played on (summary: decisions_an_iteration, steps_an_iteration): its "
+    "gain does not say how good it is"
 )
 BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
 

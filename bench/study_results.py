@@ -156,8 +156,9 @@ def _iteration_s(story: Story) -> float | None:
 def _decisions(row: Mapping[str, Any]) -> int:
     """All that were sampled: the actor's, of which each is a request, those too that measure others; and the
     fixed policy's, which another engine is asked for."""
-    episodes, of_each = (row.get(f"mixture/fixed/{name}", 0.0) for name in ("episodes", "decisions"))
-    return int(row.get("inference/requests", 0.0)) + round(episodes * of_each)
+    # Absent where a fixed policy has played nothing.
+    episodes, of_each = row.get("mixture/fixed/episodes", 0.0), row.get("mixture/fixed/decisions", 0.0)
+    return int(row["inference/requests"]) + round(episodes * of_each)
 
 
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:

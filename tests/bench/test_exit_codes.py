@@ -1,5 +1,6 @@
 """A figure that misses its target fails its script, so that `make bench` and CI notice."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from bench import (
     store_cost,
 )
 from bench.demo_iteration import JOB, QUICK, Played, played_in
+from bench.kit import ROOT
+from shared_schemas.trajectory import StopReason
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import open_run
 
@@ -62,6 +65,25 @@ def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, c
     whole, share = re.findall(r"all of credit, gae .*?([0-9.]+%)|all of credit is ([0-9.]+%)", printed)
     assert whole[0] == share[1], "what is held to the limit is all that the loop calls, not a part of it"
     assert "at most 0.00%): MISSED" in printed
+
+
+def test_every_metric_that_a_script_reads_is_one_of_a_run(iteration):
+    """A renamed one would be read as absent, or as 0."""
+    known = {name for row in open_run(iteration[1]).metrics() for name in row if "/" in name}
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/metrics.md", "docs/mixture.md")]
+    told = set(re.findall(r"`([a-z_]+/[^`]+)`", "".join(pages)))
+    rooms = "|".join({name.partition("/")[0] for name in known} | {"mixture", "actor"})
+    read = {
+        node.value
+        for file in (ROOT / "bench").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and re.fullmatch(rf"(?:{rooms})/[a-z0-9_/]*[a-z0-9_]", str(node.value))
+    }
+    reasons = {f"stop/{reason.value}" for reason in StopReason}
+    mixtures = {name for name in read if name.replace("/fixed/", "/{policy}/") in told}
+    assert len(read) > 30
+    assert read - known - told - mixtures - reasons == {"eval/success_rates/achievement_1"}  # made up
 
 
 def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
