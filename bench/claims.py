@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from bench import kit
 
 README, FIGURES, STUDIES = "README.md", "docs/figures.md", "docs/studies.md"
+DOCUMENTS, MIXTURE = "docs/documents.md", "docs/mixture.md"
 # Student's t, 97.5 %, by the number of values.
 _T = {2: 12.70620, 3: 4.302653, 4: 3.182446, 5: 2.776445}
 
@@ -26,7 +27,7 @@ class Claim(NamedTuple):
     """What a row must hold.
 
     page: its path.
-    row: words that no other row of the page has.
+    row: words that no other row of the page has; "" for its text, with single spaces.
     text: the numbers, as the page formats them.
     """
 
@@ -137,6 +138,8 @@ def study_claims() -> Iterator[Claim]:
     words = f"{before} → {after}; without editing {without[0]} → {without[1]}"
     yield Claim(README, "documents that do not fit the window", words)
     yield Claim(FIGURES, "**Documents that do not fit", f"{before} before, {after} after")
+    words = f"from {before} to {after} with deletion, and goes from {without[0]} to {without[1]} without"
+    yield Claim(DOCUMENTS, "", words)
     more = spread(statelm.minus("editing", "no_editing"))
     words = f"{without[0]} before, {without[1]} after. Difference after RL, seed by seed: {more}"
     yield Claim(FIGURES, "The same, the model may not delete", words)
@@ -152,6 +155,19 @@ def study_claims() -> Iterator[Claim]:
         more = mixture.minus(arm, "alone")
         words = f"{spread(mixture.after(arm))}; more than alone by {spread(more)}, 95 % interval of the mean "
         yield Claim(FIGURES, row, words + interval_text(more))
+    rows = {
+        "alone": "| alone |",
+        "good": "| beside the teacher's clone |",
+        "bad": "| beside random weights |",
+    }
+    for arm, row in rows.items():
+        medians = [statistics.median(mixture.at(arm, index).values()) for index in range(5)]
+        ends = ", ".join(f"{value:.2f}" for value in mixture.after(arm))
+        yield Claim(MIXTURE, row, " | ".join([*(f"{value:.2f}" for value in medians), ends]))
+    more = mixture.minus("good", "alone")
+    words = f"{spread(more).removesuffix(')')}; 95 % interval of the mean"
+    yield Claim(MIXTURE, "", f"{words} {interval_text(more).partition(',')[0]})")
+    yield Claim(MIXTURE, "", f"{spread(mixture.minus('bad', 'alone'))} ahead at the end")
     ahead = Arms("ahead", "unique_achievements")
     late, early = ahead.minus("processes", "turns"), ahead.minus("processes", "turns", 1)
     words = f"{spread(ahead.after('processes'))} against {spread(ahead.after('turns'))}: {spread(late)}, 95 %"

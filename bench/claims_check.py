@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import kit
-from bench.claims import FIGURES, README, STUDIES, Claim, claims, data
+from bench.claims import DOCUMENTS, FIGURES, MIXTURE, README, STUDIES, Claim, claims, data
 
 TRUTH = "docs/truth.md"
-PAGES = (README, FIGURES, STUDIES, TRUTH)
+PAGES = (README, FIGURES, STUDIES, TRUTH, DOCUMENTS, MIXTURE)
 MARK = "(no data committed)"
 # Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
 REPEATED = (
@@ -163,7 +163,7 @@ def problems(pages: Mapping[str, str]) -> list[str]:
     found, rows = [], {page: rows_of(text) for page, text in pages.items()}
     made = claims()
     for page, words, text in made:
-        row = the_row(page, rows[page], words)
+        row = the_row(page, rows[page], words) if words else " ".join(pages[page].split())
         if text not in row:
             found.append(f"{page}: the data say {text!r}, the row {row[:300]!r}")
     for readme, figures, texts in REPEATED:

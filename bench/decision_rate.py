@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
+from bench.collect_rate import children_seconds, spent_seconds
 from service_kit.server import SERVER_THREAD
 from trainer_backend.inference.engine import ENGINE_THREAD
 from trainer_backend.job.load import load_job
@@ -41,7 +42,6 @@ QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=16", "rollout.max_turns=10",
     "warmup.episodes=40", "warmup.epochs=2", "training.checkpoint_every=1000",
 )  # fmt: skip
-_TICKS_S = os.sysconf("SC_CLK_TCK")
 WALL = (
     ("collect", "time/collect_s"), ("credit, store", "time/credit_s"),
     ("update", "time/update_s"), ("publish", "time/publish_s"),
@@ -96,24 +96,9 @@ def cpu_seconds() -> dict[str, float]:
     for task in Path("/proc/self/task").iterdir():
         name = names.get(int(task.name))
         who = "threads of libraries" if name is None else THREADS.get(name, "other threads")
-        clock[who] += _cpu_of(_fields(task / "stat"))
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _fields(stat)
-        if fields[1:2] == [str(os.getpid())]:  # a child of ours: the embedded task app
-            clock["task app"] += _cpu_of(fields)
+        clock[who] += spent_seconds(task / "stat")
+    clock["task app"] += children_seconds()  # the embedded one
     return clock
-
-
-def _fields(stat: Path) -> list[str]:
-    """The fields of a stat file after the name, which may hold spaces: state, parent, ..."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()
-    except OSError:  # it ended meanwhile
-        return []
-
-
-def _cpu_of(fields: list[str]) -> float:
-    return (int(fields[11]) + int(fields[12])) / _TICKS_S if fields else 0.0
 
 
 def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any]:
