@@ -58,14 +58,6 @@ TRUTH_COLUMNS = {
 KIN = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
-def correlations(setting: str, estimator: str) -> list[float]:
-    """Of each seed where it has one; a constant has none."""
-    found = [
-        seed["estimators"][estimator]["correlation"] for seed in data("truth")[setting]["seeds"].values()
-    ]
-    return [value for value in found if value is not None]
-
-
 def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
     """The heads and the rows of each table of a page."""
     for block in re.findall(r"(?:^\|.*\n?)+", text, re.M):
@@ -79,28 +71,36 @@ def truth_problems(text: str) -> Iterator[str]:
     """What docs/truth.md says otherwise than truth.json; columns and rows that it adds are not looked at."""
     seen = 0
     for head, rows in tables(text):
-        columns = {
-            index: setting
+        columns = [
+            (index, setting)
             for index, cell in enumerate(head)
             for words, setting in TRUTH_COLUMNS.items()
-            if cell.startswith(words)
-        }
-        if head[0] != "estimator" or not columns:
-            continue
-        for name, index, setting in ((row, i, s) for row in rows for i, s in columns.items()):
-            expected = _of_row(name[0], setting)
-            seen += 1
-            if not name[index].startswith(expected):
-                yield f"{TRUTH}: {name[0]}, {setting}: the data say {expected!r}, the page {name[index]!r}"
+            if head[0] == "estimator" and cell.startswith(words)
+        ]
+        for row in rows:
+            for index, setting in columns:
+                expected, seen = _of_row(row[0], setting), seen + 1
+                if not _once(row[index]).startswith(expected):
+                    yield f"{TRUTH}: {row[0]}, {setting}: the data say {expected!r}, the page {row[index]!r}"
     if seen < len(TRUTH_COLUMNS) * 9:
         yield f"{TRUTH}: only {seen} cells of the table of estimators were found"
     yield from _whole_problems(text)
 
 
+def _once(cell: str) -> str:
+    """The cell with a range of one number as that number: "0.22 to 0.22" is "0.22"."""
+    return re.sub(r"^(-?[\d.]+) to \1 ", r"\1 ", cell)
+
+
 def _of_row(label: str, setting: str) -> str:
     """The cell of an estimator's row: median, least and greatest of the seeds; or of all its kin."""
+    figure = "unbiased" if label.startswith("unbiased") else "correlation"
     names = KIN if "kin" in label else re.findall(r"`(\w+)`", label)
-    seeds = [correlations(setting, name) for name in names]
+    scores = [seed["estimators"] for seed in data("truth")[setting]["seeds"].values()]
+    # A constant has no correlation.
+    seeds = [[one[name][figure] for one in scores if one[name].get(figure) is not None] for name in names]
+    if not all(seeds):
+        return "-"
     middles = sorted({f"{statistics.median(values):z.2f}" for values in seeds}, key=float)
     middle = middles[0] if len(middles) == 1 else f"{middles[0]} to {middles[-1]}"
     every = [value for values in seeds for value in values]
@@ -108,24 +108,29 @@ def _of_row(label: str, setting: str) -> str:
 
 
 def _whole_problems(text: str) -> Iterator[str]:
-    """The table of whole games: a row an estimator, a column a seed."""
+    """The table of whole games: a row an estimator, a column a seed, beside it what an unbiased one scores."""
     seeds, seen = data("truth")["whole"]["seeds"], 0
     cells = (
-        (row[0], number, row[head.index(f"seed {number}")])
+        (row, number, head.index(f"seed {number}"), head)
         for head, rows in tables(text)
         for row in rows
         for number in seeds
         if f"seed {number}" in head
     )
-    for label, number, cell in cells:
-        named, weight = re.match(r"`(\w+)`", label), re.search(r"lambda ([\d.]+)", label)
+    for row, number, index, head in cells:
+        named, weight = re.match(r"`([^`]+)`", row[0]), re.search(r"lambda ([\d.]+)", row[0])
         own = named[1] if named else f"gae, lambda {weight[1]}" if weight else ""
         if own not in seeds[number]["estimators"]:
             continue
         found, seen = seeds[number]["estimators"][own], seen + 1
-        expected = f"{found['correlation']:z.2f} ({found['low']:z.2f} to {found['high']:z.2f})"
-        if not cell.startswith(expected) or f"; {found['gradient_cosine']:z.2f}" not in cell:
-            yield f"{TRUTH}: {label}, seed {number}: the data say {expected!r}, the page {cell!r}"
+        parts = [f"{found['correlation']:z.2f} ({found['low']:z.2f} to {found['high']:z.2f})"]
+        parts += [f"{found['gradient_cosine']:z.2f}"] if ";" in row[index] else []
+        told = row[index]
+        if head[index + 1 : index + 2] == ["unbiased"]:
+            parts.append("-" if found.get("unbiased") is None else f"{found['unbiased']:z.2f}")
+            told += f"; {row[index + 1]}"
+        if told != "; ".join(parts):
+            yield f"{TRUTH}: {row[0]}, seed {number}: the data say {'; '.join(parts)!r}, the page {told!r}"
     if seen < 21:
         yield f"{TRUTH}: only {seen} cells of the table of whole games were found"
 
