@@ -108,7 +108,7 @@ def _of_row(label: str, setting: str) -> str:
 
 
 def _whole_problems(text: str) -> Iterator[str]:
-    """The table of whole games: a row an estimator, a column a seed, beside it what an unbiased one scores."""
+    """The table of whole games: a row an estimator, a column a seed, and what an unbiased one scores."""
     seeds, seen = data("truth")["whole"]["seeds"], 0
     cells = (
         (row, number, head.index(f"seed {number}"), head)
