@@ -94,7 +94,7 @@ def row_of(run: Path) -> dict[str, Any]:
         "drifted_tokens": sum(map(drifted, played)),
         "segments": sum(len(segments_of_rollout(one)) for one in played),
         "logprob_difference": max(row["mismatch/logprob_max"] for row in rows),
-        "answers_that_text_would_change": sum(row.get("inference/drift_text", 0) for row in rows),
+        "answers_that_text_would_change": sum(row["inference/drift_text"] for row in rows),
     }
 
 

@@ -71,10 +71,19 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 def children_seconds() -> float:
     """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
     total = 0.0
-    for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / _TICKS_S
+    # A child is listed at the thread that started it.
+    for listed in Path("/proc/self/task").glob("*/children"):
+        total += sum(spent_seconds(Path(f"/proc/{pid}/stat")) for pid in listed.read_text().split())
     return total
+
+
+def spent_seconds(stat: Path) -> float:
+    """CPU seconds so far of a process or thread; 0 where it has ended meanwhile."""
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
 class Stage:

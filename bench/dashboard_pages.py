@@ -51,9 +51,9 @@ def drawn_metrics(run: RunDirectory, iterations: int) -> None:
             run.append_metrics({**row, "eval/success_rates": rates})
 
 
-def long_episode(run: RunDirectory) -> None:
-    """The first episode of iteration 500 as a conversation of T decisions."""
-    path = run.rollouts_file("iteration_500")
+def long_episode(run: RunDirectory, iteration: int) -> None:
+    """The first episode of the iteration as a conversation of T decisions."""
+    path = run.rollouts_file(f"iteration_{iteration}")
     first, *others = read_rollouts(path)
     assert first.trajectory is not None
     talk = tuple(
@@ -66,7 +66,7 @@ def long_episode(run: RunDirectory) -> None:
                     token_ids=tuple(range(SAMPLED)),
                     logprobs=(-0.7,) * SAMPLED,
                     finish_reason="stop",
-                    versions=((0, 499),),
+                    versions=((0, iteration - 1),),
                 ),
             }
         )
@@ -77,7 +77,7 @@ def long_episode(run: RunDirectory) -> None:
     write_rollouts(path, [first.model_copy(update={"trajectory": episode}), *others], credits)
 
 
-def addresses(job_id: str, other: str) -> dict[str, str]:
+def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
     run = f"/runs/{job_id}"
     return {
         "runs": "/",
@@ -89,8 +89,8 @@ def addresses(job_id: str, other: str) -> dict[str, str]:
         "one chart as a table": f"{run}/values?panel=outcome",
         "rollouts": f"{run}/rollouts",
         "rollouts by outcome, filtered": f"{run}/rollouts?stage=train&sort=outcome_reward&min_reward=3",
-        "a rollout": f"{run}/rollouts/train/{500}/0/1",
-        "a decision among 25,200 tokens": f"{run}/rollouts/train/{500}/0/0?turn=5",
+        "a rollout": f"{run}/rollouts/train/{iteration}/0/1",
+        "a decision among 25,200 tokens": f"{run}/rollouts/train/{iteration}/0/0?turn=5",
         "the job": f"{run}/config",
     }
 
@@ -112,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--limit-ms", LIMIT_MS, "most of a page"),
         arguments=arguments,
     )
-    slowest = 0.0
+    slowest, middle = 0.0, (options.iterations + 1) // 2
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/store.db")
         ids = []
         for name, decisions in (("long", options.decisions), ("other", 10 * options.iterations)):
             run = long_run(Path(folder) / name, options.iterations, decisions)
             drawn_metrics(run, options.iterations)
-            long_episode(run)
+            long_episode(run, middle)
             for line in range(LOG_LINES):
                 append_log(run.path, f"iteration {line // 20}: something was said of it, line {line}")
             ids.append(synced(store, run, name))
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.include_router(router)
         app.state.dashboard = Dashboard(store, None, now)
         client = TestClient(app)
-        for name, address in addresses(*ids).items():
+        for name, address in addresses(*ids, middle).items():
             size = len(client.get(address).raise_for_status().content)
             cost = kit.least(lambda address=address: client.get(address), REPEATS)
             wall, cpu = 1e3 * cost.wall_s, 1e3 * cost.cpu_s

@@ -6,16 +6,19 @@ Two views, because they answer different questions:
 1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
 2. CPU time while rollouts are collected, by who spent it: the environment (timed around each step inside the
    task app, so a step that was preempted counts too long), the rest of the task app (HTTP, prompts, new
-   worlds), the gateway's thread (HTTP, rendering), the engine's thread (generation), and this process's
-   other threads (orchestrator). Decisions run side by side, so the wall times that single decisions wait
-   overlap and would not add up; CPU times do.
+   worlds), the gateway's thread (HTTP, rendering), the engine's thread (generation), other threads of Python
+   in this process (orchestrator), and threads that libraries made. Decisions run side by side, so the wall
+   times that single decisions wait overlap and would not add up; CPU times do.
 
-The first iteration is left out (first touch of everything). Linux only: threads are read from /proc.
+The first iteration is left out (first touch of everything), and the policy is trained in the others: the
+demo's own first two, in which the critic learns alone, are not like the rest. Linux only: threads are read
+from /proc, by the names that the product gives them; one that is missing is an error, not 0 seconds.
 """
 
 import asyncio
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -23,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
+from bench.collect_rate import children_seconds, spent_seconds
+from service_kit.server import SERVER_THREAD
+from trainer_backend.inference.engine import ENGINE_THREAD
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
@@ -30,20 +36,21 @@ from trainer_backend.start import run_job
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 SETTINGS = (
     "training.iterations=4", "evaluation.instances=8", "evaluation.every_n_iters=1000",
-    "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128",
+    "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128", "training.critic_warmup=0",
 )  # fmt: skip
 QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=16", "rollout.max_turns=10",
     "warmup.episodes=40", "warmup.epochs=2", "training.checkpoint_every=1000",
 )  # fmt: skip
-_TICKS_S = os.sysconf("SC_CLK_TCK")
 WALL = (
     ("collect", "time/collect_s"), ("credit, store", "time/credit_s"),
     ("update", "time/update_s"), ("publish", "time/publish_s"),
 )  # fmt: skip
 
 
-WHO = ("task app", "gateway", "engine", "other threads")
+# Threads of this process by their names, and whose they are.
+THREADS = {ENGINE_THREAD: "engine", SERVER_THREAD: "gateway"}
+WHO = ("task app", "gateway", "engine", "other threads", "threads of libraries")
 
 
 class CpuReporter:
@@ -52,50 +59,46 @@ class CpuReporter:
     def __init__(self) -> None:
         self.rows: list[tuple[dict[str, Any], dict[str, float]]] = []
         self._before: dict[str, float] = {}
-        self._collected: dict[str, float] = {}
+        self._collected: dict[str, float] | None = None
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def stage(self, name: str, done: int, total: int) -> None:
-        if name.startswith("collect") and done == total:
-            now = cpu_seconds()
-            self._collected = {who: seconds - self._before.get(who, 0) for who, seconds in now.items()}
+        if re.match(r"collect \d", name) and done == total:  # not the teacher's, before any model is served
+            now = serving_cpu_seconds()
+            self._collected = {who: now[who] - self._before[who] for who in WHO}
 
     def process(self, name: str, **state: Any) -> None:
         pass
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         if row["kind"] == "iteration":
+            if self._collected is None:
+                raise SystemExit(
+                    f"iteration {row['iteration']}: no stage said that its rollouts were collected"
+                )
             self.rows.append((row, self._collected))
-        self._before = cpu_seconds()
+        self._before, self._collected = cpu_seconds(), None
+
+
+def serving_cpu_seconds() -> dict[str, float]:
+    """The same as `cpu_seconds`, where the threads of engine and gateway have to be there."""
+    if missing := set(THREADS) - {thread.name for thread in threading.enumerate()}:
+        raise SystemExit(f"no thread of this process is called {', '.join(sorted(missing))}")
+    return cpu_seconds()
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU seconds so far: the engine's thread, the gateway's, other threads of ours, the task app."""
+    """CPU seconds so far, by `WHO` spent them."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     clock: dict[str, float] = dict.fromkeys(WHO, 0.0)
     for task in Path("/proc/self/task").iterdir():
-        name = names.get(int(task.name), "")
-        who = next((kind for kind in ("engine", "gateway") if kind in name), "other threads")
-        clock[who] += _cpu_of(_fields(task / "stat"))
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _fields(stat)
-        if fields[1:2] == [str(os.getpid())]:  # a child of ours: the embedded task app
-            clock["task app"] += _cpu_of(fields)
+        name = names.get(int(task.name))
+        who = "threads of libraries" if name is None else THREADS.get(name, "other threads")
+        clock[who] += spent_seconds(task / "stat")
+    clock["task app"] += children_seconds()  # the embedded one
     return clock
-
-
-def _fields(stat: Path) -> list[str]:
-    """The fields of a stat file after the name, which may hold spaces: state, parent, ..."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()
-    except OSError:  # it ended meanwhile
-        return []
-
-
-def _cpu_of(fields: list[str]) -> float:
-    return (int(fields[11]) + int(fields[12])) / _TICKS_S if fields else 0.0
 
 
 def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any]:
@@ -115,6 +118,7 @@ def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any
             "HTTP etc., gateway": round(cpu["gateway"], 3),
             "generation": round(cpu["engine"], 3),
             "orchestrator": round(cpu["other threads"], 3),
+            "threads of libraries": round(cpu["threads of libraries"], 3),
         },
     }
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
-from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout
+from trainer_backend.credit.credit import Measured
+from trainer_backend.credit.recredit import stored_measured
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import create_run
@@ -18,11 +19,11 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
-# A shorter warm-up: episodes are as long, and prompts and answers look the same. Credited by
-# siblings, as when these figures were first measured: stored rollouts hold no values of a critic.
+# A shorter warm-up: episodes are as long, and prompts and answers look the same. In the demo's first two
+# iterations the critic learns alone: an iteration like most others trains the policy too.
 SETTINGS = (
     "training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1",
-    *IN_GROUPS, "algorithm.advantage=stepwise",
+    "training.critic_warmup=0",
 )  # fmt: skip
 
 
@@ -30,6 +31,7 @@ SETTINGS = (
 class Played:
     """An iteration of a finished run.
 
+    measured: the critic's values by which its rollouts were credited.
     row: its line of metrics.jsonl.
     cpu_s: CPU seconds of the trainer's process and its threads, from the evaluation before it to that line; a
         task app of its own is another process, whose seconds are not in it.
@@ -37,6 +39,7 @@ class Played:
 
     job: JobConfig
     rollouts: list[Rollout]
+    measured: Measured
     row: dict[str, Any]
     cpu_s: float
 
@@ -78,4 +81,5 @@ def played_in(folder: Path, settings: Sequence[str] = ()) -> Played:
     asyncio.run(run_job(job, directory, watching, resume=False))
     (row,) = (row for row in directory.metrics() if row["kind"] == "iteration")
     rollouts = read_rollouts(directory.rollouts_file("iteration_1"))
-    return Played(job, rollouts, row, watching.took_s)
+    (measured,) = stored_measured(directory, (1,))
+    return Played(job, rollouts, measured, row, watching.took_s)

@@ -24,6 +24,7 @@ SETTINGS = (
     "rollout.max_turns=10",
     "rollout.max_invalid_decisions=10",
     "rollout.max_tokens=64",
+    "model.chat_template_kwargs={}",  # our tokenizer's template reads none
 )
 SMALLER = (
     "rollout.episodes_per_batch=4",

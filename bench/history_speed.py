@@ -1,4 +1,4 @@
-"""A conversation of 100 turns with 20 deletes: every prompt of it is rendered below 20 ms; memory is linear.
+"""A conversation of 100 turns with 20 deletes: all its prompts are rendered in 20 ms; memory is linear.
 
     python -m bench.history_speed [--repeats 20]
 

@@ -8,7 +8,9 @@
              / OpenEnv + stock crafter                                                                  >= 20
     ones     the same, ten decisions of one action, each with an observation of its own; printed, no bound
 
-The peer needs a Python with openenv-core, crafter and structlog; without one its figures are skipped.
+The peer needs a Python with openenv-core, crafter and structlog; without one its figures are skipped. They
+are judged where it also has uvloop and httptools, as our service has: without these it is served by asyncio
+and h11, which are slower, and each of its figures says so.
 Our clients are bare asyncio. Such clients on OpenEnv's sockets are printed too: they are faster than its own.
 Sides alternate, and the best round of either is compared: what else runs on the machine only ever adds. The
 server's CPU a step, from /proc (Linux only), is printed beside.
@@ -16,6 +18,7 @@ Exit code 1 when a figure is missed.
 """
 
 import asyncio
+import os
 import secrets
 import subprocess
 import sys
@@ -29,6 +32,8 @@ from bench.http_rates import HOST, Play, Rate, Server, running, timed
 from bench.raw_clients import HttpConnection, WebSocketConnection
 
 HERE = Path(__file__).parent
+PEER = str(HERE / "peers/openenv_crafter.py")
+OUR_PARTS = "uvloop and httptools"
 CLIENTS, STEPS, BATCH, REQUESTS = 16, 100, 10, 500
 # Walks about and looks around: no food is needed within STEPS, and deaths are rare.
 ACTIONS = ("move_left", "do", "move_up", "noop", "move_right", "do", "move_down", "noop")
@@ -170,9 +175,7 @@ async def beside_openenv(
 ) -> tuple[float, float, float]:
     """Our steps per second over those of OpenEnv's own clients and of bare ones; its CPU a step over ours."""
     mine, theirs, library = [], [], []
-    # OpenEnv logs a traceback for every socket that is closed.
-    command = (python, str(HERE / "peers/openenv_crafter.py"), kind)
-    async with running(*command, errors=subprocess.DEVNULL) as peer:
+    async with running(python, PEER, kind) as peer:
         for _ in range(rounds):
             library.append(await own_clients(python, peer, clients))
             theirs.append(await openenv(peer, clients))
@@ -207,32 +210,46 @@ async def measure(options: Namespace) -> int:
         figures.append(
             ("CPU of a null-environment request / FastAPI hello (at most 1.6)", ratio, ratio <= 1.6)
         )
-        if missing := why_no_peer(options.peer_python):
-            print(f"skipped: single and batch beside OpenEnv; {missing}")
+        try:
+            parts = peer_parts(options.peer_python)
+        except NoPeer as why:
+            print(f"skipped: single and batch beside OpenEnv; {why}")
         else:
             bounds = ((single, "ours", CLIENTS, 1.4), (batch, "stock", 1, 20.0), (ones, "stock", 1, 0.0))
             for play, kind, clients, least in bounds:
                 ratio, bare, cpu = await beside_openenv(
                     options.peer_python, kind, play, clients, options.rounds
                 )
-                beside = f"at least {least:g}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
+                equal = parts == OUR_PARTS
+                bound = f"at least {least:g}" if equal else f"NOT JUDGED: it has {parts}, we {OUR_PARTS}"
+                beside = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
                 told = f"{play.__name__} / OpenEnv + {kind} crafter ({beside})"
-                figures.append((told, ratio, ratio >= least))
+                figures.append((told, ratio, ratio >= least or not equal))
     for name, ratio, holds in figures:
         print(f"x{ratio:.2f} {name}{'' if holds else '  MISSED'}")
     return int(not all(holds for _, _, holds in figures))
 
 
-def why_no_peer(python: str) -> str:
-    """Why that Python cannot run the peer; empty if it can."""
+class NoPeer(Exception):
+    """Why a Python cannot run the peer."""
+
+
+def peer_parts(python: str) -> str:
+    """The event loop and the HTTP parser that serve the peer in that Python.
+
+    Raises:
+        NoPeer: it lacks what the peer imports, or is no Python.
+    """
     try:
         done = subprocess.run(
-            [python, "-c", "import openenv.core.env_server.http_server, crafter, structlog"],
-            capture_output=True, text=True, check=False,
+            [python, PEER, "parts"],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(kit.ROOT)},
         )  # fmt: skip
     except OSError as exc:
-        return f"{python}: {exc.strerror}"
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended"])[-1]
+        raise NoPeer(f"{python}: {exc.strerror}") from exc
+    if done.returncode:
+        raise NoPeer((done.stderr.strip().splitlines() or ["it ended"])[-1])
+    return done.stdout.strip()
 
 
 def main() -> int:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from bench.kit import ROOT
 
@@ -58,25 +60,39 @@ async def timed(server: Server, plays: Sequence[Play]) -> Rate:
 
 
 @asynccontextmanager
-async def running(*command: str, key: str = "", errors: int | None = None) -> AsyncIterator[Server]:
-    """Run a server process on a free port, which is the last argument of its command."""
+async def running(*command: str, key: str = "") -> AsyncIterator[Server]:
+    """Run a server process on a free port, which is the last argument of its command.
+
+    What it writes is shown only if it ends before it listens: OpenEnv logs a traceback for every socket that
+    is closed.
+    """
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         port: int = sock.getsockname()[1]
     root = {"PYTHONPATH": str(ROOT), "TURNWISE_LOG_LEVEL": "warning", "ENVIRONMENT_API_KEY": key}
-    process = await asyncio.create_subprocess_exec(
-        *command, str(port), env={**os.environ, **root}, stdout=subprocess.DEVNULL, stderr=errors
-    )
-    try:
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(HOST, port)
-                break
-            except OSError:
-                assert process.returncode is None, f"{command} ended with {process.returncode}"
-                await asyncio.sleep(0.1)
-        writer.close()
-        yield Server(port, process.pid, key)
-    finally:
-        process.terminate()
-        await process.wait()
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command, str(port), env={**os.environ, **root}, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        try:
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(HOST, port)
+                    break
+                except OSError:
+                    if process.returncode is not None:
+                        raise SystemExit(_ended(command, process.returncode, errors)) from None
+                    await asyncio.sleep(0.1)
+            writer.close()
+            yield Server(port, process.pid, key)
+        finally:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                process.terminate()
+            await process.wait()
+
+
+def _ended(command: Sequence[str], code: int, errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").splitlines()
+    words = next((line for line in reversed(lines) if line.strip()), "it wrote no error")
+    return f"{' '.join(command)} ended with exit code {code} before it listened: {words}"

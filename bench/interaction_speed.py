@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
+from service_kit.logs import configure_logs
 from shared_schemas.messages import Message
 from task_app.interactions.service import Interactions
 from task_app.plugins import InteractionEntry, PolicyContext
@@ -100,4 +101,5 @@ async def main(episodes: int) -> int:
 
 
 if __name__ == "__main__":
+    configure_logs("warning")  # structlog alone prints every interaction, which costs more than it
     sys.exit(asyncio.run(main(kit.options(__doc__, ("--episodes", 1_000)).episodes)))

@@ -2,7 +2,8 @@
 
     python -m bench.mixture_cost [--limit 0.01] [--quick]
 
-Two iterations of the demo's job are played from one short warm-up, three times: by the actor alone; with a
+Two iterations of the demo's job, in groups of four siblings with `stepwise` in place of the critic, are
+played from one short warm-up, three times: by the actor alone; with a
 fixed policy of the same weights that takes the first of them; and with one that takes half of the rollouts.
 Told is the trainer's CPU time a decision of each (a task app is another process, and plays the same). The
 figure that is held against the limit: all that a mixture adds to an iteration, gone through again on the
@@ -35,6 +36,7 @@ from transformers import AutoModelForCausalLM
 from bench import kit
 from bench.credit_share import decisions
 from bench.demo_iteration import JOB, QUICK, SETTINGS, Watching
+from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.segments import segments_of
@@ -159,7 +161,8 @@ def main() -> int:
         ("--limit", LIMIT, "most of an iteration's CPU time"),
         ("--quick", False, "small iterations, to see that it works"),
     )
-    settings = (*SETTINGS, "evaluation.every_n_iters=2", *(QUICK if options.quick else ()))
+    in_groups = (*IN_GROUPS, "algorithm.advantage=stepwise")
+    settings = (*SETTINGS, *in_groups, "evaluation.every_n_iters=2", *(QUICK if options.quick else ()))
     with tempfile.TemporaryDirectory() as folder:
         met = _measured(Path(folder), settings, options.limit)
     return 0 if met else 1

@@ -2,9 +2,10 @@
 
     python -m bench.orchestrator_cost [--decisions 400]
 
-Rollouts of a played iteration of the demo, their decisions given as many tokens as in the demo, and as many
-as a larger model's: each stage is timed in this process, and a line through the two sizes gives its cost per
-decision and per token (of new prompt and answer together). Least CPU time of some repeats.
+Rollouts of a played iteration of the demo, credited by siblings (`stepwise`), their decisions given as many
+tokens as in the demo, and as many as a larger model's: each stage is timed in this process, and a line
+through the two sizes gives its cost per decision and per token (of new prompt and answer together). Least CPU
+time of some repeats.
 
     read     parse a page of rollouts and check it (`collect.client`)
     keep     append each to the spool (`rundir.spool`)
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 from bench import kit
 from bench.demo_iteration import QUICK, played
+from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout, RolloutPage
 from shared_schemas.trajectory import PolicyLogprobs
 from trainer_backend.core.collate import pack_segments
@@ -39,6 +41,8 @@ from trainer_backend.rundir.spool import Spool
 # New prompt tokens and sampled tokens of a decision.
 SIZES = ((56, 6), (300, 200))
 _ROW_TOKENS = 32768
+# The rollouts are multiplied under new ids, for which a critic has no values.
+BY_SIBLINGS = (*IN_GROUPS, "algorithm.advantage=stepwise")
 
 
 class CostLine(NamedTuple):
@@ -116,7 +120,7 @@ def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> di
 
 def cost_lines(decisions: int) -> dict[str, CostLine]:
     """The cost of each stage."""
-    demo = played(QUICK)
+    demo = played((*QUICK, *BY_SIBLINGS))
     rollouts = [rollout for rollout in demo.rollouts if rollout.trajectory is not None]
     points = []
     for prompt, answer in SIZES:

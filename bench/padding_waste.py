@@ -46,7 +46,7 @@ class Sizes:
 def crafter() -> tuple[list[Segment], Sizes]:
     """Every decision of an iteration of the demo, collected by its own job."""
     found = played()
-    episodes = CreditAssignment.of(found.job).credit(found.rollouts).episodes
+    episodes = CreditAssignment.of(found.job).credit(found.rollouts, found.measured).episodes
     table = found.job.training
     sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch_tokens)
     return [segment for episode in episodes for segment in episode.segments], sizes

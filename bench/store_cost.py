@@ -53,7 +53,7 @@ def measured(
 ) -> tuple[float, float]:
     """Seconds of the sync that brings an iteration, and of one that finds nothing."""
     job, _ = jobs.create(store, jobs.NewJob("demo", config="", home="bench", run_dir=run.path))
-    credits = list(CreditAssignment.of(found.job).credit(found.rollouts).credits)
+    credits = list(CreditAssignment.of(found.job).credit(found.rollouts, found.measured).credits)
     for iteration in range(1, ITERATIONS + 1):
         finish(run, found, iteration, credits)
     sync_run(store, job.id, run)

@@ -156,8 +156,9 @@ def _iteration_s(story: Story) -> float | None:
 def _decisions(row: Mapping[str, Any]) -> int:
     """All that were sampled: the actor's, of which each is a request, those too that measure others; and the
     fixed policy's, which another engine is asked for."""
-    episodes, of_each = (row.get(f"mixture/fixed/{name}", 0.0) for name in ("episodes", "decisions"))
-    return int(row.get("inference/requests", 0.0)) + round(episodes * of_each)
+    # Absent where a fixed policy has played nothing.
+    episodes, of_each = row.get("mixture/fixed/episodes", 0.0), row.get("mixture/fixed/decisions", 0.0)
+    return int(row["inference/requests"]) + round(episodes * of_each)
 
 
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:
@@ -242,8 +243,11 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
                 _thin(axes, found["evaluations"], colour, study.measure)
             x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
             if x:
-                label = f"{made.label} (mean of {len(by_seed)})"
-                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
+                steps = outcome["summary"][arm].get("steps_an_iteration")  # older results have none
+                told = f"mean of {len(by_seed)}" + (
+                    "" if steps is None else f"; {steps:.1f} steps an iteration"
+                )
+                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{made.label} ({told})")
         axes.set_xlabel("iterations")
         axes.set_ylabel(study.measured)
         axes.xaxis.set_major_locator(whole_numbers())

@@ -3,11 +3,11 @@
     python -m bench.update_speed [--against ../other/tree | --spin 0] [--rounds 7] [--run RUN] [--profile]
 
 The demo's job plays an iteration (bench/demo_iteration.py), or RUN holds it already. Then a process for each
-tree takes its checkpoint and its rollouts and makes the update, from the same weights each time, in turns
-with the other one. Printed are the medians of CPU seconds and of the clock's, the median of the ratios of two
-that follow each other, and their spread. --spin compares this tree with itself, whose idle threads look for
-work that many times before they sleep (GOMP_SPINCOUNT). Without either it is timed alone. --profile adds
-where its time goes.
+tree takes its checkpoint and its rollouts and makes the update, of the policy and of its critic, from the
+same weights each time, in turns with the other one. Printed are the medians of CPU seconds and of the
+clock's, the median of the ratios of two that follow each other, and their spread. --spin compares this tree
+with itself, whose idle threads look for work that many times before they sleep (GOMP_SPINCOUNT). Without
+either it is timed alone. --profile adds where its time goes.
 """
 
 import statistics
@@ -20,23 +20,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench import kit
-from trainer_backend.credit.credit import NOTHING, CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.recredit import stored_iterations, stored_measured
 from trainer_backend.job.load import load_job
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.rollout_files import read_rollouts
 
 
 def update_of(run: Path) -> Callable[[], dict[str, float]]:
     """The update of a played iteration: each call makes it anew, on a learner of its own."""
     directory = open_run(run)
     job = load_job(run / "job.toml").config
-    episodes = (
-        CreditAssignment.of(job)
-        .credit(read_rollouts(directory.rollouts_file("iteration_1")), NOTHING)
-        .episodes
-    )
+    (rollouts,), (measured,) = stored_iterations(directory, (1,)), stored_measured(directory, (1,))
+    episodes = CreditAssignment.of(job).credit(rollouts, measured).episodes
     config, checkpoint = LearnerConfig.of(job), directory.checkpoints / "iteration_0"
 
     def update() -> dict[str, float]:

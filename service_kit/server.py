@@ -25,6 +25,8 @@ STOP_TIMEOUT_S = 30.0
 BACKLOG = 4096
 # Longer than clients keep idle connections, so that they close first.
 KEEP_ALIVE_S = 120
+# bench/decision_rate.py finds what it spends.
+SERVER_THREAD = "turnwise-server"
 
 
 class Listener:
@@ -162,7 +164,7 @@ class ServerThread:
 
     def start(self) -> str:
         """Serve, and return the base URL."""
-        self._thread = threading.Thread(target=self._serve, name="turnwise-server", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=SERVER_THREAD, daemon=True)
         self._thread.start()
         if not self._started_or_failed.wait(START_TIMEOUT_S) or not self._server.started:
             self.stop()

@@ -1,12 +1,14 @@
 """The peer of bench/http_batch.py: Crafter behind OpenEnv's own server, run by a Python that has it.
 
     python bench/peers/openenv_crafter.py {stock|ours} PORT
+    python bench/peers/openenv_crafter.py parts     # what it would be served by, if it has all that it needs
 
 `stock` is the crafter package as it comes (its picture is always drawn; the reply carries inventory and
 achievements), `ours` the task app's own environment with the whole observation that our routes send.
 """
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import uvicorn
@@ -85,9 +87,20 @@ class Ours(Stock):
         )
 
 
+def part(fast: str, plain: str) -> str:
+    return fast if find_spec(fast) else plain
+
+
 if __name__ == "__main__":
+    # openenv-core does not bring uvloop and httptools.
+    loop, http = part("uvloop", "asyncio"), part("httptools", "h11")
+    if sys.argv[1] == "parts":
+        import crafter  # noqa: F401
+
+        from task_app.environments.crafter.environment import CrafterEnvironment  # noqa: F401
+
+        print(f"{loop} and {http}")
+        sys.exit()
     kind = {"stock": Stock, "ours": Ours}[sys.argv[1]]
     app = create_fastapi_app(kind, CrafterAction, CrafterObservation, max_concurrent_envs=64)
-    uvicorn.run(
-        app, host="127.0.0.1", port=int(sys.argv[2]), loop="uvloop", http="httptools", log_level="error"
-    )
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), loop=loop, http=http, log_level="error")

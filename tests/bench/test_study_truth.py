@@ -1,4 +1,4 @@
-"""The study of the truth: its page says what its file says, and its figures follow from stored decisions."""
+"""The study of the truth: its figures follow from stored decisions."""
 
 import json
 from dataclasses import asdict
@@ -6,16 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from bench.kit import ROOT
-from bench.study_truth import rescored, tables
+from bench.study_truth import rescored
 from trainer_backend.core.truth import Departures, TrueAdvantage, noise_of
 
 RESULTS = ROOT / "bench" / "results" / "truth.json"
-
-
-def test_the_tables_of_the_page_are_those_of_the_results():
-    page = (ROOT / "docs" / "truth.md").read_text(encoding="utf-8").splitlines()
-    rows = tables(json.loads(RESULTS.read_text(encoding="utf-8")))
-    assert [row for row in rows if row not in page] == []
 
 
 def test_figures_follow_from_the_decisions_and_gain_power_without_them():

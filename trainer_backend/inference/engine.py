@@ -34,6 +34,8 @@ from trainer_backend.models.folder import embedding_rows
 
 # Below it, dividing fp32 logits may overflow; callers who want less randomness mean 0.
 LOWEST_TEMPERATURE = 1e-3
+# bench/decision_rate.py finds what it spends.
+ENGINE_THREAD = "turnwise-engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class LocalEngine:
             return
         self._inbox.open()
         self._thread = threading.Thread(
-            target=self._worker.run, args=(self.limits.torch_threads,), name="turnwise-engine", daemon=True
+            target=self._worker.run, args=(self.limits.torch_threads,), name=ENGINE_THREAD, daemon=True
         )
         self._thread.start()
 

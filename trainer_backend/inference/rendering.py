@@ -128,6 +128,7 @@ class ChatRenderer:
                 f"the chat template reads no {name!r}"
                 + (did_you_mean(name, known) if known else "; it has no settings"),
                 where="model.chat_template_kwargs",
+                hint="To drop all of them: --set model.chat_template_kwargs={}",
             )
 
     def refuse_other_settings(self, settings: JsonObject) -> None:

@@ -147,7 +147,8 @@ def _name_by_file(tables: dict[str, Any], path: Path) -> None:
 def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Places]:
     """Merge layers from left to right into one document.
 
-    Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list. The
+    Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list or an
+    empty table inside a table of the job. The
     value of an override replaces even a table.
 
     Args:
@@ -200,10 +201,20 @@ def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
     return _merge_tables(without(document, named), layer)
 
 
-def _merge_tables(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Merge two tables key by key.
+
+    An empty table inside a table of the job, such as `model.chat_template_kwargs={}`, replaces the lower one.
+    A file that begins a table of the job without giving a key of it removes nothing.
+
+    Args:
+        depth: 0 for the job, 1 for its tables.
+    """
+    if depth > 1 and not above:
+        return {}
     lower = below if isinstance(below, dict) else {}
     upper = {
-        key: _merge_tables(lower.get(key), value) if isinstance(value, dict) else value
+        key: _merge_tables(lower.get(key), value, depth + 1) if isinstance(value, dict) else value
         for key, value in above.items()
     }
     return {**lower, **upper}

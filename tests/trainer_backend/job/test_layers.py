@@ -85,6 +85,12 @@ def test_a_list_replaces_a_list(layered):
     assert layered(BASE, "[evaluation]\nseeds = [9]").evaluation.seeds == (9,)
 
 
+def test_an_empty_table_removes_a_table_inside_a_table_of_the_job_and_no_other(layered):
+    base = '[model]\npath = "m"\nchat_template_kwargs = { x = 1 }'
+    assert layered(base, overrides=("model.chat_template_kwargs={}",)).model.chat_template_kwargs == {}
+    assert layered(base, "[model]").model.chat_template_kwargs == {"x": 1}
+
+
 def test_one_model_makes_way_for_another(layered):
     job = layered(BASE, '[model]\npath = "m"\nchat_template_kwargs = { x = 1 }')
     assert (job.model.preset, job.model.path) == (None, Path("m"))
