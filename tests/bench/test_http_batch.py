@@ -30,7 +30,7 @@ def test_the_cpu_time_of_the_gateway_is_that_of_its_servers_thread():
         before = cpu_seconds()
         assert httpx.get(url).status_code == 200
         spent = {who: seconds - before[who] for who, seconds in cpu_seconds().items()}
-        assert spent["gateway"] >= 0.04
+        assert spent["gateway"] >= 0.03  # the system counts in ticks of 10 ms
         with pytest.raises(SystemExit, match="no thread of this process is called turnwise-engine"):
             serving_cpu_seconds()
 
