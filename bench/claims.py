@@ -456,7 +456,7 @@ def truth_claims() -> Iterator[Claim]:
         ("sokoban", "Sokoban: {}"), ("rooms", "A corridor with a key: {}"), ("whole", "three seeds: {}"),
     ):  # fmt: skip
         yield Claim(FIGURES, row, words.format(spread(of(setting, "ratio"))))
-    yield Claim(FIGURES, row, f"about {round(pairs('crafter'), -1):.0f} pairs")
+    yield Claim(FIGURES, row, f"about {pairs('crafter'):.0f} pairs")
     yield Claim(FIGURES, row, f"with about {pairs('one_action'):.0f}.")
     yield Claim(FIGURES, row, f"{played('crafter')} and {played('one_action')} decisions")
     yield Claim(FIGURES, row, f"{played('whole')} decisions for each")
