@@ -302,13 +302,12 @@ def gpu_curve_claims() -> Iterator[Claim]:
         score, unique = f"{item['crafter_score']:z.1f} %", _unique(item)
         yield Claim(README, readme, score)
         yield Claim(FIGURES, row, score)
-        yield Claim(FIGURES, row, unique.partition(" (")[0])
-        yield Claim(FIGURES, row, unique.partition(" (")[2])
+        yield Claim(FIGURES, row, unique)
         yield Claim(STUDIES, "the same on one H100, 53 s", f"{unique}; {item['crafter_score']:z.1f}")
     yield Claim(FIGURES, row, gain)
     teacher = curve["teacher"][0]
-    yield Claim(FIGURES, row, f"Its teacher: {teacher['crafter_score']:z.1f} %")
-    yield Claim(FIGURES, row, f", {teacher['unique_achievements']:z.2f}; people")
+    words = f"{teacher['crafter_score']:z.1f} %, {teacher['unique_achievements']:z.2f}"
+    yield Claim(FIGURES, row, f"Its teacher: {words}")
     yield Claim(FIGURES, "**RL's part of whole games by 26M", f"{gain} unique achievements by {steps}")
     yield Claim(STUDIES, "the same on one H100, 53 s", gain)
     rows = curve["training"]
@@ -457,7 +456,7 @@ def truth_claims() -> Iterator[Claim]:
         ("sokoban", "Sokoban: {}"), ("rooms", "A corridor with a key: {}"), ("whole", "three seeds: {}"),
     ):  # fmt: skip
         yield Claim(FIGURES, row, words.format(spread(of(setting, "ratio"))))
-    yield Claim(FIGURES, row, f"about {pairs('crafter'):.0f} pairs")
+    yield Claim(FIGURES, row, f"about {round(pairs('crafter'), -1):.0f} pairs")
     yield Claim(FIGURES, row, f"with about {pairs('one_action'):.0f}.")
     yield Claim(FIGURES, row, f"{played('crafter')} and {played('one_action')} decisions")
     yield Claim(FIGURES, row, f"{played('whole')} decisions for each")

@@ -6,8 +6,7 @@ bench/claims.py has the figures that are compared. A row of README's figures and
 one of four things:
 
     a claim                 its data are in bench/results
-    a script                its last column, or the paragraph above its table, names a script of bench/ or a
-                            test, which measures it again
+    a script                its last column names a script of bench/ or a test, which measures it again
     `REPEATED`              README repeats a row of docs/figures.md that has one of these
     "(no data committed)"   in the row, or in the paragraph above its table
 
@@ -197,12 +196,7 @@ def _unfounded(page: str, rows: Mapping[str, Sequence[Row]], made: Sequence[Clai
         marked = MARK in row.text or MARK in row.above.replace(f"*{MARK}*", "")  # where it is explained
         if repeated and not marked and MARK in the_row(FIGURES, rows[FIGURES], repeated[0]):
             yield row.text  # the mark of docs/figures.md is missing here
-        if not (
-            claimed
-            or marked
-            or repeated
-            or (page == FIGURES and (measured_again(script) or measured_again(row.above)))
-        ):
+        if not (claimed or marked or repeated or (page == FIGURES and measured_again(script))):
             yield row.text
 
 
