@@ -44,7 +44,7 @@ REPEATED = (
     ("Crafter engine against stock Crafter", "**Crafter engine against stock**", ("x50",)),
     (
         "ten actions over HTTP", "**HTTP**: 10 actions in one request",
-        ("x20.5 on a quiet machine", "x17 to x27 beside other work"),
+        ("x20.5 on a quiet machine", "x15 to x27 beside other work"),
     ),
 )  # fmt: skip
 
