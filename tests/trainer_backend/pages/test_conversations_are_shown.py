@@ -170,7 +170,7 @@ def test_the_end_of_a_run_and_a_comparison_name_the_outcome(run, tmp_path):
     before, after, difference, chosen = map(str.strip, closing_lines(read_story(run)))
     assert before == "before RL: 0.00 (95 % 0.00 to 0.79) last turn score, 2 worlds"
     assert after == "after iteration 2: 1.00 (95 % 0.21 to 1.00) last turn score, 2 worlds"
-    assert difference == "difference, world by world: +1.00 (95 % +1.00 to +1.00), 2 worlds"
+    assert difference == "difference, world by world: +1.00 (95 % -0.35 to +1.00), 2 worlds"
     assert chosen.startswith("best checkpoint: iteration 2, 1.00")
     other = dialogue_run(tmp_path / "other")
     sides = read_sides([run.path, other.path])

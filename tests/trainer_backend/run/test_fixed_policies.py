@@ -182,7 +182,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
         f"{found.weights['fixed'].sha256[:12]}"
     )
     with torch.no_grad():
-        next(found.policies["fixed"].engine._model.parameters())[0, 0] += 1e-3
+        next(found.policies["fixed"].engine._weights._model.parameters())[0, 0] += 1e-3
     with pytest.raises(
         TrainerError, match=r"'fixed': its weights have changed since they were loaded: sha256"
     ):
