@@ -175,7 +175,7 @@ def test_the_end_of_a_run_and_a_comparison_name_the_outcome(run, tmp_path):
     other = dialogue_run(tmp_path / "other")
     sides = read_sides([run.path, other.path])
     assert summary_columns(sides)[3:] == ["last turn score (95 %)", "minus the first (95 %)", "episodes"]
-    assert summary_rows(sides)[1][4:] == ("+0.00 (+0.00 to +0.00)", "2")
+    assert summary_rows(sides)[1][4:] == ("+0.00 (-0.69 to +0.69)", "2")
     html = write_comparison(sides, tmp_path / "out").read_text()
     assert "last turn score (95 %)" in html and "Success rate" not in html
 
