@@ -23,7 +23,8 @@ def begin_command(arguments: Sequence[str]) -> None:
     Raises:
         SettingsError: an argument holds bytes that are no UTF-8, with which nothing can be written down.
     """
-    if sys.getfilesystemencoding() == "ascii":
+    # `python -I` ignores the variable; starting again and again would not help it.
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         encoding = sys.stdout.encoding if sys.stdout is not None else "ascii"
         os.environ.setdefault("PYTHONIOENCODING", encoding)
         os.environ["PYTHONUTF8"] = "1"
