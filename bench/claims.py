@@ -147,6 +147,17 @@ def study_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, "**Short sums in dialogue**", words)
     words = f"gain {spread(dialogue.gain('outcome'))}; {spread(dialogue.gain('outcome_stepwise'))}"
     yield Claim(FIGURES, "The same, outcome alone, with `grpo`", words)
+    gains = [
+        [mine - theirs for mine, theirs in zip(dialogue.gain("turn_scores"), dialogue.gain(arm), strict=True)]
+        for arm in ("outcome", "outcome_stepwise")
+    ]
+    bounds = " and ".join(interval_text(one).partition(",")[0] for one in gains)
+    words = f"gain {' and '.join(map(spread, gains))} more, 95 % intervals of the mean {bounds}"
+    yield Claim(FIGURES, "The same, outcome alone, with `grpo`", words)
+    editing = zip(statelm.gain("editing"), statelm.gain("no_editing"), strict=True)
+    more_gain = [mine - theirs for mine, theirs in editing]
+    words = f"difference of the gains: {spread(more_gain)}, 95 % {interval_text(more_gain)}"
+    yield Claim(FIGURES, "The same, the model may not delete", words)
     mixture = Arms("mixture", "unique_achievements")
     yield Claim(FIGURES, "**A mixture**", f"from {spread(mixture.before('alone'))}")
     yield Claim(FIGURES, "**A mixture**", spread(mixture.after("alone")))
