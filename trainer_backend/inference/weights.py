@@ -55,8 +55,8 @@ class ServedWeights:
         Names that share memory (a tied head and its embedding) need only one of them.
 
         Each tensor is written over the old one, since a GPU has no room for both models. So an error that
-        comes while they are copied (out of memory) leaves some old and some new: nobody may compute with the
-        model until a later call returns.
+        comes while they are copied (out of memory) leaves some old and some new: the model must not
+        compute until a later call returns.
 
         Raises:
             WeightsRefused: they do not fit; nothing was copied.

@@ -33,7 +33,7 @@ class DataRecord:
 
 def read_run_data(run: RunDirectory, job: JobConfig) -> DataSet | None:
     """Read the rows that a job names, with the ids that this run uses."""
-    return data_of(job, by_position=job.data is not None and _uses_positions(run, read_record(run)))
+    return _read_data(run, job, read_record(run))
 
 
 def continue_with_data(run: RunDirectory, job: JobConfig, *, accept_changes: bool) -> DataSet | None:
@@ -45,33 +45,41 @@ def continue_with_data(run: RunDirectory, job: JobConfig, *, accept_changes: boo
     Raises:
         DataError: the rows are not those that the run began with.
     """
-    data = read_run_data(run, job)
+    record = read_record(run)
+    data = _read_data(run, job, record)
     if data is None:
         return None
-    if not accept_changes:
-        refuse_changes(run, job, data)
-    elif changes := describe_changes(run, job, data):
+    changes = _describe(record, job, data)
+    if changes and not accept_changes:
+        raise _refusal(job, changes)
+    if changes:
         data = replace(data, notes=(*data.notes, f"data: accepted, although since the run began {changes}"))
-    record = read_record(run)
     if record is None or record.rows != data.identities:
         _write_record(run, DataRecord(data.identities, _uses_positions(run, record)))
     return data
 
 
 def refuse_changes(run: RunDirectory, job: JobConfig, data: DataSet | None) -> None:
-    """
+    """Refuse rows that are not those that the run began with.
+
     Raises:
-        DataError: the rows are not those that the run began with.
+        DataError: with what changed.
     """
-    if data is None or job.data is None:
-        return
-    if changes := describe_changes(run, job, data):
-        raise DataError(
-            f"since the run began, {changes}",
-            where=str(job.data.path),
-            hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
-            "--accept-data.",
-        )
+    if data is not None and (changes := describe_changes(run, job, data)):
+        raise _refusal(job, changes)
+
+
+def _refusal(job: JobConfig, changes: str) -> DataError:
+    return DataError(
+        f"since the run began, {changes}",
+        where="data.path" if job.data is None else str(job.data.path),
+        hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
+        "--accept-data.",
+    )
+
+
+def _read_data(run: RunDirectory, job: JobConfig, record: DataRecord | None) -> DataSet | None:
+    return data_of(job, by_position=job.data is not None and _uses_positions(run, record))
 
 
 def describe_changes(run: RunDirectory, job: JobConfig, data: DataSet) -> str:
@@ -79,7 +87,10 @@ def describe_changes(run: RunDirectory, job: JobConfig, data: DataSet) -> str:
 
     A run without a record cannot tell. The order counts where training follows it (data.shuffle = false).
     """
-    record = read_record(run)
+    return _describe(read_record(run), job, data)
+
+
+def _describe(record: DataRecord | None, job: JobConfig, data: DataSet) -> str:
     if record is None:
         return ""
     in_order = job.data is not None and not job.data.shuffle
