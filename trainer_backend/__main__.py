@@ -283,6 +283,8 @@ def measure_the_truth(
         _out.print(noise_lines(measured.file.setting, noise_of(truths)))
     if measured.is_over_budget:
         tell(_out, f"the budget is spent after {len(truths)} of {decisions} decisions")
+    if measured.left_out:
+        tell(_out, f"{measured.left_out} rollouts are left out: their rows are gone or changed since")
     if measured.lost:
         tell(_out, f"{measured.lost} decisions could not be played; the same command tries them again")
     if truths:

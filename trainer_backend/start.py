@@ -35,7 +35,7 @@ from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
-from trainer_backend.rundir.data_record import continue_with_data
+from trainer_backend.rundir.data_record import read_data_to_continue, write_record
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
@@ -165,7 +165,9 @@ async def _run(
 ) -> Ended:
     # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
     # not fit the actor.
-    data = await asyncio.to_thread(continue_with_data, directory, job, accept_changes=accept_data)
+    data, new_record = await asyncio.to_thread(
+        read_data_to_continue, directory, job, accept_changes=accept_data
+    )
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
@@ -197,6 +199,8 @@ async def _run(
             )  # fmt: skip
             models = await beginning.load(resume=resume)
             replace_job = _replaced_job(job, directory)
+            if new_record is not None:  # not before: a start that fails accepts nothing
+                await asyncio.to_thread(write_record, directory, new_record)
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)

@@ -17,7 +17,7 @@ from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
 )
-from trainer_backend.collect.plan import retried
+from trainer_backend.collect.plan import digest_tasks, retried
 from trainer_backend.collect.work import merge, without
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
@@ -31,6 +31,7 @@ from trainer_backend.errors import (
     UpdateStopped,
     rejected_rollouts,
 )
+from trainer_backend.evaluation.best import TASKS_DIGEST
 from trainer_backend.protocols import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
@@ -537,6 +538,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
         "iteration": progress.iteration,
         **evaluation_metrics(collection.rollouts),
         **collection_metrics(collection),
+        TASKS_DIGEST: digest_tasks(requests),
         "time/evaluate_s": time.monotonic() - started,
         "timeline/collect_start": span.start,
         "timeline/collect_end": span.end,

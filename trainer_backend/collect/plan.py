@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 
 from pydantic import SecretStr
@@ -28,10 +29,12 @@ from trainer_backend.job.schema import EvaluationTable, JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import estimator
 
-__all__ = ["Inference", "Planner", "retried", "stored_state_keys"]
+__all__ = ["Inference", "Planner", "digest_tasks", "retried", "stored_state_keys"]
 
 # A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
+# What a request sets as a task: not who plays it, nor what else is stored.
+_TASK = {"start", "env", "limits", "multi_turn", "ground_truth", "reward_function", "interaction"}
 
 
 class Slot(NamedTuple):
@@ -436,3 +439,11 @@ def retried(request: RolloutRequest) -> RolloutRequest:
     attempt = request.attempt + 1
     base = request.rollout_id.partition(":")[0]
     return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})
+
+
+def digest_tasks(requests: Sequence[RolloutRequest]) -> str:
+    """Digest the tasks of these requests, whoever plays them and in whatever order: 16 hexadecimal digits."""
+    digest = blake2b(digest_size=8)
+    for text in sorted(request.model_dump_json(include=_TASK) for request in requests):
+        digest.update(text.encode())
+    return digest.hexdigest()

@@ -68,6 +68,7 @@ class DataSet:
         evaluation: the same for every job with this data and held_out_seed.
         notes: lines for the user.
         identities: of all rows in the order of their files, those too that no evaluation plays.
+        by_position: whether ids are positions, see `read_split`; false where all rows have ids of their own.
         by_id: the training rows; held-out ones may have equal ids, as many sets count anew in each split.
     """
 
@@ -75,6 +76,7 @@ class DataSet:
     evaluation: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     identities: tuple[RowIdentity, ...] = ()
+    by_position: bool = False
     by_id: Mapping[str, Row] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -146,7 +148,8 @@ def read_data(
     )
     identities = (*_identities("training", training), *_identities("held-out", held_out))
     notes = (counts, *map(_summary, splits), *_overlaps(identities))
-    return DataSet(training, evaluation, notes, identities)
+    by_position = by_position and not all("id" in split.used for split in splits)
+    return DataSet(training, evaluation, notes, identities, by_position)
 
 
 def _identities(side: Side, rows: Sequence[Row]) -> Iterator[RowIdentity]:

@@ -1,6 +1,6 @@
 """Evaluations compared world by world: their difference, and which checkpoint is the best."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.rundir.rollout_files import finished_rows
 
 Row = Mapping[str, Any]
+# Of the requests of an evaluation (`digest_tasks`), in its row.
+TASKS_DIGEST = "eval/tasks_digest"
 # By row of the data set, or by seed of the world without a data set.
 Outcomes = Mapping[str | int, float]
 
@@ -26,10 +28,16 @@ def read_outcomes(path: Path) -> Outcomes:
     }
 
 
-def paired_difference(first: Path, other: Path) -> Interval | None:
-    """The mean of (other - first) in outcomes over the worlds that both played; None without any."""
+def paired_difference(
+    first: Path, other: Path, *, without: Collection[str | int] = frozenset()
+) -> Interval | None:
+    """The mean of (other - first) in outcomes over the worlds that both played; None without any.
+
+    Args:
+        without: worlds that the two cannot be compared by, such as rows with one id and different content.
+    """
     before, after = read_outcomes(first), read_outcomes(other)
-    shared = [world for world in before if world in after]
+    shared = [world for world in before if world in after and world not in without]
     if not shared:
         return None
     differences = [after[world] - before[world] for world in shared]
@@ -37,12 +45,21 @@ def paired_difference(first: Path, other: Path) -> Interval | None:
     return paired_success_interval(differences) if successes else mean_interval(differences)
 
 
+def ask_the_same(first: Row, other: Row) -> bool:
+    """Whether two evaluations set the same tasks; also true where one is from before 2026-11-28.
+
+    Rows of a data set may have changed between them under the same ids, or settings of the environment.
+    """
+    digests = first.get(TASKS_DIGEST), other.get(TASKS_DIGEST)
+    return None in digests or digests[0] == digests[1]
+
+
 class Best(NamedTuple):
     """The best of a run's evaluations.
 
     Attributes:
         row: its row; None where no evaluation can be compared.
-        notes: by iteration, how an evaluation with lost worlds was compared, or why it was not.
+        notes: by iteration, how an evaluation with lost worlds or other tasks was compared, or why not.
     """
 
     row: Row | None
@@ -53,7 +70,8 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     """Find the evaluation with the highest mean outcome, the first of equals.
 
     Two of them are compared by the worlds that both finished. Where that leaves out a larger share of the
-    worlds than `most`, the later one is not compared.
+    worlds than `most`, the later one is not compared. Outcomes of different tasks are not compared either:
+    the search begins again at the first evaluation with other tasks.
 
     Args:
         evaluations: their rows, the oldest first.
@@ -64,6 +82,12 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     notes: dict[int, str] = {}
     for row in evaluations:
         losses, name = losses_in(row), f"evaluation after iteration {row['iteration']}"
+        if best is not None and not ask_the_same(best, row):
+            notes[row["iteration"]] = (
+                f"{name} set other tasks than the best one so far, after iteration {best['iteration']}: "
+                "the best checkpoint is chosen from here on"
+            )
+            best = None
         if best is None:
             if losses.share > most:
                 notes[row["iteration"]] = _refusal(name, losses.total - losses.lost, losses.total, most)

@@ -31,7 +31,7 @@ from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
-from trainer_backend.rundir.data_record import describe_changes, read_run_data
+from trainer_backend.rundir.data_record import describe_changes, read_record, read_run_data
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
@@ -192,8 +192,10 @@ async def evaluate(
             write_rollouts(keep, collection.all)
         refuse_losses(collection, "evaluation", log=log)
     setting = _setting(planner_for().players, player, job.data)
-    if directory is not None and data is not None:
-        changes = describe_changes(directory, job, data)
+    record = read_record(directory) if directory is not None else None
+    if record is not None and data is not None:
+        parts = (describe_changes(record, job, data), record.describe_leaks(data.identities))
+        changes = "; ".join(filter(None, parts))
         setting |= {"since the run began": changes} if changes else {}
     places = {row.id: row.where for row in data.evaluation} if data is not None else {}
     return evaluation_result(

@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from uuid import uuid4
@@ -20,6 +20,7 @@ from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
@@ -29,7 +30,7 @@ from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
-from trainer_backend.rundir.data_record import read_run_data, refuse_changes
+from trainer_backend.rundir.data_record import DataRecord, read_record, read_run_data, refuse_changes
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
@@ -69,11 +70,13 @@ class Measurement:
     Attributes:
         lost: decisions of which infrastructure left fewer than two pairs; a repeated command tries again.
         is_over_budget: whether it ended before all decisions that were asked for.
+        left_out: rollouts of rows of the data set that are gone or changed since.
     """
 
     file: TruthFile
     lost: int
     is_over_budget: bool
+    left_out: int = 0
 
 
 async def measure_truth(
@@ -90,10 +93,12 @@ async def measure_truth(
     """
     _refuse_options(job, options)
     configure_logs_from()
+    record = await asyncio.to_thread(read_record, run)
+    data = await asyncio.to_thread(read_run_data, run, job)
+    refuse_changes(record, job, data)
     source = source_of(run, job, options)
     _refuse_longer(source.rollouts, job.max_decisions)
-    data = await asyncio.to_thread(read_run_data, run, job)
-    refuse_changes(run, job, data)
+    rollouts = _on_rows_of_now(source, record)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
             environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
@@ -123,9 +128,10 @@ async def measure_truth(
                 player = ContinuationPlayer(
                     planner, collector, apps, Rewards(job.training, job.max_decisions), setting
                 )
-                chosen = list(islice(_chosen(source.rollouts, options.seed), options.decisions))
+                chosen = list(islice(_chosen(rollouts, options.seed), options.decisions))
                 lanes = max(2, 2 * job.rollout.max_concurrent_rollouts // options.continuations)
-                return await _Measurer(player, file, options, tell).all(chosen, lanes)
+                measured = await _Measurer(player, file, options, tell).all(chosen, lanes)
+                return replace(measured, left_out=len(source.rollouts) - len(rollouts))
 
             return await by_checkpoint(job, source.checkpoint, measure)
 
@@ -226,6 +232,23 @@ def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Sourc
             return Source(number, rollouts, sampler)
     number = options.iteration or stored[-1]
     raise _no_sampler_error(run, number, _by_actor(run, job, number), checkpoints)
+
+
+def _on_rows_of_now(source: Source, record: DataRecord | None) -> list[Rollout]:
+    """The rollouts whose rows were not replaced since by others of their id, or taken out.
+
+    Raises:
+        RunDirectoryError: none is left.
+    """
+    replaced = {row.id for row in record.earlier} if record is not None else frozenset()
+    rollouts = [item for item in source.rollouts if row_of(item.group_id) not in replaced]
+    if source.rollouts and not rollouts:
+        raise RunDirectoryError(
+            f"the rows of all {len(source.rollouts)} rollouts of iteration {source.iteration} are gone or "
+            "changed since, so nothing can play on from them",
+            hint="--iteration names one that was played on rows of now.",
+        )
+    return rollouts
 
 
 def _by_actor(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:

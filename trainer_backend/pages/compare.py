@@ -18,7 +18,12 @@ from trainer_backend.pages.report import save
 from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story
-from trainer_backend.rundir.data_record import DataRecord, describe_mismatch, read_record
+from trainer_backend.rundir.data_record import (
+    DataRecord,
+    describe_mismatch,
+    find_other_rows,
+    read_record,
+)
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
@@ -111,7 +116,8 @@ def differences_to_first(sides: Sequence[Side]) -> list[Difference | None]:
 
 def _difference(first: Side, other: Side) -> Difference:
     before, after = (_rollouts_file(side) for side in (first, other))
-    outcome = paired_difference(before, after) if before and after else None
+    other_rows = find_other_rows(first.data, other.data) if first.data and other.data else frozenset()
+    outcome = paired_difference(before, after, without=other_rows) if before and after else None
     # Rows whose ids follow from their content are the same in any file and any split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
@@ -186,6 +192,9 @@ def doubts(sides: Sequence[Side]) -> list[str]:
     measures = dict.fromkeys(side.outcome for side in sides if side.outcome is not None)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
     sentences = [uneven] * (len(iterations) > 1) + [other] * (len(measures) > 1)
+    sentences += [
+        f"{side.name}: {leak}" for side in sides if side.data and (leak := side.data.describe_leaks())
+    ]
     for side, difference in zip(sides, differences_to_first(sides), strict=True):
         if difference is None:
             continue

@@ -18,7 +18,7 @@ from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import TrainerError
-from trainer_backend.evaluation.best import paired_difference
+from trainer_backend.evaluation.best import ask_the_same, paired_difference
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
@@ -30,6 +30,7 @@ from trainer_backend.pages.run_view import MOST_LOSSES, RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
 from trainer_backend.pages.stored import Frame, FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
+from trainer_backend.rundir.data_record import read_record
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
@@ -112,6 +113,9 @@ _WINDOW = 3  # iterations averaged at each end of the run: a single one is too n
 Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: name in the legend, and values by turn
 
 
+Line = tuple[str, str]
+
+
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
     """Write report/report.html of a run, also of one that goes on, and return its path.
 
@@ -156,7 +160,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
             now=job.created, can_control=False, losses=story.losses,
         ),
-        figures=figure_lines(story),
+        figures=[*figure_lines(story), *_leaks(directory)],
         film=filmstrip(story, frames),
         differs=chosen_keys(job),
         toml=job.config,
@@ -170,6 +174,12 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             lossy=[row for row in story.rows if any(row.get(name) for name in FAILED)][-MOST_LOSSES:],
         ),
     )  # fmt: skip
+
+
+def _leaks(directory: RunDirectory) -> list[Line]:
+    record = read_record(directory)
+    leaks = "" if record is None else record.describe_leaks()
+    return [("not held out", leaks)] if leaks else []
 
 
 def _job_row(directory: RunDirectory, story: Story) -> JobRow:
@@ -242,7 +252,6 @@ def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
     return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
 
 
-Line = tuple[str, str]
 _STAGES = (
     ("time/collect_s", "RL: collect"),
     ("time/update_s", "RL: update"),
@@ -289,6 +298,10 @@ def _held_out(story: Story) -> list[Line]:
     if difference is not None:
         value = f"{interval(difference, sign='+')}, {difference.count} {story.unit}s"
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
+    others = [row["iteration"] for row in story.evaluations if not ask_the_same(row, story.evaluations[-1])]
+    if others:
+        value = f"the evaluations up to iteration {others[-1]} set other tasks than the last one"
+        lines.append(("not comparable", value))
     job = story.job
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
@@ -366,11 +379,11 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 
 def last_minus_first(story: Story) -> Interval | None:
-    """The `paired_difference` of a run's first and last evaluation, if it stored two."""
-    if len(story.evaluations) < 2:
+    """The `paired_difference` of a run's last evaluation to the first of the same tasks, if it stored two."""
+    same = [row for row in story.evaluations if ask_the_same(row, story.evaluations[-1])]
+    if len(same) < 2:
         return None
-    iterations = (story.evaluations[0]["iteration"], story.evaluations[-1]["iteration"])
-    first, last = (story.rollouts_file(f"evaluation_{iteration}") for iteration in iterations)
+    first, last = (story.rollouts_file(f"evaluation_{row['iteration']}") for row in (same[0], same[-1]))
     return paired_difference(first, last) if first and last else None
 
 

@@ -124,6 +124,10 @@ class RunDirectory:
         """The spool of an unfinished stage; see `rundir.spool`."""
         return self.rollouts / f"{name}{SPOOL_ENDING}"
 
+    def has_played(self) -> bool:
+        """Whether any rollout or checkpoint is stored."""
+        return any(self.rollouts.glob("*")) or any(self.checkpoints.glob("*"))
+
     def job(self) -> JobConfig:
         """Read the resolved job of this run; whoever looks at a run executes no code that its job names."""
         return load_job(self.path / "job.toml", runs_plugins=False).config

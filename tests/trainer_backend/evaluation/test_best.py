@@ -1,16 +1,19 @@
 """The best evaluation, by the worlds that two of them finished."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from trainer_backend.evaluation.best import find_best
+from trainer_backend.evaluation.best import TASKS_DIGEST, find_best
 
 # Outcomes by world; a world that is missing was lost. All evaluations plan worlds 0 to 9.
 Played = dict[int, dict[int, float]]
 
 
-def best_of(played: Played, *, most: float = 0.2) -> tuple[int | None, dict[int, str]]:
+def best_of(
+    played: Played, *, most: float = 0.2, tasks: Sequence[str] = ()
+) -> tuple[int | None, dict[int, str]]:
     rows: list[dict[str, Any]] = [
         {
             "iteration": iteration,
@@ -20,6 +23,8 @@ def best_of(played: Played, *, most: float = 0.2) -> tuple[int | None, dict[int,
         }
         for iteration, outcomes in played.items()
     ]
+    for row, digest in zip(rows, tasks, strict=False):
+        row[TASKS_DIGEST] = digest
     best = find_best(rows, lambda iteration: played[iteration], most=most)
     return None if best.row is None else best.row["iteration"], dict(best.notes)
 
@@ -71,3 +76,17 @@ def test_evaluations_without_a_common_world_are_never_compared():
         outcomes(*[5.0] * 10, lost=tuple(range(5, 10))),
     )
     assert best_of({0: first, 2: second}, most=1.0)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "best"),
+    [("AAA", 0), ("AAB", 4), ("ABB", 2), ("", 0)],  # the last are of earlier versions
+)
+def test_outcomes_of_other_tasks_are_not_compared_and_the_user_is_told(tasks: str, best: int):
+    # Easier rows would make any checkpoint the best, and harder ones none.
+    played = {iteration: outcomes(*[value] * 10) for iteration, value in ((0, 9.0), (2, 2.0), (4, 1.0))}
+    found, notes = best_of(played, tasks=tasks)
+    assert found == best
+    assert [f"after iteration {at} set other tasks" in notes[at] for at in notes] == [True] * (
+        len(set(tasks)) > 1
+    )

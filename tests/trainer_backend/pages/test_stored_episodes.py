@@ -35,6 +35,7 @@ def test_an_episode_that_ended_earlier_counts_0_at_later_turns(tmp_path):
 def test_differences_are_taken_world_by_world(tmp_path):
     first, last = stored(tmp_path / "a.parquet", FIRST), stored(tmp_path / "b.parquet", LAST)
     assert paired_difference(first, last).mean == 1.5
+    assert paired_difference(first, last, without={10}).count == paired_difference(first, last).count - 1
     assert paired_difference(first, stored(tmp_path / "c.parquet", [rollout(99, [WOOD])])) is None
 
 

@@ -7,11 +7,14 @@ from tests.trainer_backend.data.folders import jsonl
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.rundir.data_record import (
-    continue_with_data,
     describe_changes,
     describe_mismatch,
+    find_other_rows,
+    read_data_to_continue,
     read_record,
     read_run_data,
+    refuse_changes,
+    write_record,
 )
 from trainer_backend.rundir.layout import create_run
 
@@ -31,6 +34,16 @@ def job_on(folder, rows, held_out=HELD_OUT, **keys):
         **keys,
     )
     return tiny_job().model_copy(update={"data": table})
+
+
+def start(run, job, *, accept_changes=False, plays=True):
+    """Start or continue a run; its record is written where it plays."""
+    data, record = read_data_to_continue(run, job, accept_changes=accept_changes)
+    if plays and record is not None:
+        write_record(run, record)
+    if plays:
+        (run.rollouts / "iteration_1.parquet").touch()
+    return data
 
 
 @pytest.mark.parametrize(
@@ -64,40 +77,72 @@ def job_on(folder, rows, held_out=HELD_OUT, **keys):
     ],
 )
 def test_what_changed_is_told_and_refused_unless_it_is_accepted(run, tmp_path, rows, held_out, changes):
-    continue_with_data(run, job_on(tmp_path, ROWS), accept_changes=False)
+    start(run, job_on(tmp_path, ROWS))
     job = job_on(tmp_path, rows, held_out)
     changes = changes.replace("FOLDER", str(tmp_path))
-    assert describe_changes(run, job, read_run_data(run, job)) == changes
     if changes:
-        with pytest.raises(DataError) as refused:
-            continue_with_data(run, job, accept_changes=False)
-        assert f"since the run began, {changes}. Restore the data" in str(refused.value)
-    data = continue_with_data(run, job, accept_changes=True)
-    assert (changes in data.notes[-1]) is bool(changes) or not changes
-    # Accepted rows are those of the run from then on.
-    continue_with_data(run, job, accept_changes=False)
+        for refuses in (
+            start,
+            lambda run, job: refuse_changes(read_record(run), job, read_run_data(run, job)),
+        ):
+            with pytest.raises(DataError) as refused:
+                refuses(run, job)
+            assert f"since the run began, {changes}. Restore the data" in str(refused.value)
+        assert changes in start(run, job, accept_changes=True).notes[-1]
+    start(run, job)  # accepted rows are those of the run from then on
+    assert describe_changes(read_record(run), job, read_run_data(run, job)) == ""
+
+
+def test_an_accepted_row_that_was_trained_on_is_never_again_a_held_out_one_unnoticed(run, tmp_path):
+    start(run, job_on(tmp_path, ROWS))
+    moved = job_on(tmp_path, ROWS[2:], [*HELD_OUT, *ROWS[:2]])
+    start(run, moved, accept_changes=True)
+    leak = "2 of 5 held-out rows ask what the run trained on"
+    for _ in range(2):
+        assert start(run, moved).notes[-1] == f"warning: {leak}"
+    # They leave, and one comes back under another id: what the run once saw stays known.
+    start(run, job_on(tmp_path, ROWS[2:]), accept_changes=True)
+    assert read_record(run).describe_leaks() == ""
+    back = job_on(tmp_path, ROWS[2:], [*HELD_OUT, {**ROWS[0], "id": "back"}])
+    notes = start(run, back, accept_changes=True).notes
+    assert "1 of 4 held-out rows ask what the run trained on" in notes[-1]
+    assert {row.id for row in read_record(run).earlier} == {"a", "b"}
+
+
+def test_rows_of_a_start_that_played_nothing_bind_no_later_one(run, tmp_path):
+    start(run, job_on(tmp_path, ROWS[:2]), plays=False)
+    start(run, job_on(tmp_path, ROWS))
+    start(run, job_on(tmp_path, ROWS[1:]), accept_changes=True, plays=False)
+    with pytest.raises(DataError, match="1 training row is gone"):
+        start(run, job_on(tmp_path, ROWS[1:]))
+    # Where the record was written and nothing was played, it does not count.
+    other = create_run(tiny_job(), tmp_path / "other")
+    _, record = read_data_to_continue(other, job_on(tmp_path, ROWS[:2]), accept_changes=False)
+    write_record(other, record)
+    start(other, job_on(tmp_path, ROWS))
 
 
 def test_the_order_of_rows_counts_where_training_follows_it(run, tmp_path):
-    continue_with_data(run, job_on(tmp_path, ROWS, shuffle=False), accept_changes=False)
+    start(run, job_on(tmp_path, ROWS, shuffle=False))
     with pytest.raises(DataError, match=r"the order of the rows changed, and data\.shuffle is false"):
-        continue_with_data(run, job_on(tmp_path, ROWS[::-1], shuffle=False), accept_changes=False)
+        start(run, job_on(tmp_path, ROWS[::-1], shuffle=False))
 
 
 def test_rows_of_two_runs_are_compared_by_id_where_their_content_is_equal(tmp_path):
     def record(name, rows, held_out):
         run = create_run(tiny_job(), tmp_path / name)
-        continue_with_data(run, job_on(tmp_path, rows, held_out), accept_changes=False)
+        start(run, job_on(tmp_path, rows, held_out))
         return read_record(run)
 
     first = record("first", ROWS, HELD_OUT)
     assert describe_mismatch(first, record("less", ROWS, HELD_OUT[1:])) == []
     other = record("other", HELD_OUT[:2], [{**HELD_OUT[2], "answer": "#### 5"}])
+    assert find_other_rows(first, other) == find_other_rows(other, first) == {"z"}
     assert (
         describe_mismatch(first, other)
         == describe_mismatch(other, first)
         == [
-            "1 held-out rows of the same id have different content",
+            "1 held-out rows of one id have different content, and are not paired",
             "one run trained on what 2 held-out rows of the other ask",
         ]
     )
@@ -108,7 +153,14 @@ def test_a_run_from_before_records_were_kept_goes_on_with_positions_as_ids(run, 
     job = job_on(tmp_path, nameless)
     (run.rollouts / "iteration_1.parquet").touch()  # it has played, and there is no record
     for accept_changes in (True, False, False):
-        data = continue_with_data(run, job, accept_changes=accept_changes)
+        data = start(run, job, accept_changes=accept_changes)
         assert [row.id for row in data.training] == [f"train/{n}" for n in range(4)]
     with pytest.raises(DataError, match="changed under the same id: train/0"):
-        continue_with_data(run, job_on(tmp_path, nameless[1:]), accept_changes=False)
+        start(run, job_on(tmp_path, nameless[1:]))
+
+
+def test_rows_of_a_column_id_are_compared_with_those_of_a_run_from_before_records_were_kept(run, tmp_path):
+    (run.rollouts / "iteration_1.parquet").touch()
+    job, new = job_on(tmp_path, ROWS), create_run(tiny_job(), tmp_path / "new")
+    start(run, job), start(new, job)
+    assert describe_mismatch(read_record(run), read_record(new)) == []
