@@ -36,7 +36,6 @@ from trainer_backend.rundir.checkpoint_paths import (
     VALUE_HEAD_FILE,
     latest_checkpoint,
 )
-from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
@@ -45,9 +44,9 @@ from trainer_backend.rundir.spool import (
     add_stored,
     copy_others_aside,
     find_missing,
-    name_aside,
     name_requests,
     plan_id,
+    rename_aside,
 )
 
 if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
@@ -188,9 +187,9 @@ class Beginning:
         job = self._directory.job()
         requests = self._planned_by(job, kind)
         name_requests(spool, requests, ())
-        # Each start drops the row before it replaces the job, so the job is that of the row. A row without a
-        # time tells that the rollouts are of an earlier start. The data may have changed since then.
-        is_known = job.data is None and any(
+        # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster it
+        # may be an older one. A row without a time is of a start that played nothing. Data may change.
+        is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
         line = _spool_stored(path, spool, requests if is_known else [])
@@ -287,9 +286,9 @@ class Beginning:
             raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
+        copy_others_aside(self._directory.spool_file(_FILES["teacher"]), episodes, self._reporter.say)
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
         # repeats the warm-up with its row, while a checkpoint without its row would never get one.
-        copy_others_aside(self._directory.spool_file(_FILES["teacher"]), episodes, self._reporter.say)
         await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
         self._directory.remove_spools(0)
         self._reporter.say(
@@ -383,10 +382,7 @@ def _spool_stored(path: Path, spool: Path, requests: Sequence[RolloutRequest]) -
 
 
 def _set_aside(path: Path, why: str) -> str:
-    aside = name_aside(path)
-    with write_errors(path):
-        path.rename(aside)
-    return f"{path.name} is left as {aside.name}, and what it holds is asked for again: {why}"
+    return f"{path.name} is left as {rename_aside(path).name}, and what it holds is asked for again: {why}"
 
 
 def _seed(rollout: Rollout) -> int | None:

@@ -171,10 +171,10 @@ class Spool:
 def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: Sequence[str]) -> list[Part]:
     """Read a spool, and name these requests in a header of an earlier version that was written for them."""
     parts = _read_parts(path)
-    # An earlier version wrote one header, at the top.
-    if parts and parts[0].header.get("plan") == plan_digest(requests, gateway_urls):
-        version = parts[0].header["policy_version"]
-        header = {"requests": request_digests(requests, gateway_urls), "policy_version": version}
+    before = parts[0].header if parts else {}  # an earlier version wrote one header, at the top
+    if "plan" in before and before["plan"] == plan_digest(requests, gateway_urls):
+        digests = request_digests(requests, gateway_urls)
+        header = {"requests": digests, "policy_version": before["policy_version"]}
         parts[0] = parts[0]._replace(header=header)
         replace_text(path, _text_of(parts), durable=True)
     return parts
@@ -260,10 +260,16 @@ def tidy_spools(
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
     """Rename a spool that cannot be used."""
-    count, aside = _count(_read_parts(path)), name_aside(path)
+    count = _count(_read_parts(path))
+    tell(_left(count, path, rename_aside(path), why))
+
+
+def rename_aside(path: Path) -> Path:
+    """Give a file that cannot be used a name under which no start reads it, and return that name."""
+    aside = _name_aside(path)
     with write_errors(path):
         path.rename(aside)
-    tell(_left(count, path, aside, why))
+    return aside
 
 
 def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
@@ -274,12 +280,12 @@ def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[st
 
 
 def _copy_aside(path: Path, parts: Sequence[Part], tell: Callable[[str], None], *, why: str) -> None:
-    aside = name_aside(path)
-    replace_text(aside, _text_of(parts), durable=False)
+    aside = _name_aside(path)
+    replace_text(aside, _text_of(parts))
     tell(_left(_count(parts), path, aside, why))
 
 
-def name_aside(path: Path) -> Path:
+def _name_aside(path: Path) -> Path:
     """A free name for a file that cannot be used: iteration_1.unused-1.jsonl, warmup.parquet.unused-1."""
     stem, is_spool, _ = path.name.partition(SPOOL_ENDING)
     number, ending = 1, ".jsonl" if is_spool else ""
@@ -328,7 +334,7 @@ def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -
             path, rest, tell, why="by weights that no checkpoint holds"
         )  # first: a kill must lose none
         usable = _filter(parts, lambda one: _newest_version(one) <= newest)
-        replace_text(path, _text_of(usable), durable=False)
+        replace_text(path, _text_of(usable))
 
 
 def _filter(parts: Iterable[Part], is_kept: Callable[[Rollout], bool]) -> list[Part]:

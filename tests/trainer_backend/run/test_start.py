@@ -19,6 +19,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.trial import unborn_gateway
@@ -185,7 +186,8 @@ async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, r
     """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
     planner = Planner.of(job, f"{directory.run_id}.{len(collector.numbers)}")
     beginning = beginning_of(job, directory, planner, collector, reporter)
-    beginning._keep_stored()
+    for _ in range(2):  # a start that was killed after it has changed nothing for the next one
+        beginning._keep_stored()
     directory.go_back_to(-1, reporter.say)
     directory.replace_job(job)
     try:
@@ -212,6 +214,16 @@ async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_u
     ]
     directory.remove_spools(0)
     assert not list(directory.rollouts.glob("*.spool.jsonl"))
+
+
+async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, collector = create_run(tiny_job(), tmp_path / "run"), HalfWayCollector()
+    collector.most, disk = 4, Disk(directory.rollouts, monkeypatch)
+    await begun_again(directory, tiny_job(warmup__episodes=4), collector, ListReporter())
+    rename = disk.heard.index("rename .warmup.parquet.tmp to warmup.parquet")
+    assert disk.heard[rename - 3 : rename - 1] == ["flush warmup.spool.jsonl", "flush ."]
 
 
 @pytest.mark.parametrize("seed", range(4))

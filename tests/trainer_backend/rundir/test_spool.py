@@ -9,6 +9,7 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.rundir.disk import full_disk
+from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.errors import RunNotWritten
 from trainer_backend.rundir.spool import Spool, plan_digest, request_digests, tidy_spools
@@ -138,7 +139,7 @@ def test_a_branch_leaves_the_parent_of_this_start(path: Path):
     ids=["temperature", "environment", "world"],
 )
 def test_what_was_collected_for_something_else_stays_and_is_used_when_that_is_asked_for_again(
-    path: Path, changes: Any
+    path: Path, changes: Any, monkeypatch: pytest.MonkeyPatch
 ):
     left(path)
     told: list[str] = []
@@ -149,8 +150,10 @@ def test_what_was_collected_for_something_else_stays_and_is_used_when_that_is_as
         f"2 rollouts of {path.name} answer no request of this job; they stay there until the stage has "
         "ended, in case a later start asks for them again"
     ]
+    disk = Disk(path.parent, monkeypatch)
     spool.keep(finished(requests[2]))
     spool.keep(finished(requests[0]))
+    assert disk.heard == [f"flush {path.name}"], "without the header they would answer the requests above"
     assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
     again = begun(path, plan("run.4", **changes), [])
     assert [one.sibling for one in again.rollouts_for(plan("run.4", **changes)).values()] == [0, 2]
