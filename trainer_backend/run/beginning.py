@@ -187,8 +187,8 @@ class Beginning:
         job = self._directory.job()
         requests = self._planned_by(job, kind)
         name_requests(spool, requests, ())
-        # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster it
-        # may be an older one. A row without a time is of a start that played nothing. Data may change.
+        # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
+        # it may be an older one. A row without a time is of a start that played nothing. Data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )

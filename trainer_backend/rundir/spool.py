@@ -122,10 +122,12 @@ class Spool:
             self._append(rollout)
 
     def _append(self, rollout: Rollout) -> None:
-        if not self._is_begun:
-            # Below others it is flushed: without it, ours would answer the requests of the header above.
-            append_line(self.path, self._header, durable=self.path.exists())
-            self._is_begun = True
+        if not self._is_begun and self.path.exists():
+            # Flushed: without it, what comes would answer the requests of the header above.
+            append_line(self.path, self._header, durable=True)
+        elif not self._is_begun:
+            replace_lines(self.path, [self._header], durable=False)
+        self._is_begun = True
         append_text(self.path, _line_of(rollout), durable=False)
 
     def hold(self) -> None:

@@ -287,7 +287,7 @@ async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbe
     assert collector.numbers[-1] == 0
 
 
-@pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "damage"])
+@pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "cluster", "damage"])
 async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_path: Path, doubt: str):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
     collector: Any = HalfWayCollector()
@@ -301,6 +301,8 @@ async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_
         directory.replace_job(tiny_job(warmup__episodes=4, job__seed=2))
     elif doubt == "data":
         directory.replace_job(tiny_job(warmup__episodes=4, **DIALOGUE))
+    elif doubt == "cluster":
+        directory.replace_job(tiny_job(warmup__episodes=4, cluster={}))
     else:
         stored.write_bytes(b"PAR1 but no more")
     left = stored.read_bytes()
