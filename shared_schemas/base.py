@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -70,6 +70,17 @@ def shown(value: Any) -> str:
     """A value with its type, short enough for a sentence."""
     text = repr(value)
     return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+
+
+def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
+    """`NAME is 3 (int); a text is needed`: what an item has under a key, and what it should have."""
+    value = item.get(name)
+    return f"{name} {'is missing or null' if value is None else f'is {shown(value)}'}; {needed} is needed"
+
+
+def is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
+    """Whether JSON has the value among these: Python takes true for 1 and false for 0, JSON does not."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def visible(text: str) -> str:

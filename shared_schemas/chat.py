@@ -25,7 +25,36 @@ counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.
 With or without the header: `sampling_finish_reason` in choices[0] tells how sampling ended ("stop", "length"
 or "abort"), since OpenAI's `finish_reason` is "tool_calls" whenever a call was parsed. If a tool call in the
 text cannot be parsed, the message has the reason as `tool_call_error` and the raw text as content.
+
+A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures.
 """
+
+from typing import Any
 
 ROLLOUT_HEADER = "X-Turnwise-Rollout"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+# Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.
+_OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
+_SCHEMAS = frozenset({"parameters", "input_schema"})
+
+
+def without_nulls(body: Any) -> Any:
+    """Return the body of a model call without the keys that are null, which clients send for absent ones.
+
+    Elements of lists stay, and so does null in what is the caller's own: arguments of calls, settings of a
+    chat template, and a tool's schema below its first level.
+    """
+    if isinstance(body, list):
+        return [without_nulls(item) for item in body]
+    if not isinstance(body, dict):
+        return body
+    return {name: _read_member(name, value) for name, value in body.items() if value is not None}
+
+
+def _read_member(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and name in _OWN_VALUES:
+        return value
+    if isinstance(value, dict) and name in _SCHEMAS:
+        return {keyword: part for keyword, part in value.items() if part is not None}
+    return without_nulls(value)

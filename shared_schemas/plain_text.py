@@ -29,14 +29,14 @@ def decode_text(data: bytes) -> str:
     """
     encoding = json.detect_encoding(data)  # by the mark, or by the zeros around the first characters
     if not encoding.startswith("utf-8"):
-        raise ValueError(f"the text is {encoding[:6].upper()}; save it as UTF-8")
+        raise ValueError(f"the text is {encoding[:6].upper()}; save or send it as UTF-8")
     try:
         return without_mark(data).decode("utf-8")
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode("utf-8")
         column = len(before) - before.rfind("\n")
         of_line = f" of line {before.count(chr(10)) + 1}" if b"\n" in error.object.rstrip(b"\n") else ""
-        raise ValueError(f"column {column}{of_line} is no UTF-8; save the text as UTF-8") from None
+        raise ValueError(f"column {column}{of_line} is no UTF-8; save or send the text as UTF-8") from None
 
 
 def without_mark(data: bytes) -> bytes:

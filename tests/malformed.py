@@ -1,8 +1,10 @@
 """Bodies that differ from a valid one in one place, for servers that must name it."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import pytest
 
 # No value of a chat request is 1.5, so that a number is wrong wherever it is no real number.
 VALUES: tuple[Any, ...] = (None, 1.5, True, "x", [], [None], {}, {"x": 1})
@@ -24,6 +26,19 @@ def malformed(body: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]
             else:
                 home[last] = value
             yield ".".join(map(str, path)), value, changed
+
+
+def absences(body: dict[str, Any], names: Iterable[str] = ()) -> list[Any]:
+    """A parameter for each key of a body, and for further names: the body without it, and with null there."""
+    without, with_null = {}, {}
+    for place, value, changed in malformed({**dict.fromkeys(names), **body}):
+        if value is DELETED or value is None:
+            (without if value is DELETED else with_null)[place] = changed
+    return [
+        pytest.param(without[place], with_null[place], id=place)
+        for place in without
+        if not place.rpartition(".")[2].isdecimal()
+    ]
 
 
 def names_item(where: str, path: str) -> bool:

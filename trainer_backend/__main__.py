@@ -30,13 +30,14 @@ from trainer_backend.terminal.output import (
     JOB_HELP,
     JobPaths,
     LastingStreams,
+    LiteralHelp,
     Overrides,
     TextConsole,
     tell,
     warn,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LiteralHelp, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 new = typer.Typer(no_args_is_help=True, help="Create something of your own from a working template.")
 app.add_typer(new, name="new")
 app.add_typer(jobs_commands.jobs, name="jobs")

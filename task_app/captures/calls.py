@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from shared_schemas.base import shown
+from shared_schemas.base import is_one_of, say_needed, shown
+from shared_schemas.chat import without_nulls
 from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from task_app.errors import InvalidRequest, clipped
@@ -77,6 +78,8 @@ class Dialect(Protocol):
 class Keys:
     """The keys of a request's body, each of which is read, refused or reported: none is dropped in silence.
 
+    A key that is null counts as absent, at every depth that is read here.
+
     Attributes:
         ignored: keys without effect so far.
     """
@@ -85,12 +88,15 @@ class Keys:
     ignored: list[str] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.body = without_nulls(self.body)
+
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a key; null counts as absent."""
+        """The value of a key."""
         self._read.add(name)
-        value = self.body.get(name)
-        if value is None:
+        if name not in self.body:
             return default
+        value = self.body[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             raise InvalidRequest(f"{name} is {shown(value)}", where=name)
         return value
@@ -103,7 +109,7 @@ class Keys:
         """Refuse every value of a key but these."""
         self._read.add(name)
         value = self.body.get(name)
-        if value is not None and value not in allowed:
+        if name in self.body and not is_one_of(value, allowed):
             raise InvalidRequest(
                 f"{name} = {clipped(repr(value))} is not offered here", where=name, hint=hint
             )
@@ -130,9 +136,7 @@ class Keys:
     def rest(self) -> tuple[str, ...]:
         """All keys without effect."""
         unread = [
-            name
-            for name, value in self.body.items()
-            if name not in self._read and value not in (None, [], {})
+            name for name, value in self.body.items() if name not in self._read and value not in ([], {})
         ]
         return tuple(dict.fromkeys([*self.ignored, *(clipped(name) for name in unread)]))
 
@@ -154,7 +158,7 @@ def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:
 
 
 def parts_text(content: Any, kinds: Iterable[str], *, where: str, first: int = 0) -> str:
-    """The text of a message's content: a text, null, or a list of text parts.
+    """The text of a message's content: absent, a text, or a list of text parts.
 
     Args:
         kinds: types of text parts in this dialect.
@@ -196,15 +200,19 @@ def text_at(item: Json, name: str, *, where: str, default: str | None = None) ->
     """The text under a key of an item.
 
     Args:
-        default: of an absent key or null; None: it may not be absent.
+        default: of an absent key; None: it may not be absent.
     """
-    value = item.get(name)
-    if value is None and default is not None:
+    if name not in item and default is not None:
         return default
-    if not isinstance(value, str):
-        is_there = f"is {shown(value)}" if name in item else "is missing"
-        raise InvalidRequest(f"{where}.{name} {is_there}; a text is needed", where=f"{where}.{name}")
-    return value
+    text: str = value_at(item, name, str, "a text", where=where)
+    return text
+
+
+def value_at(item: Json, name: str, kind: type, needed: str, *, where: str) -> Any:
+    """The value under a key of an item, which has to be of this kind; `needed` names it."""
+    if not isinstance(item.get(name), kind):
+        raise InvalidRequest(f"{where}.{say_needed(item, name, needed)}", where=f"{where}.{name}")
+    return item[name]
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
@@ -217,10 +225,8 @@ def tool_spec(function: Json, schema_key: str, *, where: str) -> ToolSpec:
     Args:
         schema_key: the dialect's name of the arguments' schema.
     """
-    schema = {} if function.get(schema_key) is None else function[schema_key]
-    if not isinstance(schema, dict):
-        place = f"{where}.{schema_key}"
-        raise InvalidRequest(f"{place} is {shown(schema)}; a JSON Schema is needed", where=place)
+    has_schema = schema_key in function
+    schema = value_at(function, schema_key, dict, "a JSON Schema", where=where) if has_schema else {}
     try:
         read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
     except ValueError as exc:

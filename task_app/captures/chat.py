@@ -18,6 +18,7 @@ from task_app.captures.calls import (
     text_at,
     tool_call,
     tool_spec,
+    value_at,
 )
 from task_app.errors import InvalidRequest
 
@@ -36,7 +37,7 @@ class ChatCompletions:
         keys.refuse("n", (1,), "ask once for each answer")
         keys.refuse("modalities", (["text"],), "the policy writes text")
         keys.refuse("functions", ([],), "give tools")
-        refuse_form(body.get("response_format"), "response_format")
+        refuse_form(keys.body.get("response_format"), "response_format")
         keys.skip(
             "response_format",
             "user",
@@ -94,8 +95,7 @@ def _message(item: Json, where: str) -> Message:
         fields["name"] = name
     if role == "tool":
         fields["tool_call_id"] = text_at(item, "tool_call_id", where=where, default="")
-    calls = item.get("tool_calls")
-    if calls := [] if calls is None else objects(calls, f"{where}.tool_calls"):
+    if calls := objects(item.get("tool_calls", []), f"{where}.tool_calls"):
         fields["tool_calls"] = tuple(
             _call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(calls)
         )
@@ -115,15 +115,12 @@ def _tool(item: Json, where: str) -> ToolSpec:
 
 def _function(item: Json, where: str) -> tuple[Json, str]:
     """The function of a tool or a call, and its place."""
-    kind, function = item.get("type", "function"), item.get("function")
+    kind = item.get("type", "function")
     if kind != "function":
         raise InvalidRequest(
             f"{where}.type is {shown(kind)}; only functions are offered here", where=f"{where}.type"
         )
-    if not isinstance(function, dict):
-        is_there = f"is {shown(function)}" if "function" in item else "is missing"
-        raise InvalidRequest(f"{where}.function {is_there}; an object is needed", where=f"{where}.function")
-    return function, f"{where}.function"
+    return value_at(item, "function", dict, "an object", where=where), f"{where}.function"
 
 
 def _answer(answer: Answer) -> Json:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from pydantic_core import to_json
 
-from shared_schemas.base import shown
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.calls import (
     Answer,
@@ -19,6 +18,7 @@ from task_app.captures.calls import (
     text_at,
     tool_call,
     tool_spec,
+    value_at,
     with_calls,
 )
 from task_app.errors import InvalidRequest, clipped
@@ -43,7 +43,7 @@ class AnthropicMessages:
         for place, item in enumerate(items):
             _add(messages, item, f"messages.{place}")
         keys.skip("metadata", "service_tier")
-        choice = keys.take("tool_choice", dict, {"type": "auto"}).get("type")
+        choice = keys.take("tool_choice", dict, {}).get("type", "auto")
         if choice not in ("auto", "none"):
             keys.ignored.append("tool_choice")
         tools = objects(keys.take("tools", list, []), "tools")
@@ -108,9 +108,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
     for place, block in enumerate(blocks):
         path, kind = f"{where}.content.{place}", block.get("type")
         if kind == "tool_use" and role == "assistant":
-            if not isinstance(block.get("input"), dict):
-                raise InvalidRequest(f"{path}.input is {shown(block.get('input'))}", where=f"{path}.input")
-            arguments = to_json(block["input"]).decode()
+            arguments = to_json(value_at(block, "input", dict, "an object", where=path)).decode()
             calls.append(
                 tool_call(text_at(block, "id", where=path), text_at(block, "name", where=path), arguments)
             )
@@ -129,7 +127,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
 
 def _tool(item: Json, place: int) -> ToolSpec:
     where = f"tools.{place}"
-    if item.get("type") not in (None, "custom"):
+    if item.get("type", "custom") != "custom":
         raise InvalidRequest(
             f"{where}.type is {clipped(repr(item['type']))}; only custom is offered", where=f"{where}.type"
         )

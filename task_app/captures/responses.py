@@ -100,8 +100,7 @@ def _messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Messag
 
 def _add(messages: list[Message], item: Json, where: str) -> None:
     """Append an item; the text and the calls of one answer become one message again."""
-    kind = item.get("type")
-    kind = "message" if kind is None else kind
+    kind = item.get("type", "message")
     if kind == "reasoning":
         return
     if kind == "function_call":

@@ -1,13 +1,14 @@
 """The form of the messages and tools of a chat request; whatever passes, a chat template can be given.
 
-It is written by hand, because every message of every decision passes through here, and a place such as
+No key is null here, since `shared_schemas.chat.without_nulls` has read the body. The check is written by
+hand, because every message of every decision passes through here, and a place such as
 `messages.2.content.0.text` shall name the item as the caller wrote it.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from shared_schemas.base import did_you_mean, shown
+from shared_schemas.base import did_you_mean, say_needed, shown
 from shared_schemas.messages import ROLES
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.reply import TOOL_CALL_ERROR
@@ -20,31 +21,29 @@ _ROLES = (*ROLES, DEVELOPER)
 _TEXTS = frozenset({"name", "tool_call_id", "tool_name", "reasoning", "reasoning_content"})
 _OTHER_KEYS = frozenset({"role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"})
 _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
-    "refusal": (None, ""),
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
+    "refusal": ("",),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
 }
 
 
 def check_message(message: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a message that has another form, or a key that would be ignored; null counts as absent."""
+    """Refuse a message that has another form, or a key that would be ignored."""
     role = message.get("role")
     if role not in _ROLES:
         reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
         raise BadChatRequest(reason, where=f"{where}.role")
     for name, value in message.items():
         if name in _TEXTS:
-            if value is not None:
-                _check(message, name, str, "a text", where)
+            _check(message, name, str, "a text", where)
         elif name not in _OTHER_KEYS:
             _refuse_with_effect(name, value, where)
-    content, calls = message.get("content"), message.get("tool_calls")
-    if not isinstance(content, str):
-        _check_content(content, where=f"{where}.content")
-    if calls is not None:
+    if "content" in message and not isinstance(message["content"], str):
+        _check_content(message["content"], where=f"{where}.content")
+    if "tool_calls" in message:
         _check(message, "tool_calls", list, "a list", where)
-        for place, call in enumerate(calls):
+        for place, call in enumerate(message["tool_calls"]):
             _check_call(call, where=f"{where}.tool_calls.{place}")
 
 
@@ -64,10 +63,10 @@ def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
     _check_function(tool, where)
     function, place = tool["function"], f"{where}.function"
     for name, kind, needed in (("description", str, "a text"), ("parameters", dict, "a JSON Schema")):
-        if function.get(name) is not None:
+        if name in function:
             _check(function, name, kind, needed, place)
     # Many templates walk through the arguments, and read no further.
-    schema, place = function.get("parameters") or {}, f"{place}.parameters"
+    schema, place = function.get("parameters", {}), f"{place}.parameters"
     if "properties" in schema:
         _check(schema, "properties", dict, "an object", place)
         for name in schema["properties"]:
@@ -75,8 +74,6 @@ def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
 
 
 def _check_content(content: object, *, where: str) -> None:
-    if content is None:
-        return
     if not isinstance(content, list):
         raise BadChatRequest(
             f"content is {shown(content)}; it is a text, a list of text parts, or null", where=where
@@ -97,7 +94,7 @@ def _check_call(call: object, *, where: str) -> None:
     if "id" in call:
         _check(call, "id", str, "a text", where)
     _check_function(call, where)
-    if call["function"].get("arguments") is not None:
+    if "arguments" in call["function"]:
         _check(call["function"], "arguments", (str, dict), "JSON text or an object", f"{where}.function")
 
 
@@ -112,7 +109,5 @@ def _check_function(item: Mapping[str, Any], where: str) -> None:
 def _check(
     home: Mapping[str, Any], name: str, kind: type | tuple[type, ...], needed: str, where: str
 ) -> None:
-    value = home.get(name)
-    if not isinstance(value, kind):
-        is_there = f"is {shown(value)}" if name in home else "is missing"
-        raise BadChatRequest(f"{name} {is_there}; {needed} is needed", where=f"{where}.{name}")
+    if not isinstance(home.get(name), kind):
+        raise BadChatRequest(say_needed(home, name, needed), where=f"{where}.{name}")

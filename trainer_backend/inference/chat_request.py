@@ -9,14 +9,14 @@ from shared_schemas.base import Body
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_tool
-from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, null_is, read_request
+from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
 
 MOST_CHOICES = 64
 
 
 def _strings(value: object) -> object:
-    """Convert `stop`, a string or a list of strings, to a tuple; null, "" and [] mean none."""
-    if value is None or value == "":
+    """Convert `stop`, a string or a list of strings, to a tuple; "" and [] mean none."""
+    if value == "":
         return ()
     if isinstance(value, str):
         return (value,)
@@ -26,7 +26,7 @@ def _strings(value: object) -> object:
 class StreamOptions(Body):
     model_config = ConfigDict(strict=True)
 
-    include_usage: Annotated[bool, null_is(False)] = False
+    include_usage: bool = False
 
 
 class ChatRequest(SamplingRequest):
@@ -37,35 +37,35 @@ class ChatRequest(SamplingRequest):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
-        "response_format": (None, {"type": "text"}),
-        "parallel_tool_calls": (None, True),
-        "functions": (None, []),
-        "function_call": (None, "auto", "none"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "web_search_options": (None,),
-        "reasoning_effort": (None, "none"),
-        "verbosity": (None,),
-        "add_generation_prompt": (None, True),
-        "continue_final_message": (None, False),
+        "response_format": ({"type": "text"},),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": ("none",),
+        "verbosity": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
     }
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=20_000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=1000)
     tool_choice: Any = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), null_is(1)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
         Field(max_length=4),
         BeforeValidator(_strings),
     ] = ()
-    stream: Annotated[bool, null_is(False)] = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: Annotated[bool, null_is(False)] = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20), null_is(0)] = 0
-    chat_template_kwargs: Annotated[dict[str, Any], null_is({})] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_model_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
 
     @property

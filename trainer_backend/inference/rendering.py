@@ -13,7 +13,7 @@ from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerFast
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import did_you_mean, is_one_of
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
@@ -134,7 +134,7 @@ class ChatRenderer:
     def refuse_other_settings(self, settings: JsonObject) -> None:
         """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
         for name, value in settings.items():
-            if name not in self._template_kwargs or self._template_kwargs[name] != value:
+            if name not in self._template_kwargs or not is_one_of(value, [self._template_kwargs[name]]):
                 raise BadChatRequest(
                     f"{name[:80]} = {value!r:.80} is not what this model's template is told, which is "
                     f"{self._template_kwargs}",

@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic_core import from_json, to_json
 
-from shared_schemas.base import OpenBody, did_you_mean
+from shared_schemas.base import OpenBody, did_you_mean, is_one_of
+from shared_schemas.chat import without_nulls
 from shared_schemas.plain_text import decode_text, without_mark
 from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
 from trainer_backend.core.seeds import derived_seed
@@ -18,21 +20,16 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
 
 
-def null_is(default: object) -> BeforeValidator:
-    """Replace null, which OpenAI's clients may send for absent fields, by the default."""
-    return BeforeValidator(lambda value: default if value is None else value)
-
-
 # Values without effect, by key. Other values would be ignored in silence, so they are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **{name: (None, value) for name, value in PLAIN_SAMPLING.items()},
-    "min_tokens": (None, 0),
-    "ignore_eos": (None, False),
-    "stop_token_ids": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "logit_bias": (None, {}),
-    "store": (None, False),
-    "service_tier": (None, "auto", "default"),
+    **{name: (value,) for name, value in PLAIN_SAMPLING.items()},
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
 }
 # Keys for the caller's own records; their values are never read here.
 BYSTANDERS = frozenset(
@@ -48,13 +45,13 @@ class SamplingRequest(OpenBody):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
-        "n": (None, 1),
-        "best_of": (None, 1),
-        "stream": (None, False),
-        "stream_options": (None,),
-        "echo": (None, False),
-        "stop": (None, "", []),
-        "suffix": (None, ""),
+        "n": (1,),
+        "best_of": (1,),
+        "stream": (False,),
+        "stream_options": (),
+        "echo": (False,),
+        "stop": ("", []),
+        "suffix": ("",),
     }
 
     # A number that is a text, or true, is a mistake of the caller's.
@@ -67,8 +64,8 @@ class SamplingRequest(OpenBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     return_token_ids: bool | None = None
-    processed_logprobs: Annotated[bool, null_is(False)] = False
-    common_draws: Annotated[bool, null_is(False)] = False
+    processed_logprobs: bool = False
+    common_draws: bool = False
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
@@ -85,9 +82,9 @@ class SamplingRequest(OpenBody):
 
 
 def read_request(kind: type[Request], body: bytes) -> Request:
-    """Parse and check a body."""
+    """Parse and check a body, in which a key that is null counts as absent."""
     try:
-        request = kind.model_validate_json(without_mark(body))
+        request = kind.model_validate_json(_without_nulls(without_mark(body)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         message = _encoding_fault(body) if first["type"] == "json_invalid" else None
@@ -95,6 +92,16 @@ def read_request(kind: type[Request], body: bytes) -> Request:
     for name, value in (request.model_extra or {}).items():
         _refuse_unread(name, value, kind)
     return request
+
+
+def _without_nulls(body: bytes) -> bytes:
+    """The body of `without_nulls`; one that does not hold the word, as those of rollouts, is not parsed."""
+    if b"null" not in body:
+        return body
+    try:
+        return to_json(without_nulls(from_json(body)))
+    except ValueError:  # it is no JSON, and `read_request` says where
+        return body
 
 
 def _encoding_fault(body: bytes) -> str | None:
@@ -114,7 +121,7 @@ def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:
     if name in BYSTANDERS:
         return
     if name in kind.neutral:
-        if value not in kind.neutral[name]:
+        if not is_one_of(value, kind.neutral[name]):
             raise BadChatRequest(
                 f"{name} = {value!r:.80} is not offered here", where=name, hint=f"Leave {name} out."
             )

@@ -5,7 +5,7 @@ There is no template, tool or conversation. Mixtures call fixed policies at othe
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -26,9 +26,13 @@ class TextRequest(SamplingRequest):
     `logprobs` 0: of the sampled tokens.
     """
 
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **SamplingRequest.neutral,
+        "add_special_tokens": (False,),
+    }
+
     prompt: list[Annotated[int, Field(ge=0, lt=2**31)]] | Annotated[str, Field(max_length=_MOST_CHARACTERS)]
-    logprobs: Literal[0] | None = None
-    add_special_tokens: Literal[False] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # a Literal would take false for 0
 
 
 def read_text_request(body: bytes) -> TextRequest:

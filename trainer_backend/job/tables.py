@@ -215,7 +215,7 @@ VLLM_OWN = {
     "max_logprobs": _OF_THE_CONTRACT,
     "generation_config": _OF_THE_CONTRACT,
     "enable_prompt_tokens_details": "metrics of reused prompt tokens are made of it",
-    "hf_overrides": "it is the model of [model], and vLLM ignores a name that its config has not",
+    "hf_overrides": "it is the model of [model], and vLLM ignores names that the model's config lacks",
     "worker_extension_cls": "it loads the weights",
     "weight_transfer_config": "it is weight_transfer.backend",
 }

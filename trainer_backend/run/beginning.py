@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
@@ -20,6 +20,9 @@ from trainer_backend.collect.metrics import (
     outcome_name,
 )
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.sources import Rows
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
@@ -35,8 +38,16 @@ from trainer_backend.rundir.checkpoint_paths import (
 )
 from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.rundir.spool import Spool
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.spool import (
+    Spool,
+    add_stored,
+    copy_others_aside,
+    find_missing,
+    name_requests,
+    plan_id,
+    rename_aside,
+)
 
 if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
     from trainer_backend.run.fixed_policies import FixedPolicies
@@ -151,6 +162,8 @@ class Beginning:
         return Begun(learner, progress, fixed)
 
     async def _load_fresh(self) -> Models:
+        # First: the rows and the job of the start before, which this one replaces, tell what it has stored.
+        self._keep_stored()
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
         # A mistake in a named model, or a fixed one, shows when it is loaded: before minutes of rollouts, not
@@ -160,6 +173,37 @@ class Beginning:
         fixed = None if learner is None else await self._load_fixed(learner)
         begin_record(self._directory, _models_of(fixed))
         return Models(learner, fixed, Progress())
+
+    def _keep_stored(self) -> None:
+        """Bring what earlier starts have stored before RL into its spool: this one writes the file again.
+
+        Earlier versions left no spool, or one whose header names no single request. A file whose requests
+        are not known is set aside.
+        """
+        kind = "prompts" if self._planner.teacher is None else "teacher"
+        path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
+        if not (path.exists() or spool.exists()):
+            return
+        job = self._directory.job()
+        requests = self._planned_by(job, kind)
+        name_requests(spool, requests, ())
+        # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
+        # it may be an older one. A row without a time is of a start that played nothing. Data may change.
+        is_known = (job.data, job.cluster) == (None, None) and any(
+            row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
+        )
+        line = _spool_stored(path, spool, requests if is_known else [])
+        if line is not None:
+            self._reporter.say(line)
+
+    def _planned_by(self, job: JobConfig, kind: str) -> list[RolloutRequest]:
+        """The plan of another job, with the data of this one; none if only one of them has data."""
+        source = self._planner.source
+        data = source.data if isinstance(source, Rows) else None
+        if (job.data is None) != (data is None):
+            return []
+        planner = Planner.of(job, self._planner.run_id, data=data)
+        return planner.warmup() if kind == "teacher" else planner.prompts(_PROMPT_EPISODES)
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
         staleness = self._planner.table.max_staleness
@@ -242,6 +286,7 @@ class Beginning:
             raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
+        copy_others_aside(self._directory.spool_file(_FILES["teacher"]), episodes, self._reporter.say)
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
         # repeats the warm-up with its row, while a checkpoint without its row would never get one.
         await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
@@ -289,7 +334,7 @@ class Beginning:
         """Collect and store a plan's rollouts, and only then refuse it if none was finished.
 
         Their spool stays until the policy that RL starts from is saved. A start before that plays only what
-        is not in it: lost rollouts, and those that a job with more episodes adds.
+        is not in it: lost rollouts, and those that a changed job adds.
         """
 
         def tell(done: int, total: int) -> None:
@@ -302,6 +347,7 @@ class Beginning:
         collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
         if collection is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
+        spool.flush()  # first: the file says that all are there, and replaces those of an earlier plan
         write_rollouts(self._directory.rollouts_file(_FILES[kind]), collection.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
@@ -309,6 +355,38 @@ class Beginning:
         losses.refuse(collection, NAMES_BEFORE_RL[kind], 0)
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
+
+
+def _spool_stored(path: Path, spool: Path, requests: Sequence[RolloutRequest]) -> str | None:
+    """Append what a spool lacks of a stored stage, or set the file aside; return a sentence about it.
+
+    Args:
+        requests: that the stored rollouts answer; empty where they are not known.
+    """
+    try:
+        missing = find_missing(spool, read_rollouts(path))
+    except FileNotFoundError:
+        return None
+    except RunDirectoryError as error:
+        return _set_aside(path, str(error))
+    if not missing:
+        return None
+    seeds = {plan_id(request.rollout_id): request.start.seed for request in requests}
+    if any(_seed(one) != seeds.get(plan_id(one.rollout_id)) for one in missing):
+        why = (
+            f"{spool.name} lacks {len(missing)} of its rollouts, and which requests they answer is not known"
+        )
+        return _set_aside(path, why)
+    add_stored(spool, requests, missing)
+    return f"{len(missing)} rollouts of {path.name} are in {spool.name} now"
+
+
+def _set_aside(path: Path, why: str) -> str:
+    return f"{path.name} is left as {rename_aside(path).name}, and what it holds is asked for again: {why}"
+
+
+def _seed(rollout: Rollout) -> int | None:
+    return None if rollout.trajectory is None else rollout.trajectory.seed
 
 
 def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:

@@ -1,9 +1,10 @@
 """The spool: finished rollouts of a stage on disk, before the task app forgets them.
 
-    rollouts/iteration_n.spool.jsonl     a header, then a rollout a line
+    rollouts/iteration_n.spool.jsonl     a header, then a rollout a line; then those of a changed plan
 
-After a kill, the next start reuses those whose requests it sends again to the same weights; the header
-identifies both. Failed rollouts are not in the spool; they are requested again.
+After a kill, the next start reuses those whose requests it sends again to the same weights; the header above
+them identifies both. The others stay, for a later start with the plan that they were played for. Failed
+rollouts are not in the spool; they are requested again.
 """
 
 import json
@@ -11,18 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from shared_schemas.trajectory import PolicyLogprobs
+from shared_schemas.trajectory import PolicyLogprobs, Trajectory
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import (
     append_line,
     append_text,
     each_line,
-    read_lines,
+    flush,
+    object_of,
     read_texts,
     replace_lines,
     replace_text,
@@ -32,12 +34,42 @@ from trainer_backend.rundir.files import (
 SPOOL_ENDING = ".spool.jsonl"
 
 
+class Part(NamedTuple):
+    """A header of a spool, and the rollouts below it.
+
+    Attributes:
+        header: `requests`, the digests of the first requests of a stage by plan id, and `policy_version`. In
+            spools of an earlier version, `plan` is one digest of all these requests.
+    """
+
+    header: Mapping[str, Any]
+    rollouts: list[Rollout]
+
+    def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
+        """The rollouts that answer requests of the plan of another header.
+
+        Later requests of a stage follow from its first ones: where these are the same, so are those.
+        """
+        mine, asked = self.header.get("requests"), header["requests"]
+        if mine == asked:
+            return self.rollouts
+        same = {name for name, digest in (mine or {}).items() if asked.get(name) == digest}
+        return [rollout for rollout in self.rollouts if plan_id(rollout.rollout_id) in same]
+
+
 class Spool:
     """The finished rollouts of one stage. Create it with `Spool.open`."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any], rollouts: Mapping[str, Rollout]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        rollouts: Mapping[str, Rollout],
+        *,
+        is_begun: bool = False,
+    ) -> None:
         self.path, self._header, self._rollouts = path, header, rollouts
-        self._is_there = bool(rollouts)
+        self._is_begun = is_begun  # whether the last header of the file is ours
         self._held: list[Rollout] | None = None
 
     @classmethod
@@ -45,27 +77,34 @@ class Spool:
         cls, path: Path, requests: Sequence[RolloutRequest], *,
         versions: range, gateway_urls: Sequence[str], tell: Callable[[str], None],
     ) -> "Spool":  # fmt: skip
-        """Open the spool of a stage, with the rollouts that an earlier start of the same stage left.
+        """Open the spool of a stage, with the rollouts that earlier starts of the same stage left.
 
         Args:
             path: `RunDirectory.spool_file` of the stage.
             requests: the stage's first requests, which identify it.
             versions: those that may have sampled its tokens; the last one samples now.
             gateway_urls: addresses of the gateways, which differ in every start.
-            tell: receives a sentence about rollouts of an earlier start; unusable ones are set aside.
+            tell: receives a sentence about rollouts of earlier starts. Those of other weights are set aside.
         """
         header = {"requests": request_digests(requests, gateway_urls), "policy_version": versions[-1]}
-        rows = read_lines(path)
-        if rows and rows[0].get("policy_version") in versions:
-            earlier = {**header, "policy_version": rows[0]["policy_version"]}
-            rollouts = _answers_in(path, rows[0].get("requests") or {}, earlier, tell)
-            if rollouts is not None:
-                if rollouts:
-                    tell(f"{len(rollouts)} rollouts of {path.name} were collected before, and are used")
-                return cls(path, earlier, {plan_id(rollout.rollout_id): rollout for rollout in rollouts})
-        if len(rows) > 1:
-            set_aside(path, tell, why="for another plan, or of other weights")
-        return cls(path, header, {})
+        parts = name_requests(path, requests, gateway_urls)
+        usable = [part for part in parts if part.header.get("policy_version") in versions]
+        count = _count(parts)
+        if count and not usable:
+            set_aside(path, tell, why="by other weights, or their header is lost")
+            return cls(path, header, {})
+        rollouts = [rollout for part in usable for rollout in part.answers(header)]
+        by_plan = {plan_id(rollout.rollout_id): rollout for rollout in rollouts}
+        if by_plan:
+            tell(f"{len(by_plan)} rollouts of {path.name} were collected before, and are used")
+        if others := count - len(rollouts):
+            tell(
+                f"{others} rollouts of {path.name} answer no request of this job; they stay there until the "
+                "stage has ended, in case a later start asks for them again"
+            )
+        last = parts[-1].header if parts else {}
+        is_begun = last.get("requests") == header["requests"] and last["policy_version"] in versions
+        return cls(path, last if is_begun else header, by_plan, is_begun=is_begun)
 
     def rollouts_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
         """Return rollouts of an earlier start by the id of the request that each answers, under its new ids.
@@ -83,9 +122,12 @@ class Spool:
             self._append(rollout)
 
     def _append(self, rollout: Rollout) -> None:
-        if not self._is_there:
+        if not self._is_begun and self.path.exists():
+            # Flushed: without it, what comes would answer the requests of the header above.
+            append_line(self.path, self._header, durable=True)
+        elif not self._is_begun:
             replace_lines(self.path, [self._header], durable=False)
-            self._is_there = True
+        self._is_begun = True
         append_text(self.path, _line_of(rollout), durable=False)
 
     def hold(self) -> None:
@@ -109,14 +151,53 @@ class Spool:
         self._rollouts = {name: one for name, one in self._rollouts.items() if name not in plans}
         if self._held is not None:
             self._held = [one for one in self._held if plan_id(one.rollout_id) not in plans]
-        if self._is_there:
-            rest = [one for one in _rollouts_in(self.path) if plan_id(one.rollout_id) not in plans]
-            replace_text(self.path, _text_of(self._header, rest), durable=True)
+        if parts := _read_parts(self.path):
+            answers = [one for part in parts for one in part.answers(self._header)]
+            ids = {id(one) for one in answers if plan_id(one.rollout_id) in plans}
+            rest = _filter(parts, lambda one: id(one) not in ids)
+            replace_text(self.path, _text_of(rest), durable=True)
+
+    def flush(self) -> None:
+        """Write it through to disk, so that no power cut leaves less of it than of a file written later."""
+        if self.path.exists():
+            with write_errors(self.path):
+                flush(self.path)
+                flush(self.path.parent)
 
     def remove(self) -> None:
         """Delete the spool, once no later start needs its rollouts."""
         with write_errors(self.path):
             self.path.unlink(missing_ok=True)
+
+
+def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: Sequence[str]) -> list[Part]:
+    """Read a spool, and name these requests in a header of an earlier version that was written for them."""
+    parts = _read_parts(path)
+    before = parts[0].header if parts else {}  # an earlier version wrote one header, at the top
+    if "plan" in before and before["plan"] == plan_digest(requests, gateway_urls):
+        digests = request_digests(requests, gateway_urls)
+        header = {"requests": digests, "policy_version": before["policy_version"]}
+        parts[0] = parts[0]._replace(header=header)
+        replace_text(path, _text_of(parts), durable=True)
+    return parts
+
+
+def find_missing(path: Path, rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return those of the finished rollouts that a spool holds for no plan."""
+    held: dict[str, list[Trajectory | None]] = {}
+    for part in _read_parts(path):
+        for one in part.rollouts:
+            held.setdefault(plan_id(one.rollout_id), []).append(one.trajectory)
+    finished = (one for one in rollouts if one.trajectory is not None)
+    return [one for one in finished if one.trajectory not in held.get(plan_id(one.rollout_id), ())]
+
+
+def add_stored(path: Path, requests: Sequence[RolloutRequest], rollouts: Iterable[Rollout]) -> None:
+    """Append rollouts that answer requests of these to the spool of a stage before RL, and flush them."""
+    spool = Spool(path, {"requests": request_digests(requests, ()), "policy_version": 0}, {})
+    for rollout in rollouts:
+        spool.keep(rollout)
+    spool.flush()
 
 
 def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
@@ -125,13 +206,22 @@ def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
     append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_line_of(rollout)}}}', durable=True)
 
 
+def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
+    """Return the digest by which spools of an earlier version name all their requests together. Pure."""
+    digest = blake2b(digest_size=16)
+    for request in requests:
+        digest.update(_text_of_request(request, gateway_urls))
+    return digest.hexdigest()
+
+
 def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> dict[str, str]:
     """Return digests by plan id, equal for equal requests, whatever the start and the gateways. Pure."""
-    digests = {}
-    for request in requests:
-        text = json.dumps(_comparable(request, gateway_urls), sort_keys=True)
-        digests[plan_id(request.rollout_id)] = blake2b(text.encode(), digest_size=16).hexdigest()
-    return digests
+    return {
+        plan_id(request.rollout_id): blake2b(
+            _text_of_request(request, gateway_urls), digest_size=16
+        ).hexdigest()
+        for request in requests
+    }
 
 
 def tidy_spools(
@@ -172,15 +262,36 @@ def tidy_spools(
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
     """Rename a spool that cannot be used."""
-    count, aside = max(len(read_texts(path)) - 1, 0), _name_aside(path)
+    count = _count(_read_parts(path))
+    tell(_left(count, path, rename_aside(path), why))
+
+
+def rename_aside(path: Path) -> Path:
+    """Give a file that cannot be used a name under which no start reads it, and return that name."""
+    aside = _name_aside(path)
     with write_errors(path):
         path.rename(aside)
-    tell(_left(count, path, aside, why))
+    return aside
+
+
+def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
+    """Leave a copy of the rollouts of a spool that are none of these, before it is deleted."""
+    rest = _filter(_read_parts(path), lambda one: one.trajectory not in used)
+    if _count(rest):
+        _copy_aside(path, rest, tell, why="for another plan")
+
+
+def _copy_aside(path: Path, parts: Sequence[Part], tell: Callable[[str], None], *, why: str) -> None:
+    aside = _name_aside(path)
+    replace_text(aside, _text_of(parts))
+    tell(_left(_count(parts), path, aside, why))
 
 
 def _name_aside(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(path.name.replace(SPOOL_ENDING, f".unused-{number}.jsonl"))).exists():
+    """A free name for a file that cannot be used: iteration_1.unused-1.jsonl, warmup.parquet.unused-1."""
+    stem, is_spool, _ = path.name.partition(SPOOL_ENDING)
+    number, ending = 1, ".jsonl" if is_spool else ""
+    while (aside := path.with_name(f"{stem}.unused-{number}{ending}")).exists():
         number += 1
     return aside
 
@@ -189,54 +300,15 @@ def _left(count: int, path: Path, aside: Path, why: str) -> str:
     return f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused"
 
 
-def _keep_part(
-    path: Path,
-    header: Mapping[str, Any],
-    usable: Sequence[Rollout],
-    rest: Sequence[Rollout],
-    tell: Callable[[str], None],
-    *,
-    why: str,
-) -> None:
-    """Leave the usable rollouts in a spool, under this header, and set the rest aside."""
-    if rest:  # first: a kill must lose none
-        aside = _name_aside(path)
-        replace_text(aside, _text_of(read_lines(path)[0], rest), durable=False)
-        tell(_left(len(rest), path, aside, why))
-    replace_text(path, _text_of(header, usable), durable=False)
-
-
-def _answers_in(
-    path: Path, earlier: Mapping[str, str], header: Mapping[str, Any], tell: Callable[[str], None]
-) -> list[Rollout] | None:
-    """The rollouts of a spool that answer requests of the header; others are set aside. None: none does.
-
-    Requests that come later in a stage follow from its first ones: where these are the same, so are those.
-
-    Args:
-        earlier: digests of the first requests that the spool was begun for.
-    """
-    requests, rollouts = header["requests"], _rollouts_in(path)
-    if earlier == requests:
-        return rollouts
-    same = {name for name, digest in earlier.items() if requests.get(name) == digest}
-    usable = [rollout for rollout in rollouts if plan_id(rollout.rollout_id) in same]
-    if not usable:
-        return None
-    rest = [rollout for rollout in rollouts if plan_id(rollout.rollout_id) not in same]
-    _keep_part(path, header, usable, rest, tell, why="for another plan")
-    return usable
-
-
-def _comparable(request: RolloutRequest, gateway_urls: Sequence[str]) -> dict[str, Any]:
-    """Return a request without the parts that differ in every start."""
+def _text_of_request(request: RolloutRequest, gateway_urls: Sequence[str]) -> bytes:
+    """Return a request as JSON, without the parts that differ in every start."""
     wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
     wire["rollout_id"] = plan_id(request.rollout_id)
     config = wire["policy"]["config"]
     wire["policy"]["config"] = {
         key: value for key, value in config.items() if not (key == "inference_url" and value in gateway_urls)
     }
-    return wire
+    return json.dumps(wire, sort_keys=True).encode()
 
 
 def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
@@ -257,16 +329,27 @@ def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
     """Leave out of a spool what later versions sampled: other weights will get the numbers of those."""
-    rollouts = _rollouts_in(path)
-    usable = [rollout for rollout in rollouts if _newest_version(rollout) <= newest]
-    rest = [rollout for rollout in rollouts if _newest_version(rollout) > newest]
-    if rest:
-        why = "by weights that no checkpoint holds"
-        _keep_part(path, read_lines(path)[0], usable, rest, tell, why=why)
+    parts = _read_parts(path)
+    rest = _filter(parts, lambda one: _newest_version(one) > newest)
+    if _count(rest):
+        _copy_aside(
+            path, rest, tell, why="by weights that no checkpoint holds"
+        )  # first: a kill must lose none
+        usable = _filter(parts, lambda one: _newest_version(one) <= newest)
+        replace_text(path, _text_of(usable))
 
 
-def _text_of(header: Mapping[str, Any], rollouts: Iterable[Rollout]) -> str:
-    return "".join(f"{line}\n" for line in (json.dumps(header), *map(_line_of, rollouts)))
+def _filter(parts: Iterable[Part], is_kept: Callable[[Rollout], bool]) -> list[Part]:
+    return [part._replace(rollouts=[one for one in part.rollouts if is_kept(one)]) for part in parts]
+
+
+def _count(parts: Iterable[Part]) -> int:
+    return sum(len(part.rollouts) for part in parts)
+
+
+def _text_of(parts: Iterable[Part]) -> str:
+    lines = (line for part in parts for line in (json.dumps(part.header), *map(_line_of, part.rollouts)))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _line_of(rollout: Rollout) -> str:
@@ -280,15 +363,21 @@ def _newest_version(rollout: Rollout) -> int:
     return max((version for call in calls for _, version in call.versions), default=0)
 
 
-def _rollouts_in(path: Path) -> list[Rollout]:
-    """Read the rollouts after the header. An unreadable line is skipped; its rollout is requested again."""
-    rollouts = []
-    for line in read_texts(path)[1:]:
+def _read_parts(path: Path) -> list[Part]:
+    """Read a spool. An unreadable line is skipped; its rollout is requested again."""
+    parts: list[Part] = []
+    for line in read_texts(path):
         try:
-            rollouts.append(Rollout.model_validate_json(line))
+            rollout = Rollout.model_validate_json(line)
         except ValidationError:
-            continue
-    return rollouts
+            header = object_of(line)
+            if header is not None and "policy_version" in header:
+                parts.append(Part(header, []))
+        else:
+            if not parts:  # the header is lost
+                parts.append(Part({}, []))
+            parts[-1].rollouts.append(rollout)
+    return parts
 
 
 # ledger.jsonl lists the rollouts that each finished update learned from; no rollout occurs twice.

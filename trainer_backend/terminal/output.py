@@ -1,4 +1,4 @@
-"""Output and arguments that several commands share. Lines are Text, because rich reads brackets as markup."""
+"""Output and arguments that several commands share; text is shown as it is, `[data]` and `:key:` included."""
 
 import errno
 import os
@@ -10,20 +10,41 @@ from typing import Annotated, Any, Self, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
+from typer.core import TyperGroup
 
 from shared_schemas.base import visible
 from trainer_backend.job.load import LoadedJob
 
 
 class TextConsole(Console):
-    """A console that shows stored text literally: control sequences appear as escapes."""
+    """A console that shows all text literally: it has no markup, and control sequences appear as escapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, but escape all text; tables and live displays pass here too."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class LiteralHelp(TyperGroup):
+    """The root of a command line whose help is shown literally: typer would take `[data]` for markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if getattr(typer.core, "HAS_RICH", True):  # TYPER_USE_RICH=0 shows backslashes
+            _escape_help(self)
+
+
+def _escape_help(item: Any) -> None:
+    """Escape the help of a command or option, and of all below it."""
+    item.help = getattr(item, "help", None) and escape(item.help)
+    for part in (*getattr(item, "params", ()), *getattr(item, "commands", {}).values()):
+        _escape_help(part)
 
 
 GONE = "the terminal is gone, or what read its lines: from here on they are in run.log alone"

@@ -86,8 +86,8 @@ def single_run(
 def _unread_by_a_resume(directory: RunDirectory, job: JobConfig) -> Iterator[str]:
     if job.warmup != directory.job().warmup and latest_checkpoint(directory.checkpoints) is not None:
         yield (
-            f"[warmup] has changed, and nothing reads it: {directory.path} has done its warm-up. "
-            "Another one takes another run"
+            f"[warmup] has changed, but {directory.path} has finished its warm-up and does not repeat it. "
+            "Start a new run to warm up with the changed table"
         )
 
 

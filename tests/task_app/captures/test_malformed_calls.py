@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from task_app.captures.calls import Call
 from task_app.errors import InvalidRequest
 from task_app.routes.captures import DIALECTS
-from tests.malformed import malformed, names_item
+from tests.malformed import absences, malformed, names_item
 from tests.trainer_backend.inference.test_malformed_requests import CHAT
 
 SCHEMA = {"type": "object", "properties": {}}
@@ -32,6 +33,46 @@ MESSAGES: dict[str, Any] = {
     "max_tokens": 9, "stop_sequences": ["x"], "stream": False,
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"},
 }  # fmt: skip
+OWN = "messages.1.content.0.input.a"  # an argument, in which null is a value
+# Keys of clients that no body above has.
+OTHERS = ["user", "metadata", "max_completion_tokens", "previous_response_id", "conversation", "background",
+          "functions", "modalities", "stream_options", "response_format", "text", "thinking"]  # fmt: skip
+
+
+def read(path: str, body: dict[str, Any]) -> Call | str | None:
+    """A call, or the place that is refused."""
+    try:
+        return DIALECTS[path].read(body)
+    except InvalidRequest as error:
+        return error.where
+
+
+@pytest.mark.parametrize(
+    ("path", "without", "with_null"),
+    [
+        pytest.param(path, *case.values, id=f"{path} {case.id}")
+        for path, body in (("chat/completions", CHAT), ("responses", RESPONSES), ("messages", MESSAGES))
+        for case in absences(body, OTHERS)
+        if case.id != OWN
+    ],
+)
+def test_a_key_that_is_null_counts_as_absent(path: str, without: dict[str, Any], with_null: dict[str, Any]):
+    # Also where it is needed: the same place is refused.
+    assert read(path, with_null) == read(path, without)
+
+
+def test_a_null_that_an_agent_gives_a_tool_stays():
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": None}, "cache_control": None}
+    tool = {"name": "f", "input_schema": {**SCHEMA, "properties": {"a": {"default": None}}, "title": None}}
+    messages = [{"role": "assistant", "content": [block]}]
+    call = DIALECTS["messages"].read({"messages": messages, "tools": [tool]})
+    assert [one.function.arguments for one in call.messages[0].tool_calls or ()] == ['{"a":null}']
+    assert call.tools[0].function.parameters == {**SCHEMA, "properties": {"a": {"default": None}}}
+
+
+def test_true_is_not_one_choice():
+    assert read("chat/completions", {**CHAT, "n": True}) == "n"
+    assert read("responses", {**RESPONSES, "background": 0}) == "background"
 
 
 @pytest.mark.parametrize(

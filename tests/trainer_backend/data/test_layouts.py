@@ -118,8 +118,8 @@ def test_a_file_with_a_byte_order_mark_is_read_and_one_in_another_encoding_refus
     marked.write_text('{"question": "für"}\n', encoding="utf-8-sig")
     assert read_split(marked, "train").rows[0].prompt == "für"
     other.write_text('{"question": "fur"}\n{"question": "für"}\n', encoding="latin-1")
-    told = f"{other}: line 2: column 16 is no UTF-8; save the text as UTF-8"
-    assert refused(other) == told
+    told = f"{other}: line 2: column 16 is no UTF-8"
+    assert refused(other).startswith(told)
 
 
 def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):

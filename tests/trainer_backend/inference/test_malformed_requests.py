@@ -9,12 +9,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.chat import ROLLOUT_HEADER
-from shared_schemas.trajectory import Sampling
-from tests.malformed import malformed, names_item
+from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling
+from tests.malformed import absences, malformed, names_item
 from tests.trainer_backend.inference.test_gateway_edges import KEY, StandInEngine
+from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.request_body import BYSTANDERS, SamplingRequest
 from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.text_completion import TextRequest, read_text_request
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SCHEMA = {"type": "object", "properties": {}}
@@ -36,6 +40,52 @@ TEXT: dict[str, Any] = {
     "model": "m", "prompt": [1, 2], "logprobs": 0, "max_tokens": 2, "temperature": 1.0, "stop": None,
     "echo": False, "seed": 3, "return_token_ids": True, "add_special_tokens": False,
 }  # fmt: skip
+
+
+def read(body: dict[str, Any], kind: type[SamplingRequest] = ChatRequest) -> SamplingRequest | str | None:
+    """A request, or the place that is refused."""
+    try:
+        return (read_chat_request if kind is ChatRequest else read_text_request)(json.dumps(body).encode())
+    except BadChatRequest as error:
+        return error.where
+
+
+@pytest.mark.parametrize(
+    ("kind", "without", "with_null"),
+    [
+        pytest.param(kind, *case.values, id=f"{kind.__name__} {case.id}")
+        for kind, body in ((ChatRequest, CHAT), (TextRequest, TEXT))
+        for case in absences(body, [*kind.model_fields, *kind.neutral, *BYSTANDERS])
+    ],
+)
+def test_a_key_that_is_null_counts_as_absent(
+    kind: type[SamplingRequest], without: dict[str, Any], with_null: dict[str, Any]
+):
+    # Also where it is needed: the same place is refused.
+    assert read(with_null, kind) == read(without, kind)
+
+
+def test_a_call_needs_neither_id_nor_type_and_a_tool_no_type():
+    calls = [{"id": None, "type": None, "function": {"name": "f", "arguments": None}}]
+    tool = {"type": None, "function": {"name": "f", "description": None, "parameters": {"properties": None}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls, "of_a_client": None}]
+    request = read({"model": "m", "messages": messages, "tools": [tool]})
+    assert isinstance(request, ChatRequest)
+    assert request.messages == [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert request.tools == [{"function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_boolean_is_no_number_and_a_number_no_boolean(value: bool):
+    numbers = ["temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n",
+               "top_logprobs", "max_model_length", "min_tokens", *PLAIN_SAMPLING]  # fmt: skip
+    assert [read({**CHAT, name: value}) for name in numbers] == numbers
+    numbers = ["n", "best_of", "logprobs", *PLAIN_SAMPLING]
+    assert [read({**TEXT, name: value}, TextRequest) for name in numbers] == numbers
+    switches = ["parallel_tool_calls", "store", "ignore_eos", "continue_final_message", "stream", "logprobs"]
+    assert [read({**CHAT, name: int(value)}) for name in switches] == switches
+    switches = ["echo", "add_special_tokens"]
+    assert [read({**TEXT, name: int(value)}, TextRequest) for name in switches] == switches
 
 
 class QuickEngine(StandInEngine):

@@ -1,7 +1,9 @@
 """How a run begins, and begins again: real task app, real model, a real signal."""
 
 import asyncio
+import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,6 +19,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.trial import unborn_gateway
@@ -35,6 +38,7 @@ from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.spool import copy_others_aside, plan_digest, plan_id, request_digests
 from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.start import Ended, again_after_losses, run_job
 from trainer_backend.terminal.train_command import single_run
@@ -138,18 +142,19 @@ def beginning_of(
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 
 
+DIALOGUE: dict[str, Any] = {
+    "data": {"path": "a.jsonl", "held_out_share": 0.5, "interaction": "gsm8k"},
+    "multi_turn": {"enable": True},
+    "rollout__env_name": "dialogue",
+    "rollout__env_config": {},
+}
+
+
 async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything_is_played(
     tmp_path: Path, model_folders: dict[str, Path]
 ):
-    tables = {
-        "model": {"path": str(model_folders["qwen3"]), "device": "cpu"},
-        "data": {"path": "a.jsonl", "held_out_share": 0.5, "interaction": "gsm8k"},
-        "multi_turn": {"enable": True},
-        "rollout__env_name": "dialogue",
-        "rollout__env_config": {},
-        "warmup": None,
-    }
-    job, rows = tiny_job(**tables), (Row("a", "wood 2 " * 200),)
+    model = {"path": str(model_folders["qwen3"]), "device": "cpu"}
+    job, rows = tiny_job(**DIALOGUE, model=model, warmup=None), (Row("a", "wood 2 " * 200),)
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     planner = Planner.of(job, "run.1", unborn_gateway(job), DataSet(rows, rows))
     beginning = beginning_of(job, directory, planner, None, reporter)
@@ -177,37 +182,142 @@ class HalfWayCollector:
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
 
+async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, reporter: ListReporter) -> Any:
+    """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
+    planner = Planner.of(job, f"{directory.run_id}.{len(collector.numbers)}")
+    beginning = beginning_of(job, directory, planner, collector, reporter)
+    for _ in range(2):  # a start that was killed after it has changed nothing for the next one
+        beginning._keep_stored()
+    directory.go_back_to(-1, reporter.say)
+    directory.replace_job(job)
+    try:
+        return await beginning._play("teacher", planner.warmup())
+    except TaskAppError:
+        return None
+
+
 async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
     collector: Any = HalfWayCollector()
-    # episodes of the job, how many are played, how many are asked for and reused
-    starts = [(24, 10, 24, 0), (24, 24, 14, 10), (30, 30, 6, 24), (5, 0, 0, 5)]
-    for start, (episodes, collector.most, number, reused) in enumerate(starts):
-        job = tiny_job(warmup__episodes=episodes)
-        planner = Planner.of(job, f"run.{start}")
-        beginning = beginning_of(job, directory, planner, collector, reporter)
-        if start == 0:
-            with pytest.raises(TaskAppError):
-                await beginning._play("teacher", planner.warmup())
-        else:
-            assert len(await beginning._play("teacher", planner.warmup())) == episodes
-            assert rows_of(directory, "teacher")[-1].get("recovery/rollouts_reused") == reused
-            stored = read_rollouts(directory.rollouts_file("warmup"))
-            assert [item.rollout_id for item in stored] == [one.rollout_id for one in planner.warmup()]
+    # episodes of the job, how many are played, how many are asked for
+    starts = [(8, 5, 8), (8, 8, 3), (10, 10, 2), (4, 0, 0), (9, 0, 0)]
+    for start, (episodes, collector.most, number) in enumerate(starts):
+        played = await begun_again(directory, tiny_job(warmup__episodes=episodes), collector, reporter)
         assert collector.numbers[-1] == number
-    assert "10 rollouts of warmup.spool.jsonl were collected before, and are used" in reporter.lines
-    assert "25 rollouts of warmup.spool.jsonl were collected for another plan; they are left in " in (
-        "".join(reporter.lines)
-    )
+        assert played is None if start == 0 else len(played) == episodes
+    assert rows_of(directory, "teacher")[-1]["recovery/rollouts_reused"] == 9
+    told: list[str] = []
+    copy_others_aside(directory.spool_file("warmup"), played, told.append)
+    assert told == [
+        "1 rollouts of warmup.spool.jsonl were collected for another plan; they are left in "
+        "warmup.unused-1.jsonl, unused"
+    ]
     directory.remove_spools(0)
     assert not list(directory.rollouts.glob("*.spool.jsonl"))
+
+
+async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, collector = create_run(tiny_job(), tmp_path / "run"), HalfWayCollector()
+    collector.most, disk = 4, Disk(directory.rollouts, monkeypatch)
+    await begun_again(directory, tiny_job(warmup__episodes=4), collector, ListReporter())
+    rename = disk.heard.index("rename .warmup.parquet.tmp to warmup.parquet")
+    assert disk.heard[rename - 3 : rename - 1] == ["flush warmup.spool.jsonl", "flush ."]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_file_has_the_plans_games(
+    tmp_path: Path, seed: int
+):
+    draws, collector = random.Random(seed), HalfWayCollector()
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    spool, known = directory.spool_file("warmup"), set[str]()
+    for _ in range(14):
+        job = tiny_job(warmup__episodes=draws.randint(1, 6), job__seed=draws.randint(1, 2))
+        plan = request_digests(Planner.of(job, "run").warmup(), ())
+        missing = [digest for digest in plan.values() if digest not in known]
+        collector.most = draws.randint(0, 6)
+        before = spool.stat().st_size if spool.exists() else 0
+        played = await begun_again(directory, job, collector, reporter)
+        assert collector.numbers[-1] == len(missing)
+        kept = missing[: collector.most]
+        if played is not None:
+            assert len(played) == len(plan)
+            stored = read_rollouts(directory.rollouts_file("warmup"))
+            assert [plan_id(one.rollout_id) for one in stored] == list(plan)
+        elif kept:  # the kill cuts at any byte of what this start has written
+            text = spool.read_bytes()
+            cut = draws.randint(before, len(text))
+            spool.write_bytes(text[:cut])
+            kept = kept[: max(len(kept) - text[cut:].count(b"\n"), 0)]
+        known.update(kept)
+    assert not list(directory.rollouts.glob("*unused*"))
+
+
+def as_an_earlier_version_left_it(
+    directory: RunDirectory, plan: Sequence[RolloutRequest] | None = None
+) -> Path:
+    """Take out what earlier versions did not write; a spool has one digest of its plan, if one is given."""
+    path, stored = directory.spool_file("warmup"), directory.rollouts_file("warmup")
+    if plan is None:
+        path.unlink()
+    else:
+        header = json.dumps({"plan": plan_digest(plan, ()), "policy_version": 0})
+        lines = path.read_text().splitlines(keepends=True)[1:]
+        path.write_text("".join((f"{header}\n", *lines)))
+        stored.unlink()
+    return stored
+
+
+@pytest.mark.parametrize("is_spool", [False, True], ids=["stored", "spooled"])
+@pytest.mark.parametrize(("episodes", "number"), [(6, 2), (4, 0), (3, 0)])
+async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbers_of_episodes(
+    tmp_path: Path, episodes: int, number: int, is_spool: bool
+):
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    collector: Any = HalfWayCollector()
+    job, collector.most = tiny_job(warmup__episodes=4), 6
+    await begun_again(directory, job, collector, reporter)
+    as_an_earlier_version_left_it(directory, Planner.of(job, "run").warmup() if is_spool else None)
+    job = tiny_job(warmup__episodes=episodes)
+    assert len(await begun_again(directory, job, collector, reporter)) == episodes
+    assert collector.numbers[-1] == number
+    await begun_again(directory, tiny_job(warmup__episodes=4), collector, reporter)
+    assert collector.numbers[-1] == 0
+
+
+@pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "cluster", "damage"])
+async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_path: Path, doubt: str):
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    collector: Any = HalfWayCollector()
+    job, collector.most = tiny_job(warmup__episodes=4), 6
+    await begun_again(directory, job, collector, reporter)
+    stored = as_an_earlier_version_left_it(directory)
+    if doubt == "another start":  # of an earlier version: its row has no time, since it played nothing
+        directory.go_back_to(-1, reporter.say)
+        directory.append_metrics({"kind": "teacher", "iteration": 0})
+    elif doubt == "other worlds":
+        directory.replace_job(tiny_job(warmup__episodes=4, job__seed=2))
+    elif doubt == "data":
+        directory.replace_job(tiny_job(warmup__episodes=4, **DIALOGUE))
+    elif doubt == "cluster":
+        directory.replace_job(tiny_job(warmup__episodes=4, cluster={}))
+    else:
+        stored.write_bytes(b"PAR1 but no more")
+    left = stored.read_bytes()
+    await begun_again(directory, job, collector, reporter)
+    assert collector.numbers == [4, 4]
+    aside = directory.rollouts / "warmup.parquet.unused-1"
+    assert aside.read_bytes() == left
+    assert any(f"warmup.parquet is left as {aside.name}, and what it" in line for line in reporter.lines)
 
 
 def test_a_resume_tells_that_a_warm_up_which_is_done_is_not_changed(trained):
     path = trained[0].path
     assert single_run(None, None, path, ["training.iterations=9"]).loaded.warnings == ()
     (warning,) = single_run(None, None, path, ["warmup.episodes=99"]).loaded.warnings
-    assert warning.startswith("[warmup] has changed, and nothing reads it")
+    assert warning.startswith("[warmup] has changed")
 
 
 def test_every_start_has_ids_of_its_own_at_the_task_app(trained):

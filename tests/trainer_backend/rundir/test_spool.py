@@ -1,5 +1,6 @@
 """What an interrupted stage has left: when it stands for a request of the next start, and when not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.rundir.disk import full_disk
+from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.rundir.spool import Spool, request_digests, tidy_spools
+from trainer_backend.rundir.spool import Spool, plan_digest, request_digests, tidy_spools
+
+HEADER = '{"policy_version": 0}'
 
 
 def request(
@@ -59,6 +63,9 @@ def sampled_by(version: int, rollout: Rollout) -> Rollout:
         steps.append(step.model_copy(update={"policy_logprobs": call}))
     trajectory = rollout.trajectory.model_copy(update={"steps": tuple(steps)})
     return rollout.model_copy(update={"trajectory": trajectory})
+
+
+KEPT = finished(request("run.1", 0)).model_dump_json(exclude_unset=True)
 
 
 @pytest.fixture
@@ -123,26 +130,65 @@ def test_a_branch_leaves_the_parent_of_this_start(path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "version"),
+    "changes",
     [
-        ({"policy": {"policy_name": "openai", "config": {"temperature": 0.7}}}, 4),
-        ({"env": {"env_name": "crafter", "config": {"text": "full"}}}, 4),
-        ({"start": {"seed": 6}}, 4),
-        ({}, 5),
+        {"policy": {"policy_name": "openai", "config": {"temperature": 0.7}}},
+        {"env": {"env_name": "crafter", "config": {"text": "full"}}},
+        {"start": {"seed": 6}},
     ],
-    ids=["temperature", "environment", "world", "weights"],
+    ids=["temperature", "environment", "world"],
 )
-def test_what_was_collected_for_something_else_is_set_aside_and_told(path: Path, changes, version: int):
+def test_what_was_collected_for_something_else_stays_and_is_used_when_that_is_asked_for_again(
+    path: Path, changes: Any, monkeypatch: pytest.MonkeyPatch
+):
+    left(path)
+    told: list[str] = []
+    requests = plan("run.2", **changes)
+    spool = begun(path, requests, told)
+    assert spool.rollouts_for(requests) == {}
+    assert told == [
+        f"2 rollouts of {path.name} answer no request of this job; they stay there until the stage has "
+        "ended, in case a later start asks for them again"
+    ]
+    disk = Disk(path.parent, monkeypatch)
+    spool.keep(finished(requests[2]))
+    spool.keep(finished(requests[0]))
+    assert disk.heard == [f"flush {path.name}"], "without the header they would answer the requests above"
+    assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
+    again = begun(path, plan("run.4", **changes), [])
+    assert [one.sibling for one in again.rollouts_for(plan("run.4", **changes)).values()] == [0, 2]
+
+
+def test_rollouts_of_other_weights_are_set_aside_and_told(path: Path):
     kept, told = left(path), []
     before = path.read_bytes()
-    spool = begun(path, plan("run.2", **changes), told, version=version)
-    assert spool.rollouts_for(plan("run.2", **changes)) == {}
+    assert begun(path, plan("run.2"), told, version=5).rollouts_for(plan("run.2")) == {}
     (aside,) = path.parent.glob("*.unused-1.jsonl")
     assert aside.read_bytes() == before
     assert told == [
-        f"{len(kept)} rollouts of iteration_1.spool.jsonl were collected for another plan, or of other "
-        "weights; they are left in iteration_1.unused-1.jsonl, unused"
+        f"{len(kept)} rollouts of {path.name} were collected by other weights, or their header is lost; they "
+        f"are left in {aside.name}, unused"
     ]
+
+
+def test_a_rejected_rollout_leaves_those_of_other_plans_where_they_are(path: Path):
+    left(path)
+    others = plan("run.2", start={"seed": 6})
+    spool = begun(path, others, [])
+    spool.keep(finished(others[0]))
+    begun(path, plan("run.3"), []).reject([finished(plan("run.3")[0])])
+    assert [one.sibling for one in begun(path, plan("run.4"), []).rollouts_for(plan("run.4")).values()] == [1]
+    assert len(begun(path, others, []).rollouts_for(others)) == 1
+
+
+def test_the_header_of_an_earlier_version_names_its_requests_where_they_are_these(path: Path):
+    left(path)
+    rollouts = path.read_text().splitlines()[1:]
+    header = {"plan": plan_digest(plan("run.1"), ("http://a",)), "policy_version": 4}
+    path.write_text("".join(f"{line}\n" for line in (json.dumps(header), *rollouts)))
+    assert begun(path, plan("run.2")[:2], []).rollouts_for(plan("run.2")) == {}
+    assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
+    assert len(begun(path, plan("run.4")[:1], []).rollouts_for(plan("run.4"))) == 1
 
 
 def test_two_that_are_set_aside_have_two_names(path: Path):
@@ -191,22 +237,6 @@ def test_the_digests_of_a_plan_know_every_key_but_those_of_a_start():
     assert all(others[name] != digest for name, digest in digests.items())
 
 
-@pytest.mark.parametrize(("siblings", "reused"), [(5, [0, 1]), (1, [0])])
-def test_a_plan_of_more_or_fewer_reuses_what_answers_its_requests_and_the_rest_is_set_aside(
-    path: Path, siblings: int, reused: list[int]
-):
-    left(path)
-    requests = [request("run.2", sibling) for sibling in range(siblings)]
-    for _ in range(2):  # the second start finds what the first has left
-        told: list[str] = []
-        found = begun(path, requests, told).rollouts_for(requests)
-        assert [item.sibling for item in found.values()] == reused
-        assert told.pop() == f"{len(reused)} rollouts of {path.name} were collected before, and are used"
-    assert told == []
-    aside = [line for file in path.parent.glob("*.unused-*") for line in file.read_text().splitlines()[1:]]
-    assert len(aside) == 2 - len(reused)
-
-
 def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):
     names = [
         "warmup",
@@ -216,7 +246,7 @@ def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tm
         "evaluation_4",
     ]
     for name in names:
-        (tmp_path / f"{name}.spool.jsonl").write_text("{}\n{}\n")
+        (tmp_path / f"{name}.spool.jsonl").write_text(f"{HEADER}\n{KEPT}\n")
     told: list[str] = []
     tidy_spools(tmp_path, 3, told.append)
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -231,7 +261,7 @@ def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tm
 
 def test_a_run_that_begins_anew_has_only_the_rollouts_that_it_began_with(tmp_path: Path):
     for name in ("warmup", "iteration_1", "evaluation_0"):
-        (tmp_path / f"{name}.spool.jsonl").write_text("{}\n{}\n")
+        (tmp_path / f"{name}.spool.jsonl").write_text(f"{HEADER}\n{KEPT}\n")
     tidy_spools(tmp_path, -1, lambda line: None)
     assert {path.name for path in tmp_path.glob("*.spool.jsonl")} == {"warmup.spool.jsonl"}
 

@@ -4,10 +4,13 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import structlog
+import typer
 from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
@@ -44,6 +47,41 @@ def test_a_console_shows_what_would_command_it_and_its_tables_keep_their_width()
     for command in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"):
         assert command not in told
     assert told.count(SHOWN) == 2
+
+
+def test_a_console_reads_no_markup_in_strings():
+    out = io.StringIO()
+    console = TextConsole(file=out, width=60)
+    table = Table("[name]", box=None)
+    table.add_row("[red]row[/red]")
+    console.print("[data] [/x] :smile:", table)
+    assert out.getvalue().split() == ["[data]", "[/x]", ":smile:", "[name]", "[red]row[/red]"]
+
+
+def helps(group: typer.Typer, *words: str) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """The words of each command, and the texts of its help as they are written."""
+    for sub in group.registered_groups:
+        if sub.typer_instance is not None:
+            yield from helps(sub.typer_instance, *words, str(sub.name))
+    for command in group.registered_commands:
+        callback = command.callback
+        assert callback is not None
+        options = [
+            option.help
+            for parameter in signature(callback).parameters.values()
+            for option in getattr(parameter.annotation, "__metadata__", ())
+        ]
+        name = command.name or callback.__name__
+        yield (*words, name), [text for text in (callback.__doc__, *options) if text]
+
+
+@pytest.mark.parametrize(("words", "texts"), [pytest.param(*one, id=" ".join(one[0])) for one in helps(app)])
+def test_help_shows_every_text_as_it_is_written(words: tuple[str, ...], texts: list[str]):
+    # `task-app` hands --help on; its own line stands in the list of commands.
+    arguments = () if words == ("task-app",) else words
+    shown = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "1000"}).stdout
+    for text in texts:
+        assert " ".join(text.split()) in " ".join(shown.split())
 
 
 def test_inspect_shows_the_commands_that_a_model_wrote(tmp_path):
