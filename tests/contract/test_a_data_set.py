@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from pydantic import SecretStr
@@ -24,6 +25,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.report import last_minus_first, write_report
 from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.start import run_job
 from trainer_backend.terminal.evaluation_tables import tables
@@ -163,6 +165,32 @@ def test_a_run_refuses_rows_that_changed_since_it_began(run, tmp_path):
     job = job.model_copy(update={"data": job.data.model_copy(update={"path": changed})})
     with pytest.raises(DataError, match=r"since the run began, 1 held-out row is gone: \w+ \(.*line 1\)"):
         asyncio.run(run_job(job, directory, ListReporter(), resume=True))
+
+
+def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
+    """One training row of the run becomes a held-out one, and the run goes on for an iteration."""
+    directory = open_run(copytree(run[0].path, tmp_path / "run"))
+    job, before = directory.job(), data_of(run[0].job())
+    lines = Path(job.data.path).read_text().splitlines(keepends=True)
+    held_out = [row.where for row in (*before.evaluation, before.training[0])]
+    numbers = {int(where.rpartition(" ")[2]) - 1 for where in held_out}
+    for name, chosen in (("training", False), ("held_out", True)):
+        rows = [line for number, line in enumerate(lines) if (number in numbers) is chosen]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    keys = {"path": tmp_path / "training.jsonl", "evaluation_path": tmp_path / "held_out.jsonl"}
+    data = job.data.model_copy(update={**keys, "held_out_share": None})
+    training = job.training.model_copy(update={"iterations": 3})
+    evaluation = job.evaluation.model_copy(update={"instances": len(numbers)})
+    job = job.model_copy(update={"data": data, "training": training, "evaluation": evaluation})
+    reporter = ListReporter()
+    asyncio.run(run_job(job, directory, reporter, resume=True, accept_data=True))
+    said = "\n".join(reporter.lines)
+    leak = f"1 of {len(numbers)} held-out rows ask what the run trained on"
+    assert leak in said
+    assert "evaluation after iteration 3 set other tasks than the best one so far" in said
+    assert last_minus_first(read_story(directory)) is None, "no evaluation before had these tasks"
+    html = write_report(directory).read_text()
+    assert leak in html and "the evaluations up to iteration 2 set other tasks than the last one" in html
 
 
 def file_of(path: Path, prompts: dict[str, object]) -> str:

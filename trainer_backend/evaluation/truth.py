@@ -98,7 +98,7 @@ async def measure_truth(
     refuse_changes(record, job, data)
     source = source_of(run, job, options)
     _refuse_longer(source.rollouts, job.max_decisions)
-    rollouts = _on_rows_of_now(source, record)
+    rollouts = find_playable(source, record)
     with task_app_log() as log:
         async with task_apps(job, log, data=data) as apps:
             environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
@@ -234,7 +234,7 @@ def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Sourc
     raise _no_sampler_error(run, number, _by_actor(run, job, number), checkpoints)
 
 
-def _on_rows_of_now(source: Source, record: DataRecord | None) -> list[Rollout]:
+def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
     """The rollouts whose rows were not replaced since by others of their id, or taken out.
 
     Raises:

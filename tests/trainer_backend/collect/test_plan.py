@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect import plan as plan_module
-from trainer_backend.collect.plan import Inference, Planner, retried
+from trainer_backend.collect.plan import Inference, Planner, digest_tasks, retried
 from trainer_backend.collect.sources import origin_of
 from trainer_backend.collect.trial import try_job
 from trainer_backend.core.allocation import ConstantSchedule
@@ -210,6 +210,19 @@ def test_an_evaluation_may_be_greedy_and_says_its_own_temperature_or_that_of_the
         for name, table in {"greedy": {"temperature": 0}, "own": {"temperature": 0.5}, "absent": {}}.items()
     }
     assert told == {"greedy": 0.0, "own": 0.5, "absent": 1.0}
+
+
+def test_evaluations_set_the_same_tasks_whoever_plays_them_and_in_whatever_order():
+    def digest(label="0", **tables):
+        return digest_tasks(planner(**tables).evaluation(label)[::-1])
+
+    same = digest_tasks(planner().evaluation("2"))
+    assert digest() == digest("1") == digest(evaluation={"temperature": 0}) == same
+    assert (
+        digest(evaluation={"instances": 3})
+        != same
+        != digest(rollout={"episodes_per_batch": 6, "max_turns": 7})
+    )
 
 
 @given(st.sets(st.integers(0, 99), min_size=1, max_size=9), st.integers(0, 2**31 - 1), st.integers(0, 50))

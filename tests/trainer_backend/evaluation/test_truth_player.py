@@ -5,6 +5,7 @@ Each stored or sampled decision says "stay" or "go"; numbers are worked by hand.
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -19,7 +20,11 @@ from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.collect.work import Collection
 from trainer_backend.core.truth import CHOICES, Departures
 from trainer_backend.credit.rewards import Rewards
+from trainer_backend.data.dataset import RowIdentity
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.evaluation.truth import Source, find_playable
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
+from trainer_backend.rundir.data_record import DataRecord
 from trainer_backend.rundir.truth_file import TruthSetting, play_of, rewards_of
 
 PAIRS = 4
@@ -187,3 +192,18 @@ async def test_what_failed_is_forgotten_by_the_task_app_too():
     playing = player(lost(CHOSEN))
     await playing.truth(stored())
     assert sorted(playing.collector.acked) == [*range(CHOSEN), *range(CHOSEN, CHOSEN + 4)]
+
+
+def test_rollouts_whose_row_was_replaced_since_are_left_out():
+    rollouts = [
+        rollout(number, [()]).model_copy(update={"rollout_id": f"r{row}", "group_id": f"train/1/0/{row}"})
+        for number, row in enumerate("abc")
+    ]
+    source = Source(1, rollouts, Path("iteration_0"))
+    rows = {name: RowIdentity("training", name, f"content {name}", "task", "") for name in "abc"}
+    record = DataRecord(tuple(rows.values()), by_position=False)
+    changed = record.followed_by([rows["a"], rows["b"]._replace(content="other")])
+    assert find_playable(source, None) == find_playable(source, record) == rollouts
+    assert [item.rollout_id for item in find_playable(source, changed)] == ["ra"]
+    with pytest.raises(RunDirectoryError, match="rows of all 3 rollouts of iteration 1 are gone or changed"):
+        find_playable(source, changed.followed_by([]))
