@@ -276,7 +276,13 @@ def rename_aside(path: Path) -> Path:
 
 def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
     """Leave a copy of the rollouts of a spool that are none of these, before it is deleted."""
-    rest = _filter(_read_parts(path), lambda one: one.trajectory not in used)
+    parts = _read_parts(path)
+    if _count(parts) <= len(used):
+        return  # all of them are used
+    texts = {
+        trajectory.model_dump_json() for trajectory in used
+    }  # a set: to compare each with each takes hours
+    rest = _filter(parts, lambda one: one.trajectory is None or one.trajectory.model_dump_json() not in texts)
     if _count(rest):
         _copy_aside(path, rest, tell, why="for another plan")
 
