@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-foreign gpu-wheels check fmt lint types setup clean study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-foreign gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -77,6 +77,9 @@ fmt: $(VENV)/.ready ## format and sort imports
 	$(BIN)/ruff format .
 
 setup: $(VENV)/.ready ## make .venv alone
+
+study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
+	$(BIN)/python -m bench.study_demo --seeds 0 1 2 3 4
 
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_reward_modes

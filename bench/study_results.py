@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.charts import COLOURS, png, whole_numbers
 from trainer_backend.core.statistics import mean_interval
-from trainer_backend.pages.report import stage_totals
+from trainer_backend.pages.report import last_minus_first, stage_totals
 from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.layout import open_run
 
@@ -66,6 +66,7 @@ class Study:
     job: the file that all of it starts from.
     measure: what arms are compared by: a metric of iterations and evaluations, without its room.
     measured: what that is, in words.
+    from_the_start: an arm's run begins with its own warm-up, as the job does; no arm shares a warm start.
     own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
     beside: figures that need no run, for the results.
     models: makes, in the study's folder and by its settings, what these name as {name}; paths by name.
@@ -80,6 +81,7 @@ class Study:
     job: str = "configs/crafter_cpu.toml"
     measure: str = "unique_achievements"
     measured: str = "unique achievements, held out"
+    from_the_start: bool = False
     own_warm_starts: bool = False
     beside: "Callable[[], Mapping[str, Any]] | None" = None
     models: "Callable[[Study, Path, Sequence[str]], Mapping[str, str]] | None" = None
@@ -135,6 +137,7 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
             }
             for row in story.iterations
         ],
+        "last_minus_first": None if (gain := last_minus_first(story)) is None else asdict(gain),
         # The rate by turn in the last iteration, where answers are scored 0 or 1.
         _BY_TURN: story.iterations[-1].get(_BY_TURN) if story.iterations else None,
         "seconds": {name: round(value, 1) for name, value in stage_totals(story)},

@@ -44,10 +44,15 @@ def run_study(
         common = named((*settings, f"job.seed={seed}"), made)
         for arm in arms:
             switches = (*common, *named(study.arms[arm].switches, made))
-            name, warmed_by = (f"{arm}_warm", switches) if study.own_warm_starts else ("warm_start", common)
-            warm_start = finished(folder / f"seed_{seed}" / name, warm_start_job(study, warmed_by))
-            job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
-            finished(folder / f"seed_{seed}" / arm, job)
+            of_seed = folder / f"seed_{seed}"
+            if study.from_the_start:
+                job = load_job(ROOT / study.job, switches).config
+            else:
+                warmed_by = switches if study.own_warm_starts else common
+                name = f"{arm}_warm" if study.own_warm_starts else "warm_start"
+                warm_start = finished(of_seed / name, warm_start_job(study, warmed_by))
+                job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
+            finished(of_seed / arm, job)
             outcome = collect(study, folder, settings) | beside
             results.parent.mkdir(parents=True, exist_ok=True)
             results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
