@@ -20,6 +20,9 @@ Drawn populations have rates that no played one has: up to 17 achievements of 0,
 100 games see seldom. An ability of each game, in part that of its world, makes all achievements likelier
 together.
 
+Beyond the limits of the interval, which takes rare achievements to be no more dependent than common ones: six
+that a game unlocks all or none of, in 1 or 2 % of games. They are reported, and do not decide the exit code.
+
 The evaluations of scripts in the docs are played too, and their intervals computed.
 bench/results/score_games.json keeps all games; --play plays them again. Writes
 bench/results/score_coverage.json. Exit code 1 where the interval contains the score in less than 93 % of the
@@ -107,6 +110,9 @@ DRAWN = {
 }
 
 
+BEYOND = {f"beyond: 6 together in {100 * rate:g} %": (_LATE + [rate] * 4, rate) for rate in (0.01, 0.02)}
+
+
 def play(world: int, player: Player, plays: int) -> list[int]:
     """The games of a world, each as a number whose bit i tells whether it unlocked ACHIEVEMENTS[i]."""
     return [_play(world, player, Random(f"{world}/{number}")) for number in range(plays)]
@@ -139,6 +145,13 @@ def draw(rates: Sequence[float], *, world_part: float = 0.15, game_part: float =
 
     bases = [math.sqrt(world_part) * source.gauss(0, 1) for _ in WORLD_SEEDS]
     return [[game(base) for _ in range(PLAYS)] for base in bases]
+
+
+def draw_together(rates: Sequence[float], rate: float) -> list[list[int]]:
+    """A population of given rates, and all further achievements together in a share of its games."""
+    others = sum(2**number for number in range(len(rates), len(ACHIEVEMENTS)))
+    source = Random(f"{rates} {rate}")
+    return [[mask | others * (source.random() < rate) for mask in games] for games in draw(rates)]
 
 
 def delta_interval(counts: Sequence[Counts], worlds: Sequence[str]) -> Interval:
@@ -262,6 +275,7 @@ def main() -> int:
         stored = json.loads(GAMES.read_text(encoding="utf-8"))
         played = {name: _decode(text, PLAYS) for name, text in stored["populations"].items()}
         populations = played | {name: draw(rates) for name, rates in DRAWN.items()}
+        populations |= {name: draw_together(*rates) for name, rates in BEYOND.items()}
         covers = partial(cover, samples=options.samples)
         rows = [row for rows in pool.starmap(covers, populations.items(), chunksize=1) for row in rows]
     evaluations = {name: _evaluate(_decode(text, 1)) for name, text in stored["evaluations"].items()}
@@ -274,7 +288,11 @@ def main() -> int:
         "evaluations": {name: asdict(interval) for name, interval in evaluations.items()},
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    least = min(row["interval"]["coverage"] for row in rows if row["worlds"] * row["plays"] == 100)
+    least = min(
+        row["interval"]["coverage"]
+        for row in rows
+        if row["worlds"] * row["plays"] == 100 and row["population"] not in BEYOND
+    )
     return kit.report(f"least coverage of 100 games: {least:.3f} (at least {LEAST})", least >= LEAST)
 
 
