@@ -31,7 +31,8 @@ _OPEN = (
 )
 _CLOSE = rf"(?:\\?(?:{_MONEY}|%)|[*_`)}}\]>\"'\u201d]|\\[)\]]|[\s.])"
 _GROUP = r"(?:[,'_\u00a0]|\{,\}|\\,)"
-_SPACED = r"\d{1,3}(?:\ \d{3})+(?!\d)"
+# A hyphen makes a compound of the last group: 3 100-dollar bills.
+_SPACED = rf"\d{{1,3}}(?:\ \d{{3}})+(?!{_GROUP}?\d|-[^\W\d_])"
 _WHOLE = rf"{_SPACED}|\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d{{1,2}}(?:{_GROUP}\d{{2}})+{_GROUP}\d{{3}}|\d+"
 _POWER = r"(?:\^|\*\*)\{?[-+]?\d+\}?"
 _TIMES = rf"{_SPACE}?(?:[\u00d7·x*]|\\times|\\cdot){_SPACE}?"
@@ -72,7 +73,15 @@ _FRAC_PARTS = re.compile(r"\\[dt]?frac(?:\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)
 _DIGIT = re.compile(rf"[\d{_HALVES}]")
 _HALF = re.compile(rf"[{_HALVES}]")
 _MIXED = re.compile(r"\s*(\d+)\s+(\d+)/(\d+)")
-_WORD = re.compile(rf"\w{{0,{LONGEST}}}")
+# The rest of a word, or of a number that is too long to be read at once.
+_REST = re.compile(rf"(?:\w|[.,:'](?=\d)){{0,{LONGEST}}}")
+_COMMA = re.compile(r"(?<![{\\]),(?!\})")
+# A plural that begins a clause, or follows one of these words: what it names is numbered, not counted.
+_NUMBERED = re.compile(
+    r"(?:^|\n|[^\w\s,;'-]|\b(?:the|these|in|on|at|of|from)\s)\s*[^\W\d_]{2,}[^\W\d_us]s\ \Z",
+    re.IGNORECASE,
+)
+_PLURAL_CHARS = 40
 
 
 class Exact(NamedTuple):
@@ -114,7 +123,7 @@ def read_number(value: object) -> Number | None:
         return None
     text = str(value)
     match = _ALONE.fullmatch(text.translate(_PLAIN)) if len(text) <= LONGEST else None
-    number = _read(match) if match is not None else None
+    number = _read(_written(match)) if match is not None else None
     return number if number is not None and number.value is not None else None
 
 
@@ -127,28 +136,55 @@ def last_number(text: str, *, marked: bool) -> Number | None:
         marked: whether only a number after the mark `#### ` counts.
     """
     places = _marked(text) if marked else _anywhere(text)
-    match = next((match for match, end in places if _fits(match["body"], text, end)), None)
-    return None if match is None else _read(match)
+    written = next((written for written, end in places if _fits(written.body, text, end)), None)
+    return None if written is None else _read(written)
 
 
 def _fits(body: str, text: str, end: int) -> bool:
-    word = _WORD.match(text, end)
-    return len(body) + len(word[0] if word else "") <= LONGEST
+    rest = _REST.match(text, end)
+    return len(body) + len(rest[0] if rest else "") <= LONGEST
 
 
-def _marked(text: str) -> Iterator[tuple[re.Match[str], int]]:
+class _Written(NamedTuple):
+    """The characters of one number, and the signs before them."""
+
+    body: str
+    signs: tuple[str, ...]
+
+
+def _written(match: re.Match[str]) -> _Written:
+    return _Written(match["body"], tuple(sign for sign in (match["sign"], match["inner"]) if sign))
+
+
+def _marked(text: str) -> Iterator[tuple[_Written, int]]:
     """The numbers after marks with the places of their ends, the last number first."""
     matches = [*_MARKED.finditer(text.translate(_PLAIN), max(0, len(text) - _MOST))]
-    yield from ((match, match.end()) for match in reversed(matches))
+    yield from ((_written(match), match.end()) for match in reversed(matches))
 
 
-def _anywhere(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """All numbers with the places of their ends, the last number first."""
+def _anywhere(text: str) -> Iterator[tuple[_Written, int]]:
+    """All numbers with the places of their ends, the last number first; of a list its last one alone."""
     end = len(text)
     while (place := _last_digit(text, end)) is not None:
         match, before = _around(text, place)
-        yield match, before + match.end()
+        body = before + match.start("body")
+        item = _last_item(match["body"], text[max(0, body - _PLURAL_CHARS) : body])
+        yield _written(match) if item is None else _Written(item, ()), before + match.end()
         end = min(place, before + match.start())
+
+
+def _last_item(body: str, before: str) -> str | None:
+    """The last number of a list: `1,2,42`, or `Rooms 12 345`; None if this is one number.
+
+    A single comma may be a decimal one, and a group such as 000 is no number of its own: these are no lists.
+
+    Args:
+        before: some characters before the body.
+    """
+    items = _COMMA.split(body)
+    if len(items) <= 2 or (len(body) <= LONGEST and _body_value(body) is not None):
+        items = body.split(" ") if re.match(_SPACED, body) and _NUMBERED.search(before) else []
+    return items[-1] if items and not re.match(r"0\d", items[-1]) else None
 
 
 def _last_digit(text: str, end: int) -> int | None:
@@ -171,10 +207,9 @@ def _around(text: str, place: int) -> tuple[re.Match[str], int]:
     return match, before
 
 
-def _read(match: re.Match[str]) -> Number:
-    body = match["body"]
-    signs = [sign for sign in (match["sign"], match["inner"]) if sign]
-    minus = "-" if signs == ["-"] else ""
+def _read(written: _Written) -> Number:
+    body, signs = written
+    minus = "-" if signs == ("-",) else ""
     value = None if len(signs) > 1 else _body_value(body)
     if value is None:
         return Number(minus + body, None)
