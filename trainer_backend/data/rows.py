@@ -232,22 +232,21 @@ def _one_question(reader: _Columns, row: Row) -> str:
 
 
 def _document_answer(reader: _Columns, row: Row) -> JsonValue:
-    """Return the answer about a document as text, or the list of accepted answers; 42 becomes "42"."""
+    """Return the accepted answer about a document, or the list of them; the number 42 becomes "42".
+
+    `truths.refuse_unmatchable` refuses what is neither.
+    """
     truth = row.ground_truth
-    texts = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
-    if not texts or None in texts:
-        raise reader.error(
-            f"ground_truth is {shown(truth)}; beside document_content it is the answer as text or number, "
-            "or a list of all that count"
-        )
-    for text in texts:
-        _within(reader, "ground_truth", text or "", MAX_ANSWER_CHARS)
-    return [*texts] if isinstance(truth, list) else texts[0]
+    answers = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
+    for answer in answers:
+        if isinstance(answer, str):
+            _within(reader, "ground_truth", answer, MAX_ANSWER_CHARS)
+    return answers if isinstance(truth, list) else answers[0]
 
 
-def _as_text(answer: JsonValue) -> str | None:
-    """Return a text or number as text, or None for another value."""
-    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+def _as_text(answer: JsonValue) -> JsonValue:
+    """Return a number as text, and any other value as it is."""
+    return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
 def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
