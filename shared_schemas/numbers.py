@@ -72,7 +72,7 @@ _TEN_POWER = re.compile(_TEN)
 _FRAC_PARTS = re.compile(r"\\[dt]?frac(?:\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)\}|(?P<a>\d)(?P<b>\d))")
 _DIGIT = re.compile(rf"[\d{_HALVES}]")
 _HALF = re.compile(rf"[{_HALVES}]")
-_MIXED = re.compile(r"\s*(\d+)\s+(\d+)/(\d+)")
+_MIXED = re.compile(r"\s*(\d+)\s+(?!0)(\d+)/(\d+)")  # 1 000/4 is 250
 # The rest of a word, or of a number that is too long to be read at once.
 _REST = re.compile(rf"(?:\w|[.,:'](?=\d)){{0,{LONGEST}}}")
 _COMMA = re.compile(r"(?<![{\\]),(?!\})")
@@ -125,6 +125,11 @@ def read_number(value: object) -> Number | None:
     match = _ALONE.fullmatch(text.translate(_PLAIN)) if len(text) <= LONGEST else None
     number = _read(_written(match)) if match is not None else None
     return number if number is not None and number.value is not None else None
+
+
+def join_thousands(text: str) -> str:
+    """The text without what groups its thousands, if it is one number: `$1,000` becomes `$1000`."""
+    return text if read_number(text) is None else _ungrouped(text)
 
 
 def last_number(text: str, *, marked: bool) -> Number | None:
@@ -213,13 +218,13 @@ def _read(written: _Written) -> Number:
     value = None if len(signs) > 1 else _body_value(body)
     if value is None:
         return Number(minus + body, None)
-    plain = _ungrouped(body).removesuffix(".")
+    plain = body if _MIXED.fullmatch(body) else _ungrouped(body).removesuffix(".")
     text = minus + "".join(str(int(char)) if char.isdecimal() else char for char in plain)
     return Number(text, value._replace(numerator=-value.numerator) if minus else value)
 
 
 def _ungrouped(text: str) -> str:
-    return re.sub(rf"{_GROUP}|(?<=\d) (?=\d{{3}}(?!\d))", "", text)
+    return re.sub(rf"(?<=\d)(?:{_GROUP}(?=\d)|\ (?=\d{{3}}(?!\d)))", "", text)
 
 
 def _body_value(body: str) -> Exact | None:

@@ -15,7 +15,6 @@ absent, since Parquet does not distinguish the two.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -26,12 +25,12 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from shared_schemas.base import shown
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
 from shared_schemas.messages import refuse_no_opening
+from shared_schemas.numbers import join_thousands
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
 from trainer_backend.errors import DataError
 
 # In the public layout of GSM8K the answer is a whole solution; its result follows this mark.
 ANSWER_MARK = "####"
-_THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _LONGEST_ID = 100
 # 64 bits: two of a million different rows share a digest with a probability of 3e-8.
 _DIGEST_BYTES = 8
@@ -267,7 +266,7 @@ def _result(reader: _Columns, answer: str) -> str:
     result = answer.rpartition(ANSWER_MARK)[2].strip()
     if not result:
         raise reader.error(f"answer ends at its {ANSWER_MARK}; the result stands after it")
-    return result.replace(",", "") if _THOUSANDS.fullmatch(result) else result
+    return join_thousands(result)
 
 
 def _interaction(reader: _Columns, value: Any) -> InteractionSpec | None:

@@ -11,11 +11,12 @@ from shared_schemas.documents import normalise
 from shared_schemas.numbers import read_number
 from trainer_backend.data.rows import TRUTH_COLUMNS, Row
 from trainer_backend.errors import DataError
-from trainer_backend.job.code_files import classes_in
+from trainer_backend.job.code_files import interactions_in
 from trainer_backend.job.rollout_table import DataTable
 
 GSM8K = "gsm8k"
-_GSM8K_MODULES = frozenset({"task_app.interactions.gsm8k", "turnwise", "verl.interactions.gsm8k_interaction"})
+_GSM8K_MODULES = ("task_app.interactions.gsm8k", "turnwise", "verl.interactions.gsm8k_interaction")
+_GSM8K_CLASSES = frozenset(f"{module}.Gsm8kInteraction" for module in _GSM8K_MODULES)
 _HINT = (
     f"It is read from {', '.join(TRUTH_COLUMNS)}, interaction_kwargs.ground_truth or answer: rows for verl "
     "have reward_model, those for SkyRL reward_spec."
@@ -35,11 +36,9 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
     """
     if file is None:
         return frozenset({GSM8K})
-    classes = classes_in(file)
-    modules = {module for module, name in classes if name.removesuffix("Interaction").lower() == GSM8K}
-    if not modules or not modules <= _GSM8K_MODULES:
-        return frozenset()
-    return frozenset({GSM8K, None} if len(classes) == 1 else {GSM8K})
+    interactions = interactions_in(file)
+    names = {name for class_name, name in interactions if class_name in _GSM8K_CLASSES}
+    return frozenset({*names, None} if names and len(names) == len(interactions) else names)
 
 
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:

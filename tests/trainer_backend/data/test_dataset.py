@@ -216,6 +216,22 @@ def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_inter
 @pytest.mark.parametrize(
     ("file", "is_refused"),
     [
+        (
+            'interaction:\n# - class_name: "mine.Gsm8kInteraction"\n- class_name: turnwise.Gsm8kInteraction',
+            True,
+        ),
+        (
+            'interaction:\n# - class_name: "turnwise.Gsm8kInteraction"\n- class_name: mine.OtherInteraction',
+            False,
+        ),
+        (
+            "interaction: [{class_name: turnwise.Gsm8kInteraction, name: maths}, {class_name: mine.Gsm8k}]",
+            False,
+        ),
+        ("interaction: [{class_name: turnwise.Gsm8kInteraction, name: gsm8k}, {class_name: mine.Own}]", True),
+        ("interaction: [", False),
+        ("- 1", False),
+        ("[" * 10_000, False),
         ('interaction: [{class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}]', True),
         ('[[interaction]]\nclass_name = "turnwise.Gsm8kInteraction"', True),
         ('interaction: [{class_name: "mine.Gsm8kInteraction"}]', False),
@@ -223,7 +239,7 @@ def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_inter
 )
 def test_a_class_of_the_user_s_own_may_take_any_truth(tmp_path, file, is_refused):
     table = with_interaction(jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "Paris"}]))
-    interactions = tmp_path / "interactions.yaml"
+    interactions = tmp_path / ("interactions.toml" if file.startswith("[[") else "interactions.yaml")
     interactions.write_text(file)
     numbers = number_interactions(interactions)
     if is_refused:
