@@ -4,6 +4,7 @@
 these, since who credits stored rollouts, and a learner on another machine, need none of them.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import LoadedJob
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import digests_of, refuse_changed
+
+_CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
 
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
@@ -78,8 +81,12 @@ def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
         return ()
     entries = document.get("interaction") if isinstance(document, Mapping) else None
     rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
-    classes = [(row["class_name"], row.get("name")) for row in rows if isinstance(row.get("class_name"), str)]
-    return [(kind, str(name or default_interaction_name(kind))) for kind, name in classes]
+    classes = [(str(row.get("class_name")), row.get("name")) for row in rows]
+    return [
+        (kind, str(name or default_interaction_name(kind)))
+        for kind, name in classes
+        if _CLASS_NAME.fullmatch(kind)
+    ]
 
 
 def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:
