@@ -1,5 +1,35 @@
-"""How long the parts of a document's row may be: the task app takes no more; the trainer sends no more."""
+"""A document's row: how long its parts may be, and how its answers are compared. Pure.
+
+The task app takes no longer parts and scores answers; the trainer refuses rows that it would refuse.
+"""
+
+import re
+import unicodedata
 
 MAX_DOCUMENT_CHARS = 10_000_000
 MAX_QUESTION_CHARS = 20_000
 MAX_ANSWER_CHARS = 2_000
+
+_WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
+# Commas only between thousands: "1,5" is not 15, and stays text.
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_ARTICLES = frozenset({"a", "an", "the"})
+
+
+def normalise(text: str) -> str:
+    """The text without case, punctuation and articles, and numbers by value: "The 1,000.0 Boats!" is "1000
+    boats".
+
+    A text of articles alone keeps them, because "A" may be the answer.
+    """
+    words = [_plain(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())]
+    return " ".join([word for word in words if word not in _ARTICLES] or words)
+
+
+def _plain(word: str) -> str:
+    """A number in one exact form of its value; any other word unchanged."""
+    if not _NUMBER.fullmatch(word):
+        return word
+    whole, _, fraction = word.removeprefix("-").replace(",", "").partition(".")
+    value = f"{whole.lstrip('0') or '0'}.{fraction.rstrip('0')}".removesuffix(".")
+    return f"-{value}" if word.startswith("-") and value != "0" else value

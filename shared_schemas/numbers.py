@@ -31,7 +31,8 @@ _OPEN = (
 )
 _CLOSE = rf"(?:\\?(?:{_MONEY}|%)|[*_`)}}\]>\"'\u201d]|\\[)\]]|[\s.])"
 _GROUP = r"(?:[,'_\u00a0]|\{,\}|\\,)"
-_SPACED = r"\d{1,3}(?:\ \d{3})+(?!\d)"
+# A hyphen makes a compound of the last group: 3 100-dollar bills.
+_SPACED = rf"\d{{1,3}}(?:\ \d{{3}})+(?!{_GROUP}?\d|-[^\W\d_])"
 _WHOLE = rf"{_SPACED}|\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d{{1,2}}(?:{_GROUP}\d{{2}})+{_GROUP}\d{{3}}|\d+"
 _POWER = r"(?:\^|\*\*)\{?[-+]?\d+\}?"
 _TIMES = rf"{_SPACE}?(?:[\u00d7·x*]|\\times|\\cdot){_SPACE}?"
@@ -71,8 +72,10 @@ _TEN_POWER = re.compile(_TEN)
 _FRAC_PARTS = re.compile(r"\\[dt]?frac(?:\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)\}|(?P<a>\d)(?P<b>\d))")
 _DIGIT = re.compile(rf"[\d{_HALVES}]")
 _HALF = re.compile(rf"[{_HALVES}]")
-_MIXED = re.compile(r"\s*(\d+)\s+(\d+)/(\d+)")
-_WORD = re.compile(rf"\w{{0,{LONGEST}}}")
+_MIXED = re.compile(r"\s*(\d+)\s+(?!0)(\d+)/(\d+)")  # 1 000/4 is 250
+# The rest of a word, or of a number that is too long to be read at once.
+_REST = re.compile(rf"(?:\w|[.,:'](?=\d)){{0,{LONGEST}}}")
+_COMMA = re.compile(r"(?<![{\\]),(?!\})")
 
 
 class Exact(NamedTuple):
@@ -114,8 +117,13 @@ def read_number(value: object) -> Number | None:
         return None
     text = str(value)
     match = _ALONE.fullmatch(text.translate(_PLAIN)) if len(text) <= LONGEST else None
-    number = _read(match) if match is not None else None
+    number = _read(_written(match)) if match is not None else None
     return number if number is not None and number.value is not None else None
+
+
+def join_thousands(text: str) -> str:
+    """The text without what groups its thousands, if it is one number: `$1,000` becomes `$1000`."""
+    return text if read_number(text) is None else _ungrouped(text)
 
 
 def last_number(text: str, *, marked: bool) -> Number | None:
@@ -127,28 +135,51 @@ def last_number(text: str, *, marked: bool) -> Number | None:
         marked: whether only a number after the mark `#### ` counts.
     """
     places = _marked(text) if marked else _anywhere(text)
-    match = next((match for match, end in places if _fits(match["body"], text, end)), None)
-    return None if match is None else _read(match)
+    written = next((written for written, end in places if _fits(written.body, text, end)), None)
+    return None if written is None else _read(written)
 
 
 def _fits(body: str, text: str, end: int) -> bool:
-    word = _WORD.match(text, end)
-    return len(body) + len(word[0] if word else "") <= LONGEST
+    rest = _REST.match(text, end)
+    return len(body) + len(rest[0] if rest else "") <= LONGEST
 
 
-def _marked(text: str) -> Iterator[tuple[re.Match[str], int]]:
+class _Written(NamedTuple):
+    """The characters of one number, and the signs before them."""
+
+    body: str
+    signs: tuple[str, ...]
+
+
+def _written(match: re.Match[str]) -> _Written:
+    return _Written(match["body"], tuple(sign for sign in (match["sign"], match["inner"]) if sign))
+
+
+def _marked(text: str) -> Iterator[tuple[_Written, int]]:
     """The numbers after marks with the places of their ends, the last number first."""
     matches = [*_MARKED.finditer(text.translate(_PLAIN), max(0, len(text) - _MOST))]
-    yield from ((match, match.end()) for match in reversed(matches))
+    yield from ((_written(match), match.end()) for match in reversed(matches))
 
 
-def _anywhere(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """All numbers with the places of their ends, the last number first."""
+def _anywhere(text: str) -> Iterator[tuple[_Written, int]]:
+    """All numbers with the places of their ends, the last number first; of a list its last one alone."""
     end = len(text)
     while (place := _last_digit(text, end)) is not None:
         match, before = _around(text, place)
-        yield match, before + match.end()
+        item = _last_item(match["body"])
+        yield _written(match) if item is None else _Written(item, ()), before + match.end()
         end = min(place, before + match.start())
+
+
+def _last_item(body: str) -> str | None:
+    """The last number of a list such as `1,2,42`; None if this is one number.
+
+    A single comma may be a decimal one, and a group such as 000 is no number of its own: these are no lists.
+    """
+    items = _COMMA.split(body)
+    if len(items) <= 2 or (len(body) <= LONGEST and _body_value(body) is not None):
+        return None
+    return None if re.match(r"0\d", items[-1]) else items[-1]
 
 
 def _last_digit(text: str, end: int) -> int | None:
@@ -171,20 +202,19 @@ def _around(text: str, place: int) -> tuple[re.Match[str], int]:
     return match, before
 
 
-def _read(match: re.Match[str]) -> Number:
-    body = match["body"]
-    signs = [sign for sign in (match["sign"], match["inner"]) if sign]
-    minus = "-" if signs == ["-"] else ""
+def _read(written: _Written) -> Number:
+    body, signs = written
+    minus = "-" if signs == ("-",) else ""
     value = None if len(signs) > 1 else _body_value(body)
     if value is None:
         return Number(minus + body, None)
-    plain = _ungrouped(body).removesuffix(".")
+    plain = body if _MIXED.fullmatch(body) else _ungrouped(body).removesuffix(".")
     text = minus + "".join(str(int(char)) if char.isdecimal() else char for char in plain)
     return Number(text, value._replace(numerator=-value.numerator) if minus else value)
 
 
 def _ungrouped(text: str) -> str:
-    return re.sub(rf"{_GROUP}|(?<=\d) (?=\d{{3}}(?!\d))", "", text)
+    return re.sub(rf"(?<=\d)(?:{_GROUP}(?=\d)|\ (?=\d{{3}}(?!\d)))", "", text)
 
 
 def _body_value(body: str) -> Exact | None:

@@ -125,6 +125,11 @@ class InteractionSpec(Body):
     kwargs: InteractionKwargs = Field(default_factory=dict, repr=False)
 
 
+def default_interaction_name(class_name: str) -> str:
+    """The class's name in lower case without its module and `Interaction` at its end, as published."""
+    return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
+
+
 Decisions = Annotated[int, Field(ge=1, le=10_000)]
 Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 Penalty = Annotated[float, Field(le=0.0)]

@@ -27,6 +27,7 @@ from service_kit.errors import SettingsError
 from service_kit.plugin_file import package_plugs
 from shared_schemas.base import Body
 from shared_schemas.plain_text import read_text
+from shared_schemas.rollouts import default_interaction_name
 from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
 from task_app.interactions import gsm8k
@@ -39,7 +40,6 @@ from task_app.settings import Settings
 log = structlog.get_logger("task_app")
 
 _METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
-_SUFFIX = "Interaction"
 
 
 class _Row(Body):
@@ -141,8 +141,7 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _default_name(class_name: str, *, where: str) -> str:
-    """The class's name in lower case without `Interaction` at its end, as published."""
-    name = class_name.rpartition(".")[2].removesuffix(_SUFFIX).lower()
+    name = default_interaction_name(class_name)
     if not name:
         raise SettingsError(f"{where}: class {class_name!r} gives no default name; set name for this entry")
     return name

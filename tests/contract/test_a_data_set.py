@@ -292,7 +292,7 @@ def test_a_truth_that_is_no_number_is_told_under_any_name_of_the_interaction_tha
     held_out = {"data__evaluation_path": str(rows), "data__held_out_share": None}
     job = job_on_sums(**keys, **held_out, data__interaction="maths")
     data = read_data(job.data, instances=2)
-    assert "rows.jsonl: lines 1, 2, 3, 2, 3: no answer can equal" in told_of(job, data, tmp_path)
+    assert "rows.jsonl: lines 1, 2, 3, 2, 3: 5 rows have no ground truth" in told_of(job, data, tmp_path)
 
 
 def test_an_interaction_that_nobody_would_ask_is_told_before_anything_is_played(tmp_path):

@@ -18,7 +18,7 @@ DOORS = {
         "trainer_backend/terminal/jobs_client.py",
         "trainer_backend/run/learner_process.py",
     ],
-    "yaml": ["task_app/interactions/config_file.py"],
+    "yaml": ["task_app/interactions/config_file.py", "trainer_backend/job/code_files.py"],
     "aiohttp": [
         "task_app",
         "trainer_backend/collect",

@@ -14,6 +14,7 @@ FORMS: dict[int | Fraction, str] = {
         |`42`|_42_|(42)|[42]|<42>|"42"|\boxed{42}|$\boxed{42}$|\(42\)|\[42\]|\text{42}|**$42**|84/2|42/1
         |\frac{84}{2}"""
     + "|\uff14\uff12|\u0664\u0662|\u201c42\u201d|\u200b42|\u20b942",
+    250: "1 000/4|1,000/4|1 000 / 4",
     -5: r"-5|-$5|$-5|-€5|(-5)|**-5**|-**5**|-\boxed{5}|\boxed{-5}|$-5$|-5.00|-10/2|10/-2"
     + "|\u22125|\u20135|\uff0d5",
     1000: r"""1,000|1 000|1000|1,000.00|$1,000|1'000|1_000|1{,}000|1\,000|1e3|1 x 10^3|1 \times 10^{3}
@@ -75,7 +76,7 @@ def test_equal_numbers_are_equal_whatever_their_size():
         ("1, 2, 42", 42), ("7*-42", -42), ("at 5:00", 5),
         ("10 20 300", 300),
         ("x" * 1000 + "42", 42), ("\u7b54\u6848\u662f42\u3002", 42), ("42" + " and so on" * 1000, 42),
-        ("1,2,42", None), ("on 3/4/2020", None), ("v1.2.3", None), ("1,00", None), ("none", None),
+        ("on 3/4/2020", None), ("v1.2.3", None), ("1,00", None), ("none", None),
         ("42" + "x" * LONGEST, None), ("9" * (LONGEST + 1), None),
     ],
 )  # fmt: skip
@@ -86,9 +87,29 @@ def test_the_last_number_of_a_text_is_read_with_its_own_sign(text, last):
 @pytest.mark.parametrize(
     ("text", "last"),
     [
+        ("1,2,42", 42), ("(1,2,42)", 42), ("-1,200,42", 42), ("1,2,-42", -42),
+        ("1.5,2.5,0.5", Fraction(1, 2)),
+        ("3/4,1/4,1/2", Fraction(1, 2)), ("1,2,42%", 42), (",".join(map(str, range(1, 421))), 420),
+        (",000" * 400, None), ("1" + ",000" * 100, None),
+        # a decimal comma, or a group of thousands: not to be told from a list
+        ("1,5", None), ("1,2,3,000", None), ("1,000,00", None),
+        ("5 and 1,000,500", 1_000_500), ("5 and 1,00,500", 100_500),
+        ("3 100-dollar bills", 100), ("3 100\u2010dollar bills", 100), ("2 5 100-Euro-Scheine", 100),
+        ("1 000-2 000", 2000), ("5 100_000", 100_000), ("1 000,50", None),
+        ("Rooms 12 345", 12_345), ("12 345 people", 12_345), ("He earns 12 345.", 12_345),
+    ],
+)  # fmt: skip
+def test_a_list_is_not_one_number_with_thousands(text, last):
+    assert read(last_number(text, marked=False)) == last
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
         ("#### 41 no, #### 42", 42), ("#### 42\n#### none", 42), ("####\u00a042", 42), ("#### - 42", -42),
         ("#### 42" + " and 7" * 1000, 42), ("####42", None), ("#### about 42", None),
-        ("####\n42", None), ("42", None),
+        ("####\n42", None), ("42", None), ("#### 1,2,42", None), ("#### 12 345 people", 12_345),
+        ("#### rooms 12 345", None), ("#### 3 100-dollar bills", 3),
     ],
 )  # fmt: skip
 def test_after_the_mark_stands_the_number_alone(text, last):

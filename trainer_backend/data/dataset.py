@@ -14,7 +14,7 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.layout import files_of
 from trainer_backend.data.records import read_records
 from trainer_backend.data.rows import ParsedRow, Row, parse_row
-from trainer_backend.data.truths import GSM8K, number_interactions, refuse_unmatchable
+from trainer_backend.data.truths import GSM8K, note_missing, number_interactions, refuse_unmatchable
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.job.schema import JobConfig
@@ -31,8 +31,8 @@ class Split:
     Attributes:
         name: such as `train of data/gsm8k`.
         rows: with unique ids.
-        keys: what decides on which side of a `held_out_share` each row is: its id, without the number that
-            tells equal rows apart.
+        keys: what decides on which side of a `held_out_share` each row is: its own id, or without one the
+            digest of what the policy is asked. Rows that ask the same are on one side, whatever their truths.
         used: the columns that were read, by the part of a row they became.
         unread: columns that nothing reads.
     """
@@ -93,7 +93,13 @@ def data_of(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
     if job.data is not None:
         numbers = number_interactions(job.multi_turn.interaction_config_path)
         instances = job.evaluation.instances
-        data = read_data(job.data, instances=instances, numbers=numbers, by_position=by_position)
+        data = read_data(
+            job.data,
+            instances=instances,
+            numbers=numbers,
+            has_reward=job.rollout.reward_function is not None,
+            by_position=by_position,
+        )
     if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         reason = (
             "no row has interaction_kwargs"
@@ -120,6 +126,7 @@ def read_data(
     *,
     instances: int,
     numbers: Collection[str | None] = frozenset({GSM8K}),
+    has_reward: bool = False,
     by_position: bool = False,
 ) -> DataSet:
     """Read the data set of a job.
@@ -127,6 +134,7 @@ def read_data(
     Args:
         instances: the most held-out rows to evaluate (evaluation.instances).
         numbers: of `refuse_unmatchable`.
+        has_reward: of `note_missing`.
         by_position: see `read_split`.
     """
     split = read_split(table.path, table.split, by_position=by_position)
@@ -147,8 +155,11 @@ def read_data(
         f"data: {len(training)} rows to train on, {len(evaluation)} of {len(held_out)} held-out rows played"
     )
     identities = (*_identities("training", training), *_identities("held-out", held_out))
-    notes = (counts, *map(_summary, splits), *_overlaps(identities))
-    by_position = by_position and not all("id" in split.used for split in splits)
+    missing = (
+        note for item in splits for note in note_missing(table, item.name, item.rows, has_reward=has_reward)
+    )
+    notes = (counts, *map(_summary, splits), *missing, *_overlaps(identities))
+    by_position = by_position and not all("id" in item.used for item in splits)
     return DataSet(training, evaluation, notes, identities, by_position)
 
 
@@ -170,13 +181,15 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     keys: list[str] = []
     equal_rows: Counter[str] = Counter()
     places: dict[str, str] = {}
+    used: dict[str, str] = {}
     unread: dict[str, None] = {}
     for file in files_of(path, split):
         for record in read_records(file):
             position = f"{split}/{len(parsed_rows)}" if by_position else None
             parsed = parse_row(record.columns, where=record.where, default_id=position)
-            keys.append(parsed.row.id)
-            if "id" not in parsed.used and not by_position:
+            has_id = "id" in parsed.used or by_position
+            keys.append(parsed.row.id if has_id else parsed.row.task_digest())
+            if not has_id:
                 parsed = _number_equal_rows(parsed, equal_rows)
             if parsed.row.id in places:
                 raise DataError(
@@ -184,14 +197,15 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
                     where=record.where,
                 )
             if parsed_rows:
-                _refuse_other_columns(parsed, parsed_rows[0], record.where)
+                _refuse_other_columns(parsed.used, used, record.where)
+            used |= parsed.used
             places[parsed.row.id] = record.where
             unread |= dict.fromkeys(parsed.unread)
             parsed_rows.append(parsed)
     if not parsed_rows:
         raise DataError(f"split {split!r} has no rows", where=str(path))
     rows = tuple(item.row for item in parsed_rows)
-    return Split(f"{split} of {path}", rows, tuple(keys), parsed_rows[0].used, tuple(unread))
+    return Split(f"{split} of {path}", rows, tuple(keys), used, tuple(unread))
 
 
 def _number_equal_rows(parsed: ParsedRow, equal_rows: Counter[str]) -> ParsedRow:
@@ -202,15 +216,18 @@ def _number_equal_rows(parsed: ParsedRow, equal_rows: Counter[str]) -> ParsedRow
     return parsed._replace(row=replace(parsed.row, id=f"{digest}-{equal_rows[digest]}"))
 
 
-def _refuse_other_columns(row: ParsedRow, first: ParsedRow, where: str) -> None:
-    """Refuse a row with other columns than the first, as their meanings would differ."""
-    if row.used == first.used:
+def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], where: str) -> None:
+    """Refuse a row with other columns than those before it, as their meanings would differ.
+
+    A missing ground truth is left to `truths`, which knows whether something reads it.
+    """
+    if row == before:
         return
-    for what in sorted({*row.used, *first.used}):
-        here, there = row.used.get(what), first.used.get(what)
-        if here != there:
+    for what in sorted({*row, *before}):
+        here, there = row.get(what), before.get(what)
+        if here != there and (what != "ground_truth" or (here and there)):
             raise DataError(
-                f"{what} comes from {here or 'nowhere'}, but in the first row from {there or 'nowhere'}; "
+                f"{what} comes from {here or 'nowhere'}, but in the rows before from {there or 'nowhere'}; "
                 "all rows of a split have the same columns",
                 where=where,
             )

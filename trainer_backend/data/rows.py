@@ -15,7 +15,6 @@ absent, since Parquet does not distinguish the two.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -26,12 +25,12 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from shared_schemas.base import shown
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
 from shared_schemas.messages import refuse_no_opening
+from shared_schemas.numbers import join_thousands
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
 from trainer_backend.errors import DataError
 
 # In the public layout of GSM8K the answer is a whole solution; its result follows this mark.
 ANSWER_MARK = "####"
-_THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _LONGEST_ID = 100
 # 64 bits: two of a million different rows share a digest with a probability of 3e-8.
 _DIGEST_BYTES = 8
@@ -232,22 +231,21 @@ def _one_question(reader: _Columns, row: Row) -> str:
 
 
 def _document_answer(reader: _Columns, row: Row) -> JsonValue:
-    """Return the answer about a document as text, or the list of accepted answers; 42 becomes "42"."""
+    """Return the accepted answer about a document, or the list of them; the number 42 becomes "42".
+
+    `truths.refuse_unmatchable` refuses what is neither.
+    """
     truth = row.ground_truth
-    texts = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
-    if not texts or None in texts:
-        raise reader.error(
-            f"ground_truth is {shown(truth)}; beside document_content it is the answer as text or number, "
-            "or a list of all that count"
-        )
-    for text in texts:
-        _within(reader, "ground_truth", text or "", MAX_ANSWER_CHARS)
-    return [*texts] if isinstance(truth, list) else texts[0]
+    answers = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
+    for answer in answers:
+        if isinstance(answer, str):
+            _within(reader, "ground_truth", answer, MAX_ANSWER_CHARS)
+    return answers if isinstance(truth, list) else answers[0]
 
 
-def _as_text(answer: JsonValue) -> str | None:
-    """Return a text or number as text, or None for another value."""
-    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+def _as_text(answer: JsonValue) -> JsonValue:
+    """Return a number as text, and any other value as it is."""
+    return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
 def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
@@ -268,7 +266,7 @@ def _result(reader: _Columns, answer: str) -> str:
     result = answer.rpartition(ANSWER_MARK)[2].strip()
     if not result:
         raise reader.error(f"answer ends at its {ANSWER_MARK}; the result stands after it")
-    return result.replace(",", "") if _THOUSANDS.fullmatch(result) else result
+    return join_thousands(result)
 
 
 def _interaction(reader: _Columns, value: Any) -> InteractionSpec | None:

@@ -1,4 +1,4 @@
-"""Rows that their interaction could only score as wrong are refused where the data is read."""
+"""Rows whose answers could only be scored as wrong are refused where the data is read."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -7,14 +7,20 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from shared_schemas.base import shown
+from shared_schemas.documents import normalise
 from shared_schemas.numbers import read_number
 from trainer_backend.data.rows import TRUTH_COLUMNS, Row
 from trainer_backend.errors import DataError
-from trainer_backend.job.code_files import classes_in
+from trainer_backend.job.code_files import interactions_in
 from trainer_backend.job.rollout_table import DataTable
 
 GSM8K = "gsm8k"
-_GSM8K_MODULES = frozenset({"task_app.interactions.gsm8k", "turnwise", "verl.interactions.gsm8k_interaction"})
+_GSM8K_MODULES = ("task_app.interactions.gsm8k", "turnwise", "verl.interactions.gsm8k_interaction")
+_GSM8K_CLASSES = frozenset(f"{module}.Gsm8kInteraction" for module in _GSM8K_MODULES)
+_HINT = (
+    f"It is read from {', '.join(TRUTH_COLUMNS)}, interaction_kwargs.ground_truth or answer: rows for verl "
+    "have reward_model, those for SkyRL reward_spec."
+)
 # Places in an error; the number of the others follows.
 _MOST_PLACES = 10
 
@@ -30,15 +36,16 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
     """
     if file is None:
         return frozenset({GSM8K})
-    classes = classes_in(file)
-    modules = {module for module, name in classes if name.removesuffix("Interaction").lower() == GSM8K}
-    if not modules or not modules <= _GSM8K_MODULES:
-        return frozenset()
-    return frozenset({GSM8K, None} if len(classes) == 1 else {GSM8K})
+    interactions = interactions_in(file)
+    names = {name for class_name, name in interactions if class_name in _GSM8K_CLASSES}
+    return frozenset({*names, None} if names and len(names) == len(interactions) else names)
 
 
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
-    """Refuse rows whose ground truth no answer can equal, because their interaction needs a number.
+    """Refuse rows whose ground truth no answer can equal.
+
+    An interaction may need a number. About a document every accepted answer needs a word or a number, as the
+    task app refuses the row for one that has neither.
 
     Args:
         rows: of `table`.
@@ -47,19 +54,40 @@ def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collectio
     Raises:
         DataError: with the places of the rows.
     """
-    bad = [row for row in rows if _is_unmatchable(row, table, numbers)]
-    if not bad:
+    needs = ((row, _unmet_need(row, table, numbers)) for row in rows)
+    unmet = [(row, need) for row, need in needs if need is not None]
+    if not unmet:
         return
-    truth, name = _truth(bad[0]), _interaction_name(bad[0], table)
-    interaction = "the interaction" if name is None else f"the interaction {name!r}"
-    seen = "is missing" if truth is None else f"is {shown(truth)}"
+    first, need = unmet[0]
+    bad = [row for row, other in unmet if other == need]
+    truth = _truth(first)
+    rows_have, place = ("the row has", "") if len(bad) == 1 else (f"{len(bad)} rows have", "in the first ")
+    truth_is = "it is missing" if truth is None else f"it is {shown(truth)}"
     raise DataError(
-        f"no answer can equal the ground truth, which {seen} in the first of {len(bad)}; {interaction} "
-        "needs one number, such as 42, -1,000 or 3/4",
+        f"{rows_have} no ground truth that an answer can equal: {place}{truth_is}, and {need}",
         where=_sentence([row.where for row in bad]),
-        hint=f"It is read from {', '.join(TRUTH_COLUMNS)}, interaction_kwargs.ground_truth or answer: rows "
-        "for verl have reward_model, those for SkyRL reward_spec.",
+        hint=_HINT,
     )
+
+
+def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_reward: bool) -> list[str]:
+    """Warn of rows without a ground truth in a split where others have one.
+
+    Args:
+        split: its name.
+        has_reward: whether the job has a reward function.
+
+    Raises:
+        DataError: an interaction or reward function gets the ground truth of such rows.
+    """
+    missing = [row for row in rows if row.ground_truth is None]
+    if not missing or len(missing) == len(rows):
+        return []
+    places = _sentence([row.where for row in missing])
+    text = f"{len(missing)} of {len(rows)} rows have no ground truth, and the others have one"
+    if has_reward or any(_has_interaction(row, table) for row in missing):
+        raise DataError(text, where=places, hint=_HINT)
+    return [f"warning: {split}: {text} ({places})"]
 
 
 def _sentence(places: Sequence[str]) -> str:
@@ -73,10 +101,24 @@ def _sentence(places: Sequence[str]) -> str:
     return "; ".join(texts) + f" and {more} more" * bool(more)
 
 
-def _is_unmatchable(row: Row, table: DataTable, numbers: Collection[str | None]) -> bool:
-    if row.interaction is None and table.interaction is None:
-        return False
-    return _interaction_name(row, table) in numbers and read_number(_truth(row)) is None
+def _unmet_need(row: Row, table: DataTable, numbers: Collection[str | None]) -> str | None:
+    """What the row's ground truth lacks, as a sentence, or None."""
+    if row.document is not None and not _is_answer(row.ground_truth):
+        return "every accepted answer about a document needs a word or a number"
+    name = _interaction_name(row, table)
+    if _has_interaction(row, table) and name in numbers and read_number(_truth(row)) is None:
+        interaction = "the interaction" if name is None else f"the interaction {name!r}"
+        return f"{interaction} needs one number, such as 42, -1,000 or 3/4"
+    return None
+
+
+def _is_answer(truth: JsonValue) -> bool:
+    answers = truth if isinstance(truth, list) else [truth]
+    return bool(answers) and all(isinstance(answer, str) and normalise(answer) for answer in answers)
+
+
+def _has_interaction(row: Row, table: DataTable) -> bool:
+    return row.interaction is not None or table.interaction is not None
 
 
 def _interaction_name(row: Row, table: DataTable) -> str | None:

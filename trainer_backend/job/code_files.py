@@ -5,19 +5,23 @@ these, since who credits stored rollouts, and a learner on another machine, need
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tomli
+import yaml
+
+from shared_schemas.plain_text import read_text
+from shared_schemas.rollouts import default_interaction_name
 from trainer_backend.errors import JobError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import LoadedJob
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import digests_of, refuse_changed
 
-# Module and name of a class in a file of interactions, in YAML and TOML.
-_CLASS = re.compile(r"class_name\W+([\w.]+)\.(\w+)")
+_CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
 
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
@@ -58,19 +62,31 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 
 def _modules_beside(file: Path) -> Iterator[Path]:
     """The modules in the folder of a file of interactions whose classes it names."""
-    for name in dict.fromkeys(module for module, _ in classes_in(file)):
+    for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions_in(file)):
         module = file.resolve().parent.joinpath(*name.split("."))
         for path in (module.with_suffix(".py"), module / "__init__.py"):
             if path.is_file():
                 yield path
 
 
-def classes_in(file: Path) -> Sequence[tuple[str, str]]:
-    """The module and the name of each class that a file of interactions names."""
+def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
+    """The class, with its module, and the name of each interaction in a file.
+
+    Of a file that cannot be read there is none: the task app that reads it says what is wrong.
+    """
+    read = tomli.loads if file.suffix.lower() == ".toml" else yaml.safe_load
     try:
-        return _CLASS.findall(file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ()  # its digest tells why
+        document = read(read_text(file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return ()
+    entries = document.get("interaction") if isinstance(document, Mapping) else None
+    rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+    classes = [(str(row.get("class_name")), row.get("name")) for row in rows]
+    return [
+        (kind, str(name or default_interaction_name(kind)))
+        for kind, name in classes
+        if _CLASS_NAME.fullmatch(kind)
+    ]
 
 
 def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:

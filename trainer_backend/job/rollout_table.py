@@ -174,7 +174,7 @@ class DataTable(Table):
         gt=0,
         lt=1,
         description="alternative to both: hold out about this share of split, by a hash of held_out_seed and "
-        "the row's id",
+        "the row's own id, or what the row asks",
     )
     held_out_seed: int = Field(
         default=0, ge=0, lt=2**31, description="jobs with equal seeds hold out the same rows"

@@ -4,8 +4,6 @@ Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and c
 episode loop (task_app/episode/context_tools.py), because they need the history.
 """
 
-import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -13,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shared_schemas.base import Body
-from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
+from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS, normalise
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.environments.documents.chunks import MAX_CHUNKS, cut_into_chunks
@@ -240,34 +238,9 @@ class DocumentsEnvironment:
         }
 
 
-_WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
-# Commas only between thousands: "1,5" is not 15, and stays text.
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-_ARTICLES = frozenset({"a", "an", "the"})
-
-
-def normalise(text: str) -> str:
-    """The text without case, punctuation and articles, and numbers by value: "The 1,000.0 Boats!" is "1000
-    boats".
-
-    A text of articles alone keeps them, because "A" may be the answer.
-    """
-    words = [_plain(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())]
-    return " ".join([word for word in words if word not in _ARTICLES] or words)
-
-
 def correctness(answer: str, accepted: Iterable[str]) -> float:
     """1.0 if the answer is one of the accepted ones, else 0.0."""
     return float(normalise(answer) in map(normalise, accepted))
-
-
-def _plain(word: str) -> str:
-    """A number in one exact form of its value; any other word unchanged."""
-    if not _NUMBER.fullmatch(word):
-        return word
-    whole, _, fraction = word.removeprefix("-").replace(",", "").partition(".")
-    value = f"{whole.lstrip('0') or '0'}.{fraction.rstrip('0')}".removesuffix(".")
-    return f"-{value}" if word.startswith("-") and value != "0" else value
 
 
 SYSTEM = """\

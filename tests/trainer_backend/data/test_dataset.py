@@ -76,6 +76,21 @@ def test_a_row_without_an_id_has_the_digest_of_its_content(tmp_path):
     assert ids(read_split(changed, "train").rows) != [first]
 
 
+def test_equal_questions_are_on_one_side_unless_their_own_ids_part_them(tmp_path):
+    def sides(rows) -> tuple[set[str], set[str], bool]:
+        data = shared(jsonl(tmp_path / "a.jsonl", rows), share=0.5)
+        asked = [{row.question for row in side} for side in (data.training, data.evaluation)]
+        return *asked, any("ask what a training row asks" in note for note in data.notes)
+
+    rows = [{"question": f"{n}?", "answer": f"#### {truth}"} for n in range(20) for truth in (1, 2)]
+    # a list of one message asks what its text asks
+    rows += [{"question": [{"role": "user", "content": f"{n}?"}], "answer": "#### 3"} for n in range(20)]
+    training, evaluation, is_warned = sides(rows)
+    assert training and evaluation and not training & evaluation and not is_warned
+    training, evaluation, is_warned = sides([{**row, "id": n} for n, row in enumerate(rows)])
+    assert training & evaluation and is_warned
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 40), min_size=5, max_size=60), st.data())
 def test_rows_that_go_or_are_equal_move_no_other_row_between_training_and_held_out(numbers, draw):
@@ -136,7 +151,8 @@ def test_truths_that_no_answer_can_equal_are_refused_with_the_places_of_all_rows
     path = jsonl(tmp_path / "a.jsonl", rows)
     message = refused(with_interaction(path))
     assert message.startswith(
-        f"{path}: lines 2, 4, 6: no answer can equal the ground truth, which is {truth!r}"
+        f"{path}: lines 2, 4, 6: 3 rows have no ground truth that an answer can equal: in the first it is "
+        f"{truth!r}"
     )
     # without the interaction any ground truth will do
     assert len(read_data(with_interaction(path, None), instances=2).training) == 6
@@ -147,14 +163,52 @@ def test_a_truth_that_is_missing_is_refused_with_a_hint_at_the_columns_of_verl_a
     test = parquet(tmp_path / "b.parquet", [{"prompt": "?", "reward_model": {"style": "rule"}}])
     message = refused(DataTable(path=train, evaluation_path=test, interaction="gsm8k"))
     assert message.startswith(f"{train}: lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more: ")
-    assert "which is missing in the first of 13; the interaction 'gsm8k' needs one number" in message
+    assert "13 rows have no ground truth that an answer can equal: in the first it is missing" in message
+    assert "and the interaction 'gsm8k' needs one number, such as 42, -1,000 or 3/4" in message
     assert "reward_model.ground_truth, reward_spec.ground_truth" in message
+
+
+@pytest.mark.parametrize(
+    "truth", ["", "  ", "...", "\u2014", True, {"a": 1}, None, [], ["", "?!"], ["Ada", ""], [None]]
+)
+def test_answers_about_documents_that_nothing_can_equal_are_refused_with_the_places_of_all_rows(
+    tmp_path, truth
+):
+    rows = [
+        {"question": f"{n}?", "document_content": "Ada did.", "ground_truth": truth if n % 2 else ["Ada", 3]}
+        for n in range(4)
+    ]
+    table = with_interaction(jsonl(tmp_path / "a.jsonl", rows), None)
+    message = refused(table)
+    assert message.startswith(
+        f"{table.path}: lines 2, 4: 2 rows have no ground truth that an answer can equal"
+    )
+    assert "every accepted answer about a document needs a word or a number" in message
+
+
+def test_a_missing_truth_among_others_is_refused_where_something_gets_it_and_else_told(tmp_path):
+    rows = [{"prompt": f"{n}?", "ground_truth": "5" if n in (2, 3) else None} for n in range(6)]
+    table = with_interaction(jsonl(tmp_path / "a.jsonl", rows), None)
+    data = read_data(table, instances=2)
+    text = "4 of 6 rows have no ground truth, and the others have one"
+    places = f"{table.path}: lines 1, 2, 5, 6"
+    assert f"warning: train of {table.path}: {text} ({places})" in data.notes
+    assert "ground_truth from ground_truth" in data.notes[1]
+    assert refused(table, has_reward=True).startswith(
+        f"{places}: {text}. It is read from ground_truth, reward"
+    )
+    quiz = with_interaction(table.path, "quiz")
+    assert refused(quiz).startswith(f"{places}: {text}")
+    # an interaction that needs a number needs it in every row
+    assert refused(quiz, numbers=frozenset({"quiz"})).startswith(
+        f"{places}: 4 rows have no ground truth that"
+    )
 
 
 def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_interaction_count(tmp_path):
     own = {"name": "gsm8k", "ground_truth": "Paris"}
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "5", "interaction_kwargs": own}])
-    assert "line 1: no answer" in refused(with_interaction(path, "quiz"))
+    assert "line 1: the row has no ground truth" in refused(with_interaction(path, "quiz"))
     path.write_text(path.read_text().replace("gsm8k", "maths"))
     assert "the interaction 'maths' needs" in refused(with_interaction(path), numbers=frozenset({"maths"}))
 
@@ -162,6 +216,22 @@ def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_inter
 @pytest.mark.parametrize(
     ("file", "is_refused"),
     [
+        (
+            'interaction:\n# - class_name: "mine.Gsm8kInteraction"\n- class_name: turnwise.Gsm8kInteraction',
+            True,
+        ),
+        (
+            'interaction:\n# - class_name: "turnwise.Gsm8kInteraction"\n- class_name: mine.OtherInteraction',
+            False,
+        ),
+        (
+            "interaction: [{class_name: turnwise.Gsm8kInteraction, name: maths}, {class_name: mine.Gsm8k}]",
+            False,
+        ),
+        ("interaction: [{class_name: turnwise.Gsm8kInteraction, name: gsm8k}, {class_name: mine.Own}]", True),
+        ("interaction: [", False),
+        ("- 1", False),
+        ("[" * 10_000, False),
         ('interaction: [{class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}]', True),
         ('[[interaction]]\nclass_name = "turnwise.Gsm8kInteraction"', True),
         ('interaction: [{class_name: "mine.Gsm8kInteraction"}]', False),
@@ -169,11 +239,11 @@ def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_inter
 )
 def test_a_class_of_the_user_s_own_may_take_any_truth(tmp_path, file, is_refused):
     table = with_interaction(jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "Paris"}]))
-    interactions = tmp_path / "interactions.yaml"
+    interactions = tmp_path / ("interactions.toml" if file.startswith("[[") else "interactions.yaml")
     interactions.write_text(file)
     numbers = number_interactions(interactions)
     if is_refused:
-        assert "line 1: no answer" in refused(table, numbers=numbers)
+        assert "line 1: the row has no ground truth" in refused(table, numbers=numbers)
     else:
         assert len(read_data(table, instances=2, numbers=numbers).training) == 1
 

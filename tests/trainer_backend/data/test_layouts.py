@@ -97,7 +97,7 @@ def test_a_folder_of_configurations_asks_which_one_is_meant(tmp_path):
         ('{"id": 1, "question": "a"}\n{"id": "1", "question": "b"}\n', "line 2: id '1' is also that of"),
         (
             '{"id": 1, "question": "a"}\n{"question": "b"}\n',
-            "line 2: id comes from nowhere, but in the first",
+            "line 2: id comes from nowhere, but in the rows before from id",
         ),
         ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "2"}\n', "from answer, but in"),
         ('{"question": "a \\ud83d b"}\n', "line 1: \\ud83d is half a character"),
