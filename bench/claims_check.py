@@ -32,10 +32,6 @@ MARK = "(no data committed)"
 # Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
 REPEATED = (
     (
-        "`make demo`: unique achievements", "**Unique achievements on 128 held-out worlds",
-        ("7.62 (7.36 to 8.00)", "9.45 (9.20 to 10.12)"),
-    ),
-    (
         "whole games of Crafter on two CPU cores", "**Whole games of Crafter by `tiny-0.3m`**",
         ("58.9", "56.8", "58.1"),
     ),

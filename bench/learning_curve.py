@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from bench import kit
 from bench.charts import COLOURS, png, whole_numbers
-from trainer_backend.evaluation.best import ask_the_same, paired_difference
+from trainer_backend.evaluation.best import find_comparable, paired_difference
 from trainer_backend.rundir.files import read_lines
 
 # What an evaluation tells, each with its interval; and what people have of it (Hafner 2021, BALROG).
@@ -46,7 +46,7 @@ def figures_of(rows: Sequence[Row], rollouts: Path) -> dict[str, Any]:
         rollouts: the folder of its evaluations' games.
     """
     iterations, evaluations = _kind(rows, "iteration"), _kind(rows, "evaluation")
-    numbers = [row["iteration"] for row in evaluations if ask_the_same(evaluations[0], row)]
+    numbers = [row["iteration"] for row in find_comparable(evaluations)]
     first, *others = [rollouts / f"evaluation_{number}.parquet" for number in numbers] or [rollouts]
     differences = {
         number: paired_difference(first, other)

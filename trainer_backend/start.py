@@ -13,7 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from service_kit.logs import configure_logs_from
-from trainer_backend.collect.apps import App, Show
+from trainer_backend.collect.apps import App, Show, TaskApps
 from trainer_backend.collect.apps import State as AppState
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
@@ -35,7 +35,7 @@ from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
-from trainer_backend.rundir.data_record import read_data_to_continue, write_record
+from trainer_backend.rundir.data_record import read_data_to_continue, record_rows
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
@@ -165,9 +165,7 @@ async def _run(
 ) -> Ended:
     # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
     # not fit the actor.
-    data, new_record = await asyncio.to_thread(
-        read_data_to_continue, directory, job, accept_changes=accept_data
-    )
+    data, record = await asyncio.to_thread(read_data_to_continue, directory, job, accept_changes=accept_data)
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
@@ -185,37 +183,43 @@ async def _run(
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
-            lines = [describe(apps), echo_of_switches(job.training, job.algorithm)]
-            lines += await until(stop, _checked_servers(job)) or []
-            for line in (*lines, *(data.notes if data is not None else ())):
+            servers = await until(stop, _checked_servers(job)) or []
+            switches, notes = echo_of_switches(job.training, job.algorithm), data.notes if data else ()
+            for line in (describe(apps), switches, *servers, *notes):
                 reporter.say(line)
-            preset = job.model.preset is not None
-            await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))
-            if stop.is_set():
-                raise Stopped("before anything was played; nothing new to save")
+            await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
             beginning = Beginning(
                 directory, planner, _models_of(job, learners, fixed_setup),
                 collector=collector, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
             replace_job = _replaced_job(job, directory)
-            if new_record is not None:  # not before: a start that fails accepts nothing
-                await asyncio.to_thread(write_record, directory, new_record)
+            if models.checkpoint is None:
+                await asyncio.to_thread(record_rows, directory, record, data, 0)  # `begin` plays
             learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
             async with gateways.serving(learner, fixed) as actor:
                 actor.watch(reporter)
-                urls = ", ".join(actor.inference.urls)
-                reporter.say(f"gateway: {urls} serves {actor.inference.model}")
+                reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
                     planner, CreditAssignment.of(job), collector, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
+                # Not before: a start that fails, or has nothing left to play, accepts no rows.
+                if models.checkpoint is not None and work_left(run, progress):
+                    await asyncio.to_thread(record_rows, directory, record, data, progress.iteration)
                 progress = await train(run, progress, stop, served=replace_job)
                 for line in await actor.verify():
                     reporter.say(line)
             return Ended(progress, stop.by if work_left(run, progress) else "")
+
+
+async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> None:
+    preset = job.model.preset is not None
+    await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
+    if stop.is_set():
+        raise Stopped("before anything was played; nothing new to save")
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:

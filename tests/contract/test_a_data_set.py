@@ -22,6 +22,7 @@ from trainer_backend.errors import DataError, JobError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.evaluation.result import as_json
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.pages.compare import doubts, read_sides
 from trainer_backend.pages.report import last_minus_first, write_report
 from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
@@ -29,6 +30,7 @@ from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.start import run_job
 from trainer_backend.terminal.evaluation_tables import tables
+from trainer_backend.terminal.progress import closing_lines
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -182,15 +184,23 @@ def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
     training = job.training.model_copy(update={"iterations": 3})
     evaluation = job.evaluation.model_copy(update={"instances": len(numbers)})
     job = job.model_copy(update={"data": data, "training": training, "evaluation": evaluation})
+    finished = job.model_copy(update={"training": directory.job().training})
+    asyncio.run(run_job(finished, directory, ListReporter(), resume=True, accept_data=True))
+    with pytest.raises(DataError):  # nothing was left to play, so nothing was accepted
+        asyncio.run(run_job(job, directory, ListReporter(), resume=True))
     reporter = ListReporter()
     asyncio.run(run_job(job, directory, reporter, resume=True, accept_data=True))
     said = "\n".join(reporter.lines)
     leak = f"1 of {len(numbers)} held-out rows ask what the run trained on"
     assert leak in said
-    assert "evaluation after iteration 3 set other tasks than the best one so far" in said
+    others = "the evaluations after iterations 0 and 2 set other tasks than the last one"
+    assert others in said and others in "\n".join(closing_lines(read_story(directory)))
     assert last_minus_first(read_story(directory)) is None, "no evaluation before had these tasks"
     html = write_report(directory).read_text()
-    assert leak in html and "the evaluations up to iteration 2 set other tasks than the last one" in html
+    assert leak in html and others in html
+    (first, second) = read_sides([run[0].path, directory.path])
+    told = doubts([first, second])
+    assert any(leak in line for line in told) and any("set different tasks" in line for line in told)
 
 
 def file_of(path: Path, prompts: dict[str, object]) -> str:

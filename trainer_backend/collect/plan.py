@@ -34,7 +34,10 @@ __all__ = ["Inference", "Planner", "digest_tasks", "retried", "stored_state_keys
 # A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
 # What a request sets as a task: not who plays it, nor what else is stored.
-_TASK = {"start", "env", "limits", "multi_turn", "ground_truth", "reward_function", "interaction"}
+_TASK: dict[str, Any] = {
+    **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
+    "limits": {"max_decisions", "max_invalid_decisions", "termination_regex", "termination_target"},
+}
 
 
 class Slot(NamedTuple):

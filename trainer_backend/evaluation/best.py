@@ -45,13 +45,19 @@ def paired_difference(
     return paired_success_interval(differences) if successes else mean_interval(differences)
 
 
-def ask_the_same(first: Row, other: Row) -> bool:
-    """Whether two evaluations set the same tasks; also true where one is from before 2026-11-28.
+def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
+    """Find the evaluations that set the same tasks as the last one, which is among them.
 
-    Rows of a data set may have changed between them under the same ids, or settings of the environment.
+    Rows of a data set may have changed between two of them, or settings of the environment. An evaluation
+    from before 2026-11-28 has no digest of its tasks, and gets that of the next one that has.
     """
-    digests = first.get(TASKS_DIGEST), other.get(TASKS_DIGEST)
-    return None in digests or digests[0] == digests[1]
+    found, digest = [], None
+    wanted = evaluations[-1].get(TASKS_DIGEST) if evaluations else None
+    for row in reversed(evaluations):
+        digest = row.get(TASKS_DIGEST, digest)
+        if digest == wanted:
+            found.append(row)
+    return found[::-1]
 
 
 class Best(NamedTuple):
@@ -70,8 +76,7 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     """Find the evaluation with the highest mean outcome, the first of equals.
 
     Two of them are compared by the worlds that both finished. Where that leaves out a larger share of the
-    worlds than `most`, the later one is not compared. Outcomes of different tasks are not compared either:
-    the search begins again at the first evaluation with other tasks.
+    worlds than `most`, the later one is not compared. Those with other tasks than the last one are left out.
 
     Args:
         evaluations: their rows, the oldest first.
@@ -80,17 +85,15 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     """
     best: Row | None = None
     notes: dict[int, str] = {}
-    for row in evaluations:
+    comparable = find_comparable(evaluations)
+    if comparable and len(comparable) < len(evaluations):
+        last = evaluations[-1]["iteration"]
+        notes[last] = f"{describe_others(evaluations)}, so none of them can be the best checkpoint"
+    for row in comparable:
         losses, name = losses_in(row), f"evaluation after iteration {row['iteration']}"
-        if best is not None and not ask_the_same(best, row):
-            notes[row["iteration"]] = (
-                f"{name} set other tasks than the best one so far, after iteration {best['iteration']}: "
-                "the best checkpoint is chosen from here on"
-            )
-            best = None
         if best is None:
             if losses.share > most:
-                notes[row["iteration"]] = _refusal(name, losses.total - losses.lost, losses.total, most)
+                _add(notes, row, _refusal(name, losses.total - losses.lost, losses.total, most))
             else:
                 best = row
             continue
@@ -101,14 +104,33 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
         shared = [world for world in before if world in after]
         total = max(losses.total, losses_in(best).total)
         if not shared or total - len(shared) > most * total:
-            notes[row["iteration"]] = _refusal(name, len(shared), total, most)
+            _add(notes, row, _refusal(name, len(shared), total, most))
             continue
-        notes[row["iteration"]] = (
-            f"{name} is compared with the best one by the {len(shared)} of {total} worlds that both finished"
-        )
+        both = f"the {len(shared)} of {total} worlds that both finished"
+        _add(notes, row, f"{name} is compared with the best one by {both}")
         if fmean(after[world] for world in shared) > fmean(before[world] for world in shared):
             best = row
     return Best(best, notes)
+
+
+def _add(notes: dict[int, str], row: Row, note: str) -> None:
+    before = notes.get(row["iteration"])
+    notes[row["iteration"]] = note if before is None else f"{before}; {note}"
+
+
+def describe_others(evaluations: Sequence[Row]) -> str:
+    """Say which evaluations cannot be compared with the last one; empty if all can."""
+    comparable = find_comparable(evaluations)
+    if len(comparable) == len(evaluations):
+        return ""
+    return f"the evaluations {_name_iterations(evaluations, comparable)} set other tasks than the last one"
+
+
+def _name_iterations(evaluations: Sequence[Row], without: Sequence[Row]) -> str:
+    """`after iterations 0, 1 and 2`"""
+    left_out = {row["iteration"] for row in without}
+    *others, last = (str(row["iteration"]) for row in evaluations if row["iteration"] not in left_out)
+    return f"after iterations {', '.join(others)} and {last}" if others else f"after iteration {last}"
 
 
 def _refusal(name: str, shared: int, total: int, most: float) -> str:

@@ -240,7 +240,7 @@ def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
     Raises:
         RunDirectoryError: none is left.
     """
-    replaced = {row.id for row in record.earlier} if record is not None else frozenset()
+    replaced = record.find_replaced(source.iteration) if record is not None else frozenset()
     rollouts = [item for item in source.rollouts if row_of(item.group_id) not in replaced]
     if source.rollouts and not rollouts:
         raise RunDirectoryError(

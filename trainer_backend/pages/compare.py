@@ -9,7 +9,7 @@ from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
-from trainer_backend.evaluation.best import paired_difference
+from trainer_backend.evaluation.best import TASKS_DIGEST, paired_difference
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.facts import differing_keys
 from trainer_backend.pages.figures import spaced
@@ -192,6 +192,9 @@ def doubts(sides: Sequence[Side]) -> list[str]:
     measures = dict.fromkeys(side.outcome for side in sides if side.outcome is not None)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
     sentences = [uneven] * (len(iterations) > 1) + [other] * (len(measures) > 1)
+    digests = {side.last.get(TASKS_DIGEST) for side in sides if side.last is not None} - {None}
+    if len(digests) > 1:
+        sentences.append("the last evaluations set different tasks; those with one seed or row id are paired")
     sentences += [
         f"{side.name}: {leak}" for side in sides if side.data and (leak := side.data.describe_leaks())
     ]

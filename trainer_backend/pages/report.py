@@ -18,7 +18,7 @@ from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import TrainerError
-from trainer_backend.evaluation.best import ask_the_same, paired_difference
+from trainer_backend.evaluation.best import describe_others, find_comparable, paired_difference
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
@@ -298,10 +298,8 @@ def _held_out(story: Story) -> list[Line]:
     if difference is not None:
         value = f"{interval(difference, sign='+')}, {difference.count} {story.unit}s"
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
-    others = [row["iteration"] for row in story.evaluations if not ask_the_same(row, story.evaluations[-1])]
-    if others:
-        value = f"the evaluations up to iteration {others[-1]} set other tasks than the last one"
-        lines.append(("not comparable", value))
+    if others := describe_others(story.evaluations):
+        lines.append(("not comparable", others))
     job = story.job
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
@@ -380,7 +378,7 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 def last_minus_first(story: Story) -> Interval | None:
     """The `paired_difference` of a run's last evaluation to the first of the same tasks, if it stored two."""
-    same = [row for row in story.evaluations if ask_the_same(row, story.evaluations[-1])]
+    same = find_comparable(story.evaluations)
     if len(same) < 2:
         return None
     first, last = (story.rollouts_file(f"evaluation_{row['iteration']}") for row in (same[0], same[-1]))

@@ -38,8 +38,9 @@ from trainer_backend.rundir.checkpoint_paths import (
 )
 from trainer_backend.rundir.fixed_record import FixedModel, begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.rollout_files import read_rollouts, rollout_ids, write_rollouts
 from trainer_backend.rundir.spool import (
+    Part,
     Spool,
     add_stored,
     copy_others_aside,
@@ -47,6 +48,7 @@ from trainer_backend.rundir.spool import (
     name_requests,
     plan_id,
     rename_aside,
+    set_aside,
 )
 
 if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
@@ -155,7 +157,9 @@ class Beginning:
         if teacher is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._play("prompts", plan)
-            return Begun(learner or await self._learner(prompts), progress, fixed)
+            learner = learner or await self._learner(prompts)
+            self._leave_spools("teacher", *([] if plan else ["prompts"]))
+            return Begun(learner, progress, fixed)
         episodes = await self._play("teacher", self._planner.warmup(warmup_key(teacher)))
         learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
@@ -163,7 +167,9 @@ class Beginning:
 
     async def _load_fresh(self) -> Models:
         # First: the rows and the job of the start before, which this one replaces, tell what it has stored.
-        self._keep_stored()
+        line = await asyncio.to_thread(self._keep_stored)
+        if line is not None:
+            self._reporter.say(line)
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
         # A mistake in a named model, or a fixed one, shows when it is loaded: before minutes of rollouts, not
@@ -174,27 +180,26 @@ class Beginning:
         begin_record(self._directory, _models_of(fixed))
         return Models(learner, fixed, Progress())
 
-    def _keep_stored(self) -> None:
+    def _keep_stored(self) -> str | None:
         """Bring what earlier starts have stored before RL into its spool: this one writes the file again.
 
         Earlier versions left no spool, or one whose header names no single request. A file whose requests
-        are not known is set aside.
+        are not known is set aside. Returns a sentence about it.
         """
         kind = "prompts" if self._planner.teacher is None else "teacher"
         path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
         if not (path.exists() or spool.exists()):
-            return
+            return None
         job = self._directory.job()
         requests = self._planned_by(job, kind)
-        name_requests(spool, requests, ())
+        if names_all(name_requests(spool, requests, ()), path):
+            return None
         # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
         # it may be an older one. A row without a time is of a start that played nothing. Data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
-        line = _spool_stored(path, spool, requests if is_known else [])
-        if line is not None:
-            self._reporter.say(line)
+        return _spool_stored(path, spool, requests if is_known else [])
 
     def _planned_by(self, job: JobConfig, kind: str) -> list[RolloutRequest]:
         """The plan of another job, with the data of this one; none if only one of them has data."""
@@ -213,6 +218,7 @@ class Beginning:
             max_staleness=staleness,
             policy_version=progress.policy_version if staleness else None,
         )
+        self._leave_spools(*_FILES)
         self._reporter.say(f"resumed from {checkpoint}")
         for line in (
             self._directory.missing_rows(progress.iteration),
@@ -220,6 +226,13 @@ class Beginning:
         ):
             if line is not None:
                 self._reporter.say(line)
+
+    def _leave_spools(self, *kinds: str) -> None:
+        """Set aside what was collected for stages before RL that this start does not play."""
+        for kind in kinds:
+            spool = self._directory.spool_file(_FILES[kind])
+            if spool.exists():
+                set_aside(spool, self._reporter.say, why="for a stage that this start does not play")
 
     async def _load_fixed(self, learner: Learner) -> "FixedPolicies | None":
         setup = self._setup
@@ -286,10 +299,12 @@ class Beginning:
             raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
-        copy_others_aside(self._directory.spool_file(_FILES["teacher"]), episodes, self._reporter.say)
         # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
         # repeats the warm-up with its row, while a checkpoint without its row would never get one.
         await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
+        spool = self._directory.spool_file(_FILES["teacher"])
+        await asyncio.to_thread(copy_others_aside, spool, episodes, self._reporter.say)
+        self._leave_spools("prompts")
         self._directory.remove_spools(0)
         self._reporter.say(
             f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
@@ -355,6 +370,19 @@ class Beginning:
         losses.refuse(collection, NAMES_BEFORE_RL[kind], 0)
         await self._collector.ack(self._planner.run_id, collection.all)
         return collection
+
+
+def names_all(parts: Sequence[Part], path: Path) -> bool:
+    """Whether a part of a spool has all rollouts of a stored stage: it is then where they came from.
+
+    Only ids are read: to parse the rollouts takes half a minute for 300 MB.
+    """
+    held = [{plan_id(one.rollout_id) for one in part.rollouts} for part in parts]
+    try:
+        ids = {plan_id(rollout_id) for rollout_id in rollout_ids(path)}
+    except (FileNotFoundError, RunDirectoryError):
+        return False
+    return any(ids <= names for names in held)
 
 
 def _spool_stored(path: Path, spool: Path, requests: Sequence[RolloutRequest]) -> str | None:

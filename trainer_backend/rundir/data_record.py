@@ -7,7 +7,7 @@ because whatever asks the same is no held-out row of this run any more.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,10 +20,21 @@ from trainer_backend.rundir.layout import DATA_RECORD, RunDirectory
 
 # Whether ids are positions, which they are in runs from before 2026-11-28. Such a run keeps them.
 _BY_POSITION = b"turnwise.by_position"
-_SCHEMA = pa.schema([(name, pa.string()) for name in RowIdentity._fields])
-# In the column `side`; elsewhere these rows are training rows.
-_EARLIER = "earlier"
+# The last iteration that may have played an earlier row; null for rows of now.
+_UNTIL = "until"
+_SCHEMA = pa.schema([*((name, pa.string()) for name in RowIdentity._fields), (_UNTIL, pa.int64())])
 _MOST_NAMED = 3
+
+
+class Earlier(NamedTuple):
+    """A training row of earlier starts that is gone, changed, or held out since.
+
+    Attributes:
+        until: the last iteration that may have played it.
+    """
+
+    row: RowIdentity
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +44,37 @@ class DataRecord:
     Attributes:
         rows: those of its last start, training rows first.
         by_position: whether ids are positions, so that equal ids of two runs may be different rows.
-        earlier: training rows of earlier starts that are gone, changed, or held out since.
     """
 
     rows: tuple[RowIdentity, ...]
     by_position: bool
-    earlier: tuple[RowIdentity, ...] = ()
+    earlier: tuple[Earlier, ...] = ()
 
-    def followed_by(self, rows: Sequence[RowIdentity]) -> "DataRecord":
-        """The record once these rows are accepted."""
+    def followed_by(self, rows: Sequence[RowIdentity], iteration: int) -> "DataRecord":
+        """The record once these rows are accepted, after an iteration."""
         stays = {(row.id, row.content) for row in _on_side("training", rows)}
-        trained = {(row.id, row.content): row for row in self.trained}
-        earlier = tuple(row for key, row in trained.items() if key not in stays)
+        before = [*self.earlier, *(Earlier(row, iteration) for row in _on_side("training", self.rows))]
+        trained = {(item.row.id, item.row.content): item for item in before}
+        earlier = tuple(item for key, item in trained.items() if key not in stays)
         return replace(self, rows=tuple(rows), earlier=earlier)
+
+    def find_replaced(self, iteration: int) -> set[str]:
+        """Find the ids of training rows that were there in an iteration and are gone or changed since."""
+        return {item.row.id for item in self.earlier if iteration <= item.until}
 
     @property
     def trained(self) -> list[RowIdentity]:
         """All rows that were training rows at some start."""
-        return [*self.earlier, *_on_side("training", self.rows)]
+        return [*(item.row for item in self.earlier), *_on_side("training", self.rows)]
 
     def describe_leaks(self, rows: Sequence[RowIdentity] | None = None) -> str:
         """Say how many held-out rows ask what the run trained on; empty if none does.
 
-        What stands on both sides from the start counts no more than once: reading the data warns of it.
-
         Args:
             rows: of today; None: those of the record.
         """
-        now = self.rows if rows is None else rows
-        on_both = {row.task for row in _on_side("training", self.rows)}
-        on_both &= {row.task for row in _on_side("held-out", self.rows)}
-        on_both &= {row.task for row in _on_side("training", now)}
-        trained = {row.task for row in self.trained} - on_both
-        held_out = _on_side("held-out", now)
+        trained = {row.task for row in self.trained}
+        held_out = _on_side("held-out", self.rows if rows is None else rows)
         leaked = sum(row.task in trained for row in held_out)
         return f"{leaked} of {len(held_out)} held-out rows ask what the run trained on" if leaked else ""
 
@@ -88,17 +97,15 @@ def read_data_to_continue(
         accept_changes: take the rows as they are; the notes of the data set then tell what changed.
 
     Returns:
-        The rows, and the record to write before they are played, None if the one that is there stays.
+        The rows, and the record that is there; `record_rows` takes both before they are played.
 
     Raises:
         DataError: the rows are not those that the run began with.
     """
     record = read_record(run)
     data = _read_data(run, job, record)
-    if data is None:
-        return None, None
-    if record is None:
-        return data, DataRecord(data.identities, data.by_position)
+    if data is None or record is None:
+        return data, record
     changes = describe_changes(record, job, data)
     if changes and not accept_changes:
         raise _refusal(job, changes, record.describe_leaks(data.identities))
@@ -106,7 +113,17 @@ def read_data_to_continue(
     if told:
         told = f"data: accepted, although since the run began {told}" if changes else f"warning: {told}"
         data = replace(data, notes=(*data.notes, told))
-    return data, None if record.rows == data.identities else record.followed_by(data.identities)
+    return data, record
+
+
+def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | None, iteration: int) -> None:
+    """Record the rows of a start that is about to play, after an iteration; see `read_data_to_continue`."""
+    if data is None:
+        return
+    if record is None:
+        _write_record(run, DataRecord(data.identities, data.by_position))
+    elif record.rows != data.identities:
+        _write_record(run, record.followed_by(data.identities, iteration))
 
 
 def refuse_changes(record: DataRecord | None, job: JobConfig, data: DataSet | None) -> None:
@@ -172,24 +189,26 @@ def _count_by_side(rows: Sequence[RowIdentity], what: str) -> str:
 
 
 def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:
-    """Find the ids that name different held-out rows in two runs; all, where only one names by position."""
+    """Find the ids that name different held-out rows in two runs."""
     contents = {row.id: row.content for row in _on_side("held-out", first.rows)}
-    named_alike = first.by_position == other.by_position
     return {
-        row.id
-        for row in _on_side("held-out", other.rows)
-        if row.id in contents and not (named_alike and contents[row.id] == row.content)
+        row.id for row in _on_side("held-out", other.rows) if contents.get(row.id, row.content) != row.content
     }
 
 
 def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
     """Say why held-out rows of two runs cannot be compared, or not as equals; empty if they can."""
-    names_differ = first.by_position != other.by_position
-    differ = 0 if names_differ else len(find_other_rows(first, other))
+    ids = [{row.id for row in _on_side("held-out", record.rows)} for record in (first, other)]
+    differ, shared = find_other_rows(first, other), ids[0] & ids[1]
+    cannot = first.by_position != other.by_position and not shared - differ
     leaked = max(_count_leaked(first, other), _count_leaked(other, first))
     return [
-        *(["one run names its rows by position, so no rows can be paired"] if names_differ else []),
-        *([f"{differ} held-out rows of one id have different content, and are not paired"] if differ else []),
+        *(["one run names its rows by position, so no rows can be paired"] if cannot else []),
+        *(
+            [f"{len(differ)} held-out rows of one id have different content, and are not paired"]
+            if differ
+            else []
+        ),
         *([f"one run trained on what {leaked} held-out rows of the other ask"] if leaked else []),
     ]
 
@@ -210,13 +229,14 @@ def read_record(run: RunDirectory) -> DataRecord | None:
         by_position = pq.read_schema(path).metadata.get(_BY_POSITION) == b"true"
     except (OSError, pa.ArrowException) as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
-    rows = list(map(RowIdentity._make, zip(*table.to_pydict().values(), strict=True)))
-    earlier = tuple(row._replace(side="training") for row in rows if row.side not in get_args(Side))
-    return DataRecord(tuple(row for row in rows if row.side in get_args(Side)), by_position, earlier)
+    *columns, until = table.to_pydict().values()
+    rows = list(zip(map(RowIdentity._make, zip(*columns, strict=True)), until, strict=True))
+    earlier = tuple(Earlier(row, last) for row, last in rows if last is not None)
+    return DataRecord(tuple(row for row, last in rows if last is None), by_position, earlier)
 
 
-def write_record(run: RunDirectory, record: DataRecord) -> None:
-    rows = [*record.rows, *((_EARLIER, *row[1:]) for row in record.earlier)]
+def _write_record(run: RunDirectory, record: DataRecord) -> None:
+    rows = [*((*row, None) for row in record.rows), *((*row, until) for row, until in record.earlier)]
     table = pa.table(dict(zip(_SCHEMA.names, zip(*rows, strict=True), strict=True)), schema=_SCHEMA)
     table = table.replace_schema_metadata({_BY_POSITION: str(record.by_position).lower()})
     with replacement(run.path / DATA_RECORD, pa.ArrowException) as aside:

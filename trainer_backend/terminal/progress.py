@@ -13,6 +13,7 @@ from rich.text import Text
 
 from trainer_backend.collect.metrics import count_worlds, outcome_interval
 from trainer_backend.core.statistics import Interval
+from trainer_backend.evaluation.best import describe_others, find_comparable
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
 from trainer_backend.run.row_lines import Pace, columns_for, word_episodes, word_outcome
@@ -134,13 +135,17 @@ def closing_lines(story: Story) -> list[str]:
     if last is not first:
         lines.append((f"after iteration {last['iteration']}", f"{word_outcome(last)}, {count_worlds(last)}"))
         difference = last_minus_first(story)
+        begins = find_comparable(evaluations)[0]
+        since = "" if begins is first else f", from iteration {begins['iteration']} on"
         if difference is not None:
             lines.append(
                 (
                     f"difference, {story.unit} by {story.unit}",
-                    f"{_interval(difference)}, {difference.count} {story.unit}s",
+                    f"{_interval(difference)}, {difference.count} {story.unit}s{since}",
                 )
             )
+    if others := describe_others(evaluations):
+        lines.append(("not comparable", others))
     if best is None:
         lines.append(("best checkpoint", f"none: too many {story.unit}s were lost to compare evaluations"))
     elif last is not first:

@@ -217,6 +217,7 @@ def test_evaluations_set_the_same_tasks_whoever_plays_them_and_in_whatever_order
         return digest_tasks(planner(**tables).evaluation(label)[::-1])
 
     same = digest_tasks(planner().evaluation("2"))
+    assert digest(rollout={"episodes_per_batch": 6, "timeout_s": 9.0}) == same, "no task"
     assert digest() == digest("1") == digest(evaluation={"temperature": 0}) == same
     assert (
         digest(evaluation={"instances": 3})

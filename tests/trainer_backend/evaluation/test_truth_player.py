@@ -5,6 +5,7 @@ Each stored or sampled decision says "stay" or "go"; numbers are worked by hand.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,8 +203,10 @@ def test_rollouts_whose_row_was_replaced_since_are_left_out():
     source = Source(1, rollouts, Path("iteration_0"))
     rows = {name: RowIdentity("training", name, f"content {name}", "task", "") for name in "abc"}
     record = DataRecord(tuple(rows.values()), by_position=False)
-    changed = record.followed_by([rows["a"], rows["b"]._replace(content="other")])
+    changed = record.followed_by([rows["a"], rows["b"]._replace(content="other")], 1)
     assert find_playable(source, None) == find_playable(source, record) == rollouts
     assert [item.rollout_id for item in find_playable(source, changed)] == ["ra"]
     with pytest.raises(RunDirectoryError, match="rows of all 3 rollouts of iteration 1 are gone or changed"):
-        find_playable(source, changed.followed_by([]))
+        find_playable(source, changed.followed_by([], 1))
+    later = replace(source, iteration=2)
+    assert find_playable(later, changed) == rollouts, "played on rows of now"

@@ -187,7 +187,8 @@ async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, r
     planner = Planner.of(job, f"{directory.run_id}.{len(collector.numbers)}")
     beginning = beginning_of(job, directory, planner, collector, reporter)
     for _ in range(2):  # a start that was killed after it has changed nothing for the next one
-        beginning._keep_stored()
+        if line := beginning._keep_stored():
+            reporter.say(line)
     directory.go_back_to(-1, reporter.say)
     directory.replace_job(job)
     try:

@@ -13,8 +13,8 @@ from trainer_backend.rundir.data_record import (
     read_data_to_continue,
     read_record,
     read_run_data,
+    record_rows,
     refuse_changes,
-    write_record,
 )
 from trainer_backend.rundir.layout import create_run
 
@@ -39,9 +39,8 @@ def job_on(folder, rows, held_out=HELD_OUT, **keys):
 def start(run, job, *, accept_changes=False, plays=True):
     """Start or continue a run; its record is written where it plays."""
     data, record = read_data_to_continue(run, job, accept_changes=accept_changes)
-    if plays and record is not None:
-        write_record(run, record)
     if plays:
+        record_rows(run, record, data, 1)
         (run.rollouts / "iteration_1.parquet").touch()
     return data
 
@@ -100,13 +99,19 @@ def test_an_accepted_row_that_was_trained_on_is_never_again_a_held_out_one_unnot
     leak = "2 of 5 held-out rows ask what the run trained on"
     for _ in range(2):
         assert start(run, moved).notes[-1] == f"warning: {leak}"
+        assert read_record(run).describe_leaks() == leak
+    assert [read_record(run).find_replaced(iteration) for iteration in (1, 2)] == [{"a", "b"}, set()]
     # They leave, and one comes back under another id: what the run once saw stays known.
     start(run, job_on(tmp_path, ROWS[2:]), accept_changes=True)
     assert read_record(run).describe_leaks() == ""
     back = job_on(tmp_path, ROWS[2:], [*HELD_OUT, {**ROWS[0], "id": "back"}])
     notes = start(run, back, accept_changes=True).notes
     assert "1 of 4 held-out rows ask what the run trained on" in notes[-1]
-    assert {row.id for row in read_record(run).earlier} == {"a", "b"}
+    assert {item.row.id for item in read_record(run).earlier} == {"a", "b"}
+    # A row on both sides counts too.
+    twice = job_on(tmp_path, ROWS[2:], [*HELD_OUT, {**ROWS[2], "id": "twice"}])
+    start(run, twice, accept_changes=True)
+    assert read_record(run).describe_leaks() == "1 of 4 held-out rows ask what the run trained on"
 
 
 def test_rows_of_a_start_that_played_nothing_bind_no_later_one(run, tmp_path):
@@ -117,8 +122,8 @@ def test_rows_of_a_start_that_played_nothing_bind_no_later_one(run, tmp_path):
         start(run, job_on(tmp_path, ROWS[1:]))
     # Where the record was written and nothing was played, it does not count.
     other = create_run(tiny_job(), tmp_path / "other")
-    _, record = read_data_to_continue(other, job_on(tmp_path, ROWS[:2]), accept_changes=False)
-    write_record(other, record)
+    data, record = read_data_to_continue(other, job_on(tmp_path, ROWS[:2]), accept_changes=False)
+    record_rows(other, record, data, 0)
     start(other, job_on(tmp_path, ROWS))
 
 
