@@ -1,4 +1,4 @@
-"""Output and arguments that several commands share; text is shown as it is, `[data]` and `:key:` included."""
+"""Output and arguments that several commands share; text is shown as it is, `[data]` included."""
 
 import errno
 import os

@@ -419,3 +419,18 @@ async def test_a_run_that_loses_its_learner_resumes_so_often_and_not_after_a_sto
 ):
     directory = create_run(tiny_job(), tmp_path / "run")
     assert await starts_until(directory, losses, most=most, stopped=stopped) == starts
+
+
+async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_word(tmp_path: Path):
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    collector: Any = HalfWayCollector()
+    collector.most = 3
+    assert await begun_again(directory, tiny_job(warmup__episodes=4), collector, reporter) is None
+    job = tiny_job().model_copy(update={"warmup": None})
+    beginning = beginning_of(job, directory, Planner.of(job, "run"), collector, reporter)
+    beginning._leave_spools("teacher", "prompts")
+    beginning._leave_spools("teacher", "prompts")
+    directory.remove_spools(0)
+    told = [line for line in reporter.lines if "for a stage that this start does not play" in line]
+    assert len(told) == 1 and told[0].startswith("3 rollouts of warmup.spool.jsonl")
+    assert [path.name for path in directory.rollouts.iterdir()] == ["warmup.unused-1.jsonl"]
