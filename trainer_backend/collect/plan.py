@@ -445,7 +445,7 @@ def retried(request: RolloutRequest) -> RolloutRequest:
 
 
 def digest_tasks(requests: Sequence[RolloutRequest]) -> str:
-    """Digest the tasks of these requests, whoever plays them and in whatever order: 16 hexadecimal digits."""
+    """Digest the tasks of these requests, for any player and in any order: 16 hexadecimal digits."""
     digest = blake2b(digest_size=8)
     for text in sorted(request.model_dump_json(include=_TASK) for request in requests):
         digest.update(text.encode())

@@ -279,9 +279,8 @@ def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[st
     parts = _read_parts(path)
     if _count(parts) <= len(used):
         return  # all of them are used
-    texts = {
-        trajectory.model_dump_json() for trajectory in used
-    }  # a set: to compare each with each takes hours
+    # To compare each with each takes hours for thousands.
+    texts = {trajectory.model_dump_json() for trajectory in used}
     rest = _filter(parts, lambda one: one.trajectory is None or one.trajectory.model_dump_json() not in texts)
     if _count(rest):
         _copy_aside(path, rest, tell, why="for another plan")
@@ -338,9 +337,8 @@ def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -
     parts = _read_parts(path)
     rest = _filter(parts, lambda one: _newest_version(one) > newest)
     if _count(rest):
-        _copy_aside(
-            path, rest, tell, why="by weights that no checkpoint holds"
-        )  # first: a kill must lose none
+        # First: a kill must lose none.
+        _copy_aside(path, rest, tell, why="by weights that no checkpoint holds")
         usable = _filter(parts, lambda one: _newest_version(one) <= newest)
         replace_text(path, _text_of(usable))
 

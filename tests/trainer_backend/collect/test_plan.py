@@ -212,7 +212,7 @@ def test_an_evaluation_may_be_greedy_and_says_its_own_temperature_or_that_of_the
     assert told == {"greedy": 0.0, "own": 0.5, "absent": 1.0}
 
 
-def test_evaluations_set_the_same_tasks_whoever_plays_them_and_in_whatever_order():
+def test_evaluations_set_the_same_tasks_for_any_player_and_in_any_order():
     def digest(label="0", **tables):
         return digest_tasks(planner(**tables).evaluation(label)[::-1])
 
