@@ -201,6 +201,9 @@ def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
     (first, second) = read_sides([run[0].path, directory.path])
     told = doubts([first, second])
     assert any(leak in line for line in told) and any("set different tasks" in line for line in told)
+    player = Checkpoint(latest_checkpoint(directory.checkpoints))
+    result = asyncio.run(evaluate(at_the_task_app(job), player, run=directory.path))
+    assert result.setting["since the run began"] == leak
 
 
 def file_of(path: Path, prompts: dict[str, object]) -> str:
