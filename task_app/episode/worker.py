@@ -31,6 +31,7 @@ from task_app.episode.release import begin_close
 from task_app.episode.state_keys import EpisodeStateKeys
 from task_app.episode.termination import EpisodeFacts, stop_reason, termination_signal
 from task_app.errors import (
+    Conflict,
     ContextLengthExceeded,
     CriticalError,
     DeadlineExceeded,
@@ -137,6 +138,7 @@ class RLRolloutWorker:
         self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
         self._stop_reason: StopReason | None = None
+        self._has_begun = False
         self._start_s = 0.0
         self._wall_s = 0.0
         self._observation: Observation
@@ -160,8 +162,15 @@ class RLRolloutWorker:
 
         Returns:
             The steps, the whole conversation, and the ground truth of the task definition.
+
+        Raises:
+            Conflict: the worker has begun its episode before, whether or not it finished.
         """
-        assert self._stop_reason is None, "a worker runs one episode"
+        if self._has_begun:
+            raise Conflict(
+                "this worker has begun its episode before, and runs one", hint="Make another worker."
+            )
+        self._has_begun = True
         self._start_s = self._clock()
         try:
             async with self._prompts.open():
@@ -193,7 +202,8 @@ class RLRolloutWorker:
 
     def trajectory(self) -> Trajectory:
         """The finished episode; call it after `run_episode`."""
-        assert self._stop_reason is not None, "run_episode has not finished"
+        if self._stop_reason is None:
+            raise Conflict("the episode has not finished, so it has no trajectory", hint="Await run_episode.")
         outcome_reward, outcome_definition = self._outcome()
         last = self._steps[-1]
         return Trajectory(

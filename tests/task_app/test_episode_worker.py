@@ -12,7 +12,13 @@ from shared_schemas.trajectory import StopReason, Trajectory, prompts
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.episode.conversation import Conversation
 from task_app.episode.worker import RLRolloutWorker
-from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
+from task_app.errors import (
+    Conflict,
+    ContextLengthExceeded,
+    CriticalError,
+    DeadlineExceeded,
+    PolicyUnavailable,
+)
 from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
@@ -80,6 +86,20 @@ async def test_the_trajectory_carries_outcome_and_totals():
     assert trajectory.achievements_counts == {"a": 1, "b": 2}
     assert trajectory.stop_reason is StopReason.MAX_DECISIONS
     assert (trajectory.terminated, trajectory.truncated) == (False, True)
+
+
+async def test_a_worker_runs_one_episode_and_has_no_trajectory_before_its_end():
+    one = worker(add("1"), length=1)
+    with pytest.raises(Conflict, match="has not finished"):
+        one.trajectory()
+    await one.run_episode()
+    with pytest.raises(Conflict, match="runs one"):
+        await one.run_episode()
+    assert one.trajectory().steps == one.steps
+    failing = worker(policy=PlannedPolicy(PolicyUnavailable("gone")))
+    for error in (PolicyUnavailable, Conflict):  # its environment is closed
+        with pytest.raises(error):
+            await failing.run_episode()
 
 
 async def test_only_the_last_step_is_done():
