@@ -178,7 +178,7 @@ async def _run(
         planner = Planner.of(job, run_id, gateways.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))
-            collector = _collector(job, apps)
+            collector = Collector.of(job, apps)
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
@@ -212,11 +212,6 @@ async def _run(
                 for line in await actor.verify():
                     reporter.say(line)
             return Ended(progress, stop.by if work_left(run, progress) else "")
-
-
-def _collector(job: JobConfig, apps: TaskApps) -> Collector:
-    most = job.rollout.max_concurrent_rollouts
-    return Collector(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
 
 
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> None:

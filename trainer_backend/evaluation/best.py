@@ -85,11 +85,9 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     """
     best: Row | None = None
     notes: dict[int, str] = {}
-    comparable = find_comparable(evaluations)
-    if comparable and len(comparable) < len(evaluations):
-        last = evaluations[-1]["iteration"]
-        notes[last] = f"{describe_others(evaluations)}, so none of them can be the best checkpoint"
-    for row in comparable:
+    if others := describe_others(evaluations):
+        notes[evaluations[-1]["iteration"]] = f"{others}, so none of them can be the best checkpoint"
+    for row in find_comparable(evaluations):
         losses, name = losses_in(row), f"evaluation after iteration {row['iteration']}"
         if best is None:
             if losses.share > most:

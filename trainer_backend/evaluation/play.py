@@ -31,7 +31,7 @@ from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
-from trainer_backend.rundir.data_record import describe_changes, read_record, read_run_data
+from trainer_backend.rundir.data_record import find_differences, read_run_data
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
@@ -169,16 +169,15 @@ async def evaluate(
         repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
     """
     configure_logs_from()
-    directory = None if run is None else open_run(run)
-    data = await asyncio.to_thread(partial(read_run_data, directory) if directory else data_of, job)
+    record = None
+    if run is None:
+        data = await asyncio.to_thread(data_of, job)
+    else:
+        data, record = await asyncio.to_thread(read_run_data, open_run(run), job)
     server = player if isinstance(player, Inference) else None
     with task_app_log() as log:
         async with task_apps(job, log, server, data=data) as apps:
-            collector = Collector(
-                apps,
-                timeout_s=job.services.iteration_timeout_s,
-                max_running=job.rollout.max_concurrent_rollouts,
-            )
+            collector = Collector.of(job, apps)
             planner_for = partial(Planner.of, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data)
             play = partial(_play, collector, tell)
             if isinstance(player, Checkpoint):
@@ -192,11 +191,8 @@ async def evaluate(
             write_rollouts(keep, collection.all)
         refuse_losses(collection, "evaluation", log=log)
     setting = _setting(planner_for().players, player, job.data)
-    record = read_record(directory) if directory is not None else None
-    if record is not None and data is not None:
-        parts = (describe_changes(record, job, data), record.describe_leaks(data.identities))
-        changes = "; ".join(filter(None, parts))
-        setting |= {"since the run began": changes} if changes else {}
+    if record is not None and data is not None and (found := str(find_differences(record, job, data))):
+        setting["since the run began"] = found
     places = {row.id: row.where for row in data.evaluation} if data is not None else {}
     return evaluation_result(
         _name(player), collection, setting, env_config=job.rollout.env_config, row_places=places

@@ -30,7 +30,7 @@ from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
-from trainer_backend.rundir.data_record import DataRecord, read_record, read_run_data, refuse_changes
+from trainer_backend.rundir.data_record import DataRecord, read_run_data, refuse_changes
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
@@ -93,8 +93,7 @@ async def measure_truth(
     """
     _refuse_options(job, options)
     configure_logs_from()
-    record = await asyncio.to_thread(read_record, run)
-    data = await asyncio.to_thread(read_run_data, run, job)
+    data, record = await asyncio.to_thread(read_run_data, run, job)
     refuse_changes(record, job, data)
     source = source_of(run, job, options)
     _refuse_longer(source.rollouts, job.max_decisions)
@@ -116,11 +115,7 @@ async def measure_truth(
                 play=play_of(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
-            collector = Collector(
-                apps,
-                timeout_s=job.services.iteration_timeout_s,
-                max_running=job.rollout.max_concurrent_rollouts,
-            )
+            collector = Collector.of(job, apps)
 
             async def measure(inference: Inference) -> Measurement:
                 name = f"{job.job.name}.truth.{uuid4().hex[:12]}"

@@ -192,14 +192,15 @@ class Beginning:
             return None
         job = self._directory.job()
         requests = self._planned_by(job, kind)
-        if names_all(name_requests(spool, requests, ()), path):
+        parts = name_requests(spool, requests, ())
+        if _names_all(parts, path):
             return None
         # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
         # it may be an older one. A row without a time is of a start that played nothing. Data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
-        return _spool_stored(path, spool, requests if is_known else [])
+        return _spool_stored(path, spool, parts, requests if is_known else [])
 
     def _planned_by(self, job: JobConfig, kind: str) -> list[RolloutRequest]:
         """The plan of another job, with the data of this one; none if only one of them has data."""
@@ -372,7 +373,7 @@ class Beginning:
         return collection
 
 
-def names_all(parts: Sequence[Part], path: Path) -> bool:
+def _names_all(parts: Sequence[Part], path: Path) -> bool:
     """Whether a part of a spool has all rollouts of a stored stage: it is then where they came from.
 
     Only ids are read: to parse the rollouts takes half a minute for 300 MB.
@@ -385,14 +386,17 @@ def names_all(parts: Sequence[Part], path: Path) -> bool:
     return any(ids <= names for names in held)
 
 
-def _spool_stored(path: Path, spool: Path, requests: Sequence[RolloutRequest]) -> str | None:
+def _spool_stored(
+    path: Path, spool: Path, parts: Sequence[Part], requests: Sequence[RolloutRequest]
+) -> str | None:
     """Append what a spool lacks of a stored stage, or set the file aside; return a sentence about it.
 
     Args:
+        parts: of the spool.
         requests: that the stored rollouts answer; empty where they are not known.
     """
     try:
-        missing = find_missing(spool, read_rollouts(path))
+        missing = find_missing(parts, read_rollouts(path))
     except FileNotFoundError:
         return None
     except RunDirectoryError as error:

@@ -44,6 +44,7 @@ class DataRecord:
     Attributes:
         rows: those of its last start, training rows first.
         by_position: whether ids are positions, so that equal ids of two runs may be different rows.
+        earlier: the other rows that it trained on.
     """
 
     rows: tuple[RowIdentity, ...]
@@ -83,36 +84,49 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
     return [row for row in rows if row.side == side]
 
 
-def read_run_data(run: RunDirectory, job: JobConfig) -> DataSet | None:
-    """Read the rows that a job names, with the ids that this run uses."""
-    return _read_data(run, job, read_record(run))
+class Differences(NamedTuple):
+    """How rows of today differ from a record, as sentences; both together as a text.
+
+    Attributes:
+        changes: empty if the rows are those of the record.
+        leaks: of `DataRecord.describe_leaks`.
+    """
+
+    changes: str
+    leaks: str
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, self))
+
+
+def read_run_data(run: RunDirectory, job: JobConfig) -> tuple[DataSet | None, DataRecord | None]:
+    """Read the rows that a job names, with the ids that this run uses, and the run's record."""
+    record = read_record(run)
+    # A run of this version writes its record before anything is played.
+    by_position = record.by_position if record is not None else run.has_played()
+    return data_of(job, by_position=job.data is not None and by_position), record
 
 
 def read_data_to_continue(
     run: RunDirectory, job: JobConfig, *, accept_changes: bool
 ) -> tuple[DataSet | None, DataRecord | None]:
-    """Read the rows of a run that starts or continues.
+    """As `read_run_data`, for a run that starts or continues; `record_rows` takes both before it plays.
 
     Args:
         accept_changes: take the rows as they are; the notes of the data set then tell what changed.
 
-    Returns:
-        The rows, and the record that is there; `record_rows` takes both before they are played.
-
     Raises:
         DataError: the rows are not those that the run began with.
     """
-    record = read_record(run)
-    data = _read_data(run, job, record)
+    data, record = read_run_data(run, job)
     if data is None or record is None:
         return data, record
-    changes = describe_changes(record, job, data)
-    if changes and not accept_changes:
-        raise _refusal(job, changes, record.describe_leaks(data.identities))
-    told = "; ".join(filter(None, (changes, record.describe_leaks(data.identities))))
-    if told:
-        told = f"data: accepted, although since the run began {told}" if changes else f"warning: {told}"
-        data = replace(data, notes=(*data.notes, told))
+    found = find_differences(record, job, data)
+    if found.changes and not accept_changes:
+        raise _refusal(job, found)
+    if found.changes or found.leaks:
+        begins = "data: accepted, although since the run began" if found.changes else "warning:"
+        data = replace(data, notes=(*data.notes, f"{begins} {found}"))
     return data, record
 
 
@@ -132,32 +146,27 @@ def refuse_changes(record: DataRecord | None, job: JobConfig, data: DataSet | No
     Raises:
         DataError: with what changed.
     """
-    if record is not None and data is not None and (changes := describe_changes(record, job, data)):
-        raise _refusal(job, changes, record.describe_leaks(data.identities))
+    if record is not None and data is not None and (found := find_differences(record, job, data)).changes:
+        raise _refusal(job, found)
 
 
-def _refusal(job: JobConfig, *changes: str) -> DataError:
+def _refusal(job: JobConfig, found: Differences) -> DataError:
     return DataError(
-        f"since the run began, {'; '.join(filter(None, changes))}",
+        f"since the run began, {found}",
         where="data.path" if job.data is None else str(job.data.path),
         hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
         "--accept-data.",
     )
 
 
-def _read_data(run: RunDirectory, job: JobConfig, record: DataRecord | None) -> DataSet | None:
-    # A run of this version writes its record before anything is played.
-    by_position = record.by_position if record is not None else run.has_played()
-    return data_of(job, by_position=job.data is not None and by_position)
-
-
-def describe_changes(record: DataRecord, job: JobConfig, data: DataSet) -> str:
-    """Describe how rows differ from those of the record; empty if they do not.
+def find_differences(record: DataRecord, job: JobConfig, data: DataSet) -> Differences:
+    """Find how rows differ from those of the record.
 
     The order counts where training follows it (data.shuffle = false).
     """
     in_order = job.data is not None and not job.data.shuffle
-    return "; ".join(_changes(record.rows, data.identities, in_order=in_order))
+    changes = _changes(record.rows, data.identities, in_order=in_order)
+    return Differences("; ".join(changes), record.describe_leaks(data.identities))
 
 
 def _changes(before: Sequence[RowIdentity], now: Sequence[RowIdentity], *, in_order: bool) -> Iterator[str]:

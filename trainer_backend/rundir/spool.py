@@ -182,10 +182,10 @@ def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: 
     return parts
 
 
-def find_missing(path: Path, rollouts: Iterable[Rollout]) -> list[Rollout]:
+def find_missing(parts: Iterable[Part], rollouts: Iterable[Rollout]) -> list[Rollout]:
     """Return those of the finished rollouts that a spool holds for no plan."""
     held: dict[str, list[Trajectory | None]] = {}
-    for part in _read_parts(path):
+    for part in parts:
         for one in part.rollouts:
             held.setdefault(plan_id(one.rollout_id), []).append(one.trajectory)
     finished = (one for one in rollouts if one.trajectory is not None)

@@ -7,8 +7,8 @@ from tests.trainer_backend.data.folders import jsonl
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.rundir.data_record import (
-    describe_changes,
     describe_mismatch,
+    find_differences,
     find_other_rows,
     read_data_to_continue,
     read_record,
@@ -80,16 +80,15 @@ def test_what_changed_is_told_and_refused_unless_it_is_accepted(run, tmp_path, r
     job = job_on(tmp_path, rows, held_out)
     changes = changes.replace("FOLDER", str(tmp_path))
     if changes:
-        for refuses in (
-            start,
-            lambda run, job: refuse_changes(read_record(run), job, read_run_data(run, job)),
-        ):
+        data, record = read_run_data(run, job)
+        for refuses in (lambda: start(run, job), lambda: refuse_changes(record, job, data)):
             with pytest.raises(DataError) as refused:
-                refuses(run, job)
+                refuses()
             assert f"since the run began, {changes}. Restore the data" in str(refused.value)
         assert changes in start(run, job, accept_changes=True).notes[-1]
     start(run, job)  # accepted rows are those of the run from then on
-    assert describe_changes(read_record(run), job, read_run_data(run, job)) == ""
+    data, record = read_run_data(run, job)
+    assert find_differences(record, job, data).changes == ""
 
 
 def test_an_accepted_row_that_was_trained_on_is_never_again_a_held_out_one_unnoticed(run, tmp_path):
