@@ -107,15 +107,16 @@ class RLRolloutWorker:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         task_definition = _with_limit(task_definition, max_episode_steps)
+        self.task_definition = task_definition
         opening = task_definition.messages
+        self._first_prompt = opening
         if environment is None:
             environment, opening = _environment_of(task_definition)
         self._environment = environment
-        self._policy = agent_policy
+        self.agent_policy = agent_policy
         self._policy_name = policy_name(agent_policy)
         self._seed = seed
         self._start_at = start or world_of(seed, threads)
-        self._ground_truth = task_definition.ground_truth
         self._limits = task_definition.limits
         self._signals_the_end = termination_signal(self._limits)
         self._step_rewards = step_rewards or StepRewards()
@@ -146,6 +147,24 @@ class RLRolloutWorker:
     @property
     def decisions_done(self) -> int:
         return len(self._steps)
+
+    @property
+    def max_episode_steps(self) -> int:
+        """The limit of decisions that holds: the argument, or else the task's own."""
+        return self.task_definition.max_episode_steps
+
+    @property
+    def current_messages_history(self) -> list[Message]:
+        """The messages up to the last complete decision, in a list of its own.
+
+        Before that the first prompt, and before the environment has started the task's messages.
+        """
+        return self._steps[-1].resulting_messages_history if self._steps else list(self._first_prompt)
+
+    @property
+    def collected_step_data(self) -> list[StepData]:
+        """`steps`, in a list of its own."""
+        return list(self._steps)
 
     @property
     def steps(self) -> tuple[StepData, ...]:
@@ -184,7 +203,7 @@ class RLRolloutWorker:
             closing = begin_close(self._environment)
         if closing is not None:
             await closing  # so that the next episode finds its place free
-        return list(self._steps), self._steps[-1].resulting_messages_history, self._ground_truth
+        return self.collected_step_data, self.current_messages_history, self.task_definition.ground_truth
 
     async def _play(self) -> None:
         await self._start()
@@ -250,12 +269,14 @@ class RLRolloutWorker:
     async def _decide(self) -> EpisodeFacts:
         """Try to complete one decision, and return the facts after it."""
         prompt = self._prompts.prompt(self._observation)
+        if not self._steps:
+            self._first_prompt = tuple(prompt.messages)
         observation = self._prepare_policy_observation(prompt)
         ask_s = self._clock()
         try:
             rest_s = self._limits.timeout_s - self._elapsed_s()
-            with self._spans.decision(self._policy, len(self._steps) + 1) as notes:
-                reply = await ask(self._policy, observation, self._tools, timeout_s=rest_s)
+            with self._spans.decision(self.agent_policy, len(self._steps) + 1) as notes:
+                reply = await ask(self.agent_policy, observation, self._tools, timeout_s=rest_s)
                 notes.answer(reply)
         except ContextLengthExceeded as exc:
             if not self._steps:
@@ -307,7 +328,7 @@ class RLRolloutWorker:
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
         rest_s = self._limits.timeout_s - self._elapsed_s()
         try:
-            reply = await ask(self._policy, observation, self._tools, timeout_s=rest_s)
+            reply = await ask(self.agent_policy, observation, self._tools, timeout_s=rest_s)
         except ContextLengthExceeded:
             return None
         return None if reply is None else policy_logprobs(reply[0].log_probs)
@@ -323,7 +344,7 @@ class RLRolloutWorker:
         self._tokens.count(choice.log_probs)
         budget = Budget(
             used_tokens=self._tokens.context,
-            max_tokens=getattr(self._policy, "max_model_length", None),
+            max_tokens=getattr(self.agent_policy, "max_model_length", None),
             decisions_left=limits.max_decisions - len(self._steps) - 1,
         )
         return await self._prompts.carry_out(choice, action, before, self._execute, budget)

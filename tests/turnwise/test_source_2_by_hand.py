@@ -64,6 +64,37 @@ async def test_the_third_argument_is_the_most_decisions_and_holds_against_the_ta
         RLRolloutWorker(task, Moves(), 0)
 
 
+class Looks(Moves):
+    """Notes at each decision what the worker has collected."""
+
+    async def get_action(self, observation, available_tools_specs=None):
+        history = self.worker.current_messages_history
+        self.seen.append((history, len(self.worker.collected_step_data), [*observation]))
+        return await super().get_action(observation, available_tools_specs)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [({"resource_type": "crafter"}, 2), ({"resource_type": "crafter", "max_episode_steps": 2}, None)],
+)
+async def test_a_worker_has_the_published_attributes_before_during_and_after_its_episode(given, limit):
+    policy = Looks(MOVE, MOVE)
+    policy.seen, task = [], TaskDefinitionModel(messages=[ADVICE], ground_truth=7, **given)
+    policy.worker = worker = RLRolloutWorker(task, policy, limit)
+    assert (worker.agent_policy, worker.max_episode_steps) == (policy, 2)
+    assert worker.task_definition == task.model_copy(update={"max_episode_steps": 2})
+    assert (worker.current_messages_history, worker.collected_step_data) == ([Message(**ADVICE)], [])
+    steps, messages, _ = await worker.run_episode()
+    (first, none, prompt), (second, one, _) = policy.seen
+    assert (none, one, first) == (0, 1, prompt)
+    assert second == steps[0].resulting_messages_history
+    assert (worker.collected_step_data, worker.current_messages_history) == (steps, messages)
+    # Lists of the caller's own.
+    worker.collected_step_data.clear()
+    worker.current_messages_history.clear()
+    assert (worker.collected_step_data, worker.current_messages_history) == (steps, messages)
+
+
 async def test_equal_workers_are_siblings_of_one_start():
     task = TaskDefinitionModel(resource_type="crafter", max_episode_steps=1)
     firsts = []
