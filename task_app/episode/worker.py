@@ -271,7 +271,7 @@ class RLRolloutWorker:
         prompt = self._prompts.prompt(self._observation)
         if not self._steps:
             self._first_prompt = tuple(prompt.messages)
-        observation = self._prepare_policy_observation(prompt)
+        observation = self._prepare_policy_observation(prompt.messages)
         ask_s = self._clock()
         try:
             rest_s = self._limits.timeout_s - self._elapsed_s()
@@ -333,11 +333,11 @@ class RLRolloutWorker:
             return None
         return None if reply is None else policy_logprobs(reply[0].log_probs)
 
-    def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
-        """The policy's view of the next prompt, with the rest of the episode's token budget."""
+    def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
+        """The policy's view of these messages, those of the prompt, with the rest of the token budget."""
         limit = self._multi_turn.max_episode_tokens
         max_tokens = None if limit is None else limit - self._tokens.sampled
-        return PolicyObservation(prompt.messages, self._observation.data, max_tokens=max_tokens)
+        return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
 
     async def _execute_action_in_environment(self, choice: Choice, action: Action) -> DecisionEffect:
         limits, before = self._limits, self._observation

@@ -95,6 +95,20 @@ async def test_a_worker_has_the_published_attributes_before_during_and_after_its
     assert (worker.collected_step_data, worker.current_messages_history) == (steps, messages)
 
 
+async def test_the_first_helper_takes_the_message_history_as_shown_also_in_a_subclass():
+    class Adds(RLRolloutWorker):
+        def _prepare_policy_observation(self, current_messages_history):
+            hint = Message(role="user", content="It is night.")
+            return super()._prepare_policy_observation([*current_messages_history, hint])
+
+    policy = Moves(MOVE)
+    worker = Adds(TaskDefinitionModel(resource_type="crafter", messages=[ADVICE]), policy, 1)
+    await worker.run_episode()
+    assert [message.content for message in policy.observations[0]][::2] == [ADVICE["content"], "It is night."]
+    prepared = worker._prepare_policy_observation(worker.current_messages_history)
+    assert [*prepared][:-1] == worker.current_messages_history
+
+
 async def test_equal_workers_are_siblings_of_one_start():
     task = TaskDefinitionModel(resource_type="crafter", max_episode_steps=1)
     firsts = []
