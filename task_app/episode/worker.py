@@ -25,7 +25,7 @@ from task_app.environment_calls import take_decision
 from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.context_tools import Budget
 from task_app.episode.conversation import Conversation
-from task_app.episode.prompts import DecisionEffect, FreshPrompts, Prompt, Prompts, TokenCount
+from task_app.episode.prompts import DecisionEffect, FreshPrompts, Prompts, TokenCount
 from task_app.episode.records import Decision, mark_end, policy_logprobs, step_data
 from task_app.episode.release import begin_close
 from task_app.episode.state_keys import EpisodeStateKeys
