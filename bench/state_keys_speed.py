@@ -17,10 +17,11 @@ import sys
 from collections.abc import Sequence
 
 from bench import kit
+from shared_schemas.state_keys import TEXT_LAST_N
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.episode.prompts import Prompt
-from task_app.episode.state_keys import STATE_KEYS, EpisodeStateKeys
+from task_app.episode.state_keys import STATE_KEYS, EpisodeStateKeys, keys_by_name, select_keys
 from task_app.policies.scripted import random_actions
 from task_app.protocols import Observation, ToolRequest
 
@@ -50,7 +51,7 @@ def played(decisions: int) -> list[list[Observation]]:
 
 def keys_of(name: str, episodes: Episodes) -> list[str]:
     """Make the keys like the worker."""
-    chosen = {name: {**STATE_KEYS, **CRAFTER_STATE_KEYS}[name]}
+    chosen = select_keys([name], keys_by_name(CRAFTER_STATE_KEYS, conversation=False), where="state_keys")
     keys: list[str] = []
     for episode in episodes:
         running = EpisodeStateKeys(chosen)
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_long = [[observation for episode in episodes for observation in episode]]
     worst = 0.0
     print(f"{options.decisions} decisions in {len(episodes)} episodes")
-    for name in (*CRAFTER_STATE_KEYS, *STATE_KEYS):
+    of_all = ("text_last_3" if name == TEXT_LAST_N else name for name in STATE_KEYS)
+    for name in (*CRAFTER_STATE_KEYS, *of_all):
         seconds = kit.least(lambda name=name: keys_of(name, episodes), REPEATS).cpu_s
         worst = max(worst, seconds)
         different = len(set(keys_of(name, episodes)))

@@ -3,17 +3,20 @@
 `task_app/episode/state_keys.py` and the environments implement them; a test compares the names.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 DEFAULT = "default"
+# Stands for text_last_1, text_last_2, ... in lists of names; nine digits are more than any episode has.
+TEXT_LAST_N = "text_last_n"
+_LAST_N = re.compile(r"text_last_([1-9][0-9]{0,8})")
 
 OF_EVERY_ENVIRONMENT: Mapping[str, str] = {
     DEFAULT: "the first of the environment's own keys, or `text` if it has none",
     "text": "the observation's text; in a conversation all messages of the prompt as they are shown, with "
     "the policy's own answers, and stubs for deleted ones",
-    "text_last_2": "the last 2 observations; in a conversation also the answer between them (an observation "
-    "is then all that was said between two answers of the policy)",
-    "text_last_3": "the last 3 observations, and in a conversation the 2 answers between them",
+    TEXT_LAST_N: "the last n observations, as in `text_last_2`, for any n from 1 on; in a conversation also "
+    "the answers between them (an observation is then all that was said between two answers of the policy)",
     "text_history": "all observations of the episode; in a conversation all prompts so far, which differ "
     "from `text` only after an edit of the context",
 }
@@ -47,3 +50,16 @@ def state_keys_of(env_name: str) -> Sequence[str] | None:
     """The names of an environment's state keys; None for a plug-in."""
     own = OF_ENVIRONMENT.get(env_name)
     return None if own is None else (*OF_EVERY_ENVIRONMENT, *own)
+
+
+def read_last_n(name: str) -> int | None:
+    """The number in a name like `text_last_4`; None for any other name, `text_last_n` itself too."""
+    match = _LAST_N.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_state_key(name: str, known: Collection[str]) -> bool:
+    """Whether `name` can be requested where a list of names has `known`."""
+    if name == TEXT_LAST_N:
+        return False
+    return name in known or (TEXT_LAST_N in known and read_last_n(name) is not None)

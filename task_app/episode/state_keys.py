@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_schemas.messages import Message
-from shared_schemas.state_keys import DEFAULT
+from shared_schemas.state_keys import DEFAULT, TEXT_LAST_N, is_state_key, read_last_n
 from task_app.episode.prompts import Prompt
 from task_app.errors import UnknownName
 from task_app.protocols import Observation
@@ -53,17 +53,16 @@ def _text(observation: Observation) -> str:
     return observation.text
 
 
-# Keys that every environment has; shared_schemas/state_keys.py says what each compares.
+# Keys that every environment has; shared_schemas/state_keys.py says what each compares. `select_keys` puts
+# the number of a request into text_last_n.
 STATE_KEYS: Mapping[str, StateKey] = {
     "text": StateKey(_text),
-    "text_last_2": StateKey(_text, past=1),
-    "text_last_3": StateKey(_text, past=2),
+    TEXT_LAST_N: StateKey(_text),
     "text_history": StateKey(_text, past=None),
 }
 PROMPT_KEYS: Mapping[str, PromptKey] = {
     "text": PromptKey(),
-    "text_last_2": PromptKey(2),
-    "text_last_3": PromptKey(3),
+    TEXT_LAST_N: PromptKey(1),
     "text_history": PromptKey(past=None),
 }
 KeyKinds = Mapping[str, StateKey | PromptKey]
@@ -128,9 +127,14 @@ def select_keys(
     names: Sequence[str], known: Mapping[str, StateKey | PromptKey], *, where: str
 ) -> dict[str, StateKey | PromptKey]:
     for index, name in enumerate(names):
-        if name not in known:
+        if not is_state_key(name, known):
             raise UnknownName("state key", name, known, where=f"{where}.{index}")
-    return {name: known[name] for name in names}
+    return {name: known[name] if name in known else _last_n(name, known) for name in names}
+
+
+def _last_n(name: str, known: Mapping[str, StateKey | PromptKey]) -> StateKey | PromptKey:
+    kind, n = known[TEXT_LAST_N], read_last_n(name) or 1
+    return replace(kind, observations=n) if isinstance(kind, PromptKey) else replace(kind, past=n - 1)
 
 
 def _entry(message: Message) -> tuple[bytes, bool]:

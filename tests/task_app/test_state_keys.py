@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from shared_schemas.state_keys import OF_ENVIRONMENT, state_keys_of
+from shared_schemas.state_keys import OF_ENVIRONMENT, TEXT_LAST_N, state_keys_of
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.episode.prompts import Prompt
 from task_app.episode.state_keys import (
-    PROMPT_KEYS,
     STATE_KEYS,
     EpisodeStateKeys,
     StateKey,
@@ -23,6 +22,10 @@ from task_app.episode.state_keys import (
 from task_app.errors import UnknownName
 from task_app.plugins import ENVIRONMENTS
 from task_app.protocols import Observation, ToolRequest
+
+# Names that can be requested: text_last_n with numbers.
+LAST = ("text_last_1", "text_last_2", "text_last_3", "text_last_12")
+OF_ALL = [name for name in STATE_KEYS if name != TEXT_LAST_N] + [*LAST]
 
 
 def seen(text="tree", **data):
@@ -50,6 +53,23 @@ def test_a_text_is_one_state_wherever_it_is_met_and_a_history_is_not():
     assert plain[0] == plain[2] == plain[4] != plain[1]
     assert last_2[2] == last_2[4] != last_2[0], "the first has nothing before it"
     assert len(set(keys_of("text_history", trees))) == 5
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6, 999_999_999])
+def test_the_last_n_observations_forget_what_was_before_for_any_n(n):
+    seven, eight = ([seen(first), *map(seen, "bcdef")] for first in ("a", "x"))
+    name = f"text_last_{n}"
+    # The sixth observation: the first one counts from n = 6 on.
+    assert (keys_of(name, seven)[5] == keys_of(name, eight)[5]) == (n < 6)
+    answers = (said("1", *[SAME, "2"] * 4, SAME), said("3", *[SAME, "2"] * 4, SAME))
+    # Six observations, the opening included; the first answer is the one between the first two.
+    assert (keys_of_prompts(name, answers[0]) == keys_of_prompts(name, answers[1])) == (n < 6)
+
+
+@pytest.mark.parametrize("name", ["text_last_0", "text_last_n", "text_last_02", "text_last_٣"])
+def test_an_n_that_is_no_number_from_1_on_is_refused(name):
+    with pytest.raises(UnknownName, match="text_last_n"):
+        keys_of(name, [seen()])
 
 
 def test_two_episodes_with_the_same_history_share_its_key_and_one_other_word_parts_them():
@@ -125,7 +145,7 @@ def all_keys():
     env, start = crafter()
     call = ToolRequest("interact_many", {"actions": ["move_left", "do", "noop"]})
     observations = [start, env.step([call]).observation]
-    return {name: keys_of(name, observations) for name in (*CRAFTER_STATE_KEYS, *STATE_KEYS)}
+    return {name: keys_of(name, observations) for name in (*CRAFTER_STATE_KEYS, *OF_ALL)}
 
 
 def test_every_key_is_the_same_in_another_process_with_another_hash_seed():
@@ -158,7 +178,7 @@ def keys_of_prompts(name, *prompts):
     return found
 
 
-@pytest.mark.parametrize("name", ["default", *PROMPT_KEYS])
+@pytest.mark.parametrize("name", ["default", *OF_ALL[:-4], *LAST[1:]])
 def test_equal_questions_after_different_answers_are_different_states(name):
     low, high = (keys_of_prompts(name, said(), said(answer, SAME)) for answer in ("41", "43"))
     assert low[0] == high[0] != low[1], "before the first answer siblings are in one state"
@@ -168,8 +188,8 @@ def test_equal_questions_after_different_answers_are_different_states(name):
 
 def test_the_last_two_observations_and_the_answer_between_them_forget_what_was_before():
     first, second = (said(answer, SAME, "40", SAME) for answer in ("41", "43"))
-    met = {name: keys_of_prompts(name, first) == keys_of_prompts(name, second) for name in PROMPT_KEYS}
-    assert met == {"text": False, "text_last_2": True, "text_last_3": False, "text_history": False}
+    met = {name: keys_of_prompts(name, first) == keys_of_prompts(name, second) for name in OF_ALL}
+    assert [name for name in OF_ALL if met[name]] == ["text_last_1", "text_last_2"]
 
 
 def test_an_answer_counts_however_many_results_follow_it_and_ids_of_calls_do_not():
@@ -181,7 +201,7 @@ def test_an_answer_counts_however_many_results_follow_it_and_ids_of_calls_do_not
         results = (Message(role="tool", content="nothing", tool_call_id=call.id) for call in calls)
         return (*said(), Message(role="assistant", content="", tool_calls=tuple(calls)), *results)
 
-    for name in PROMPT_KEYS:
+    for name in [name for name in OF_ALL if name != "text_last_1"]:
         one, same, other = (keys_of_prompts(name, after(*given)) for given in ((0, "a"), (0, "b"), (1, "a")))
         assert one == same != other
 

@@ -205,9 +205,9 @@ def test_what_a_job_may_ask_for_is_what_a_task_app_accepts(key: str, limit: str)
         ("crafter", {"rollout": {"state_keys": ["text", "nearst"]}}, "rollout.state_keys: 'crafter' has no"),
         (
             "dialogue",
-            {"algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_4"}},
-            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_4'; known: default, "
-            "text, text_history, text_last_2, text_last_3. Did you mean 'text_last_",
+            {"algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_0"}},
+            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_0'; known: default, "
+            "text, text_history, text_last_n. Did you mean 'text_last_n'?",
         ),
     ],
 )

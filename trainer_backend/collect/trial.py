@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
+from shared_schemas.state_keys import is_state_key
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Inference, Planner, Players, Slot, stored_state_keys
@@ -322,7 +323,7 @@ def _refuse_unknown_state_keys(
 ) -> None:
     state_keys = environment.info.state_keys
     for name in stored_state_keys(algorithm, rollout):
-        if name not in state_keys:
+        if not is_state_key(name, state_keys):
             is_listed = name in rollout.state_keys
             raise JobError(
                 f"{rollout.env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)} "

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shared_schemas.base import did_you_mean
-from shared_schemas.state_keys import state_keys_of
+from shared_schemas.state_keys import is_state_key, state_keys_of
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.core.allocation import Weighted
 from trainer_backend.job.addresses import http_parts
@@ -585,7 +585,7 @@ def unknown_state_keys(rollout: RolloutTable, algorithm: AlgorithmTable) -> Iter
     names = [("rollout.state_keys", name) for name in rollout.state_keys]
     names.append(("algorithm.state_hashing_function", algorithm.state_hashing_function))
     for key, name in names:
-        if state_keys is not None and name not in state_keys:
+        if state_keys is not None and not is_state_key(name, state_keys):
             yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)}"
 
 
