@@ -219,6 +219,12 @@ def test_a_state_key_that_an_environment_has_not_is_refused_with_what_was_meant(
     parse_job({**MODEL, **document("of_a_plug_in")}, where="whose keys its task app alone knows")
 
 
+def test_a_job_may_name_text_last_n_with_any_n():
+    rollout = {"env_name": "crafter", "state_keys": ["text_last_1", "text_last_40"]}
+    job = {"rollout": rollout, "algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_7"}}
+    assert parse_job({**MODEL, **job}, where="").config.algorithm.state_hashing_function == "text_last_7"
+
+
 def test_an_unknown_preset_is_refused_with_what_was_meant():
     message = refusal({"model": {"preset": "tiny-0.3"}})
     assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: small-26m, tiny-0.3m, tiny-0.8m")
