@@ -31,7 +31,8 @@ everything; several fixed policies are several `[[rollout_only]]`. The task app 
 `[training.rewards]` and `[rollout]`; two different values for one of them in a file are an error.
 
 Several files are merged key by key; an empty table inside a table removes what is below it (`--set
-model.chat_template_kwargs={}`). A later file overrides an earlier one, and `--set` overrides all files; a
+model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, as if no file gave it: there
+is then no warm-up. A later file overrides an earlier one, and `--set` overrides all files; a
 reward switch overrides the same switch in every place. Where a later file or `--set` makes a choice
 (estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
 with a warning; in one file they are errors. A relative path (`model.path`,

@@ -144,7 +144,9 @@ def _name_by_file(tables: dict[str, Any], path: Path) -> None:
         table["name"] = path.stem[:LONGEST_NAME]
 
 
-def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Places]:
+def merge(
+    files: Sequence[Layer], overrides: Sequence[str], tables: Collection[str]
+) -> tuple[dict[str, Any], Places]:
     """Merge layers from left to right into one document.
 
     Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list or an
@@ -152,7 +154,9 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
     value of an override replaces even a table.
 
     Args:
-        overrides: `table.key=value` each, the value in TOML; anything else counts as a string.
+        overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}`
+            removes a table of the job, as if no file gave it.
+        tables: the names of a job's tables; `name={}` of another one stays, and the schema refuses it.
     """
     document: dict[str, Any] = {}
     layers = list(files)
@@ -166,7 +170,8 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
         for key in reversed(keys):
             value = {key: value}
         layers.append(Layer(f"--set {'.'.join(keys)}=…", value))
-        document = _lay_over(document, value)
+        if len(keys) > 1 or keys[0] not in tables:
+            document = _lay_over(document, value)
     # With one layer every key has the same place.
     paths = _paths(document) if len(layers) > 1 else ()
     owners = {
@@ -233,8 +238,12 @@ def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str
     """Split `table.key=value` into keys and value."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
-    if not equals or len(keys) < 2 or not all(keys):
-        raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
+    value = _read_value(text)
+    if not equals or not all(keys) or (len(keys) < 2 and value != {}):
+        raise JobError(
+            f"--set {dotted!r}: expected table.key=value, such as training.group_size=4, or table={{}}, "
+            "which removes the table"
+        )
     for files, digests in DIGESTS.items():
         if keys == digests.split("."):
             raise JobError(f"--set {dotted!r}: a run notes it; naming {files} accepts what is there")
@@ -245,10 +254,15 @@ def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str
             several = isinstance(table, list) and table and isinstance(table[0], dict)
             kind = "several tables, of which --set names none" if several else "a value, not a table"
             raise JobError(f"--set {dotted!r}: {key} is {kind}")
+    return keys, value
+
+
+def _read_value(text: str) -> Any:
+    """Read a value of TOML; anything else is a string."""
     try:
-        return keys, tomli.loads(f"value = {text}")["value"]
+        return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
-        return keys, text
+        return text
 
 
 def anchor(document: Mapping[str, Any], folder: Path) -> None:

@@ -73,7 +73,9 @@ def load_job(
         runs_plugins: False for who only looks at a job: none of its code runs, and an estimator or a loss may
             have any name. Keys are then not compared with what a name reads that nobody knows.
     """
-    document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
+    document, places = merge(
+        read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
+    )
     anchor(document, Path())
     return _parse(document, places, runs_plugins=runs_plugins)
 
@@ -82,7 +84,9 @@ def parse_job(
     document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = (), runs_plugins: bool = True
 ) -> LoadedJob:
     """Validate a parsed TOML document as `load_job` does; `where` begins every error."""
-    return _parse(*merge([Layer(where, document)], overrides), runs_plugins=runs_plugins)
+    return _parse(
+        *merge([Layer(where, document)], overrides, JobConfig.model_fields), runs_plugins=runs_plugins
+    )
 
 
 def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
@@ -142,7 +146,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
     """
     if len(paths) == 1 and not overrides and (text := text_that_names_its_job(paths[0])) is not None:
         return text, ()
-    document, places = merge(read_layers(paths, anchors_paths=False), overrides)
+    document, places = merge(read_layers(paths, anchors_paths=False), overrides, JobConfig.model_fields)
     try:
         left_out = _parse(document, places, runs_plugins=False).left_out
     except JobError:

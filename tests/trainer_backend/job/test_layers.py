@@ -91,6 +91,19 @@ def test_an_empty_table_removes_a_table_inside_a_table_of_the_job_and_no_other(l
     assert layered(base, "[model]").model.chat_template_kwargs == {"x": 1}
 
 
+def test_set_removes_a_table_of_the_job_as_if_no_file_gave_it(layered):
+    base = f"{BASE}\n[warmup]\nepisodes = 9\nepochs = 2"
+    assert layered(base, overrides=("warmup={}", "warmup={}")).warmup is None
+    assert layered(base, overrides=(" warmup = { }",)) == layered(BASE)
+    assert (
+        layered(base, overrides=("training={}",)).training.group_size
+        == layered(BASE.replace("group_size = 4", "")).training.group_size
+    )
+    again = layered(base, overrides=("warmup={}", "warmup.epochs=3")).warmup
+    assert (again.episodes, again.epochs) == (480, 3)
+    assert refusal(layered, base, overrides=("warmpu={}",)).startswith("--set warmpu=…: warmpu is not a key")
+
+
 def test_one_model_makes_way_for_another(layered):
     job = layered(BASE, '[model]\npath = "m"\nchat_template_kwargs = { x = 1 }')
     assert (job.model.preset, job.model.path) == (None, Path("m"))
