@@ -45,7 +45,7 @@ CONFIGS = {
     "sokoban": "sokoban",
     "gymnasium:FrozenLake-v1": "frozen_lake",
 }
-# Environments of every kind that the command knows, and one that only a task app knows.
+# Environments of every kind that the command knows, and one of a package, which `installed` stands for.
 FRESH = [
     *CONFIGS,
     "gymnasium:CartPole-v1",
@@ -59,6 +59,32 @@ CHOICES = [
     *(Choices(env, model="Qwen/Qwen3-0.6B") for env in TRAINED),
     Choices("maze", preset="tiny-0.8m"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """Let packages with the environments `maze` and `lake` be installed."""
+    names = frozenset({*OF_ENVIRONMENT, "maze", "lake"})
+    monkeypatch.setattr("trainer_backend.terminal.templates.environment_names", lambda: names)
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("craftr", "Did you mean 'crafter'?"),
+        ("mazee", "Did you mean 'maze'?"),
+        ("gymnasum:CartPole-v1", "Did you mean 'gymnasium:'?"),
+        ("gymnasium", "Did you mean 'gymnasium:'?"),
+        ("gymnasium:", "after the colon stands which one"),
+        ("x:y", "set rollout.env_name"),
+        ("", "--env is ''"),
+    ],
+)
+def test_an_unknown_environment_is_refused_and_nothing_written(tmp_path: Path, env: str, told: str):
+    for model in (None, "a/b"):
+        with pytest.raises(JobError, match=re.escape(told)):
+            write_job(tmp_path / "job.toml", Choices(env, model=model))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -231,7 +257,6 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
         (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
         (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'; known: "),
         (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
-        (Choices(env="a b"), "turnwise init: job.name is 'a b'"),
         (
             Choices(env="verifiers:gsm8k_v1"),
             "no policy shows a fresh small model how to answer 'verifiers:gsm8k_v1'",

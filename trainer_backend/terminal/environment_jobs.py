@@ -300,7 +300,7 @@ JOBS: Mapping[str, EnvironmentJob] = {
 
 
 def _of_a_plugin(env: str) -> EnvironmentJob:
-    """Return values for an environment that only a task app knows.
+    """Return values for the environment of an installed package.
 
     A package of `turnwise new env` brings a teacher, which is found by its name. Whether the environment has
     achievements is not known here; `turnwise check` warns where nothing would be paid.

@@ -19,6 +19,8 @@ import tomli_w
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from service_kit.plugin_file import entry_points_of
+from shared_schemas.base import did_you_mean
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
 from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
@@ -26,7 +28,7 @@ from trainer_backend.job.environments import environment_names
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.files import write_errors
-from trainer_backend.terminal.environment_jobs import Values, environment_job, union
+from trainer_backend.terminal.environment_jobs import JOBS, Values, environment_job, union
 
 # Keys to show, by table; other tables show every key.
 COMMON: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +50,10 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# Of a refused name, as shown.
+_LONGEST_ENV = 100
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The choices of the command: an environment, and a preset or a model (a folder, or a name)."""
@@ -60,6 +66,7 @@ class Choices:
         """Return the keys that the file sets, by table."""
         if self.preset and self.model:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
+        _refuse_unknown_environment(self.env)
         job = environment_job(self.env)
         if self.model:
             return union(_named(self.env), job.common, job.trained, job.of_files, _for_a_model(self.model))
@@ -70,6 +77,25 @@ class Choices:
             )
         model = {"model": {"preset": self.preset or "tiny-0.3m"}}
         return union(_named(self.env), job.common, job.fresh, job.of_files, model)
+
+
+def _refuse_unknown_environment(env: str) -> None:
+    """Refuse a name that is neither installed here nor begins with the prefix of a kind."""
+    prefixes = {name for name in JOBS if name.endswith(":")}
+    prefix, colon, rest = env.partition(":")
+    if prefix + colon in prefixes and rest:
+        return
+    packages = {name for name in entry_points_of("turnwise.policies").names if name.endswith("_teacher")}
+    names = {*JOBS, *environment_names(), *(name.removesuffix("_teacher") for name in packages)} - prefixes
+    if env in names:
+        return
+    if prefix + colon in prefixes:
+        raise JobError(f"turnwise init: --env is {env!r}; after the colon stands which one")
+    told = did_you_mean(prefix + colon, {*names, *prefixes})
+    raise JobError(
+        f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{told}. For one that only a task app has, write the "
+        "job of another and set rollout.env_name"
+    )
 
 
 def _named(env: str) -> Values:
