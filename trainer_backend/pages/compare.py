@@ -142,6 +142,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 FILE = "comparison.html"
+# Henderson et al. 2018 (arXiv:1709.06560): two runs of one setting differ by their seeds alone.
+ONE_SEED = (
+    "each run is trained with one seed; the intervals are over the held-out worlds alone and do not include "
+    "how much another training seed changes the outcome"
+)
 _NONE = "-"
 
 
@@ -207,7 +212,8 @@ def doubts(sides: Sequence[Side]) -> list[str]:
                 "another task, and the difference is not the policy's alone"
             )
         sentences += [f"{side.name} against {first}: {reason}" for reason in difference.mismatch]
-    return sentences
+    evaluated = sum(side.last is not None for side in sides)
+    return [*sentences, *([ONE_SEED] if evaluated > 1 else [])]
 
 
 def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:

@@ -12,6 +12,7 @@ from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.pages.compare import (
+    ONE_SEED,
     differences_to_first,
     doubts,
     read_sides,
@@ -75,12 +76,27 @@ def test_what_makes_the_same_world_another_task_is_told(two, tmp_path):
     longer = small_run(tiny_job(rollout__max_turns=9, evaluation__temperature=0.5), tmp_path / "longer").path
     assert doubts(read_sides([two[0], longer])) == [
         "longer against first: rollout.max_turns, evaluation.temperature differ, so the same world is "
-        "another task, and the difference is not the policy's alone"
+        "another task, and the difference is not the policy's alone",
+        ONE_SEED,
     ]
     harder = small_run(tiny_job(multi_turn__enable=True, multi_turn__max_user_turns=1), tmp_path / "harder")
-    (doubt,) = doubts(read_sides([two[0], harder.path]))
+    doubt, _ = doubts(read_sides([two[0], harder.path]))
     assert doubt.startswith("harder against first: multi_turn.enable, multi_turn.max_user_turns differ")
-    assert doubts(read_sides(two)) == ["the last evaluations are after different numbers of iterations"]
+    assert doubts(read_sides(two)) == [
+        "the last evaluations are after different numbers of iterations",
+        ONE_SEED,
+    ]
+
+
+def test_the_intervals_are_said_to_hold_no_seeds_once_two_runs_are_evaluated(two, tmp_path):
+    sides = read_sides(two)
+    out = io.StringIO()
+    Console(file=out, width=400).print(comparison_table(sides))
+    html = write_comparison(sides, tmp_path / "out").read_text()
+    for shown in (out.getvalue(), told(html)):
+        assert "one seed; the intervals are over the held-out worlds alone and do not include" in shown
+    begun = empty_run(tiny_job(), tmp_path / "begun")
+    assert ONE_SEED not in doubts(read_sides([two[0], begun.path]))
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
