@@ -15,7 +15,7 @@ from rich.text import Text
 
 from service_kit.console import begin_command
 from service_kit.errors import ServiceError
-from service_kit.release import version
+from service_kit.release import modules_of_extra, version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
 from trainer_backend.job.load import load_job
@@ -437,7 +437,10 @@ def evaluate_policy(
 
 
 def main() -> None:
-    """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours)."""
+    """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours).
+
+    So does a missing package of the extra `trainer`, which task apps do without.
+    """
     atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
     try:
         begin_command(sys.argv[1:])
@@ -445,6 +448,13 @@ def main() -> None:
     except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in modules_of_extra("trainer"):
+            raise
+        told = f" {package} is not installed; this command needs it: pip install 'turnwise[trainer]'"
+        _err.print(Text.assemble(("error:", "red"), told), soft_wrap=True)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

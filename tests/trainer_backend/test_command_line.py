@@ -207,3 +207,27 @@ def test_a_model_folder_with_brackets_is_told_as_it_is(tmp_path: Path):
     done = turnwise("eval", "no [/such]/model", "--job", "job.toml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: no [/such]/model: no such folder")
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "torch", "sqlalchemy.orm"])
+def test_a_command_that_lacks_the_extra_says_how_to_install_it(monkeypatch, capsys, module: str):
+    def lacks_it() -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("sys.argv", ["turnwise"])
+    monkeypatch.setattr("trainer_backend.__main__.app", lacks_it)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    package = module.partition(".")[0]
+    told = f"error: {package} is not installed; this command needs it: pip install 'turnwise[trainer]'\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, told)
+
+
+def test_another_missing_module_is_no_matter_of_the_extra(monkeypatch):
+    def lacks_it() -> None:
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+    monkeypatch.setattr("sys.argv", ["turnwise"])
+    monkeypatch.setattr("trainer_backend.__main__.app", lacks_it)
+    with pytest.raises(ModuleNotFoundError, match="mine"):
+        main()
