@@ -153,9 +153,8 @@ def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
         read=captures.read_body,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = RequestObserver(app, requests=services.metrics.requests, keys=keys)
-    app = ServerErrorMiddleware(app, handler=internal_error_response)
-    return CallErrors(app, captures.dialect_of)
+    app = CallErrors(ServerErrorMiddleware(app, handler=internal_error_response), captures.dialect_of)
+    return RequestObserver(app, requests=services.metrics.requests, keys=keys)
 
 
 @asynccontextmanager
