@@ -26,7 +26,7 @@ from trainer_backend.store.database import JobConflict, Store
 from trainer_backend.store.jobs import refuse_unended
 from trainer_backend.store.rows import JobRow
 
-_SERVICE = ".service"
+SERVICE = ".service"
 # A run directory with this file was deleted as a job but kept its files; the watcher ignores it.
 FORGOTTEN = "forgotten"
 # Depths of runs below the data directory: `turnwise train --seeds` makes NAME-seeds/seed_0.
@@ -87,7 +87,7 @@ class DataDir:
     def runs(self) -> list[Path]:
         """List every run directory here that was not forgotten."""
         paths = [file.parent for pattern in _DEPTHS for file in self.path.glob(pattern)]
-        ours = self.path / _SERVICE
+        ours = self.path / SERVICE
         return sorted(
             path for path in paths if not (path.is_relative_to(ours) or (path / FORGOTTEN).exists())
         )
@@ -104,13 +104,13 @@ class DataDir:
 
     def move_aside(self, path: Path) -> Path:
         """Move a run directory to the trash and return its new path."""
-        aside = self.path / _SERVICE / f"{_TRASH}{uuid4().hex}"
+        aside = self.path / SERVICE / f"{_TRASH}{uuid4().hex}"
         with write_errors(path):
             return path.rename(aside)
 
     def aside(self) -> list[Path]:
         """List the folders in the trash."""
-        return sorted((self.path / _SERVICE).glob(f"{_TRASH}*"))
+        return sorted((self.path / SERVICE).glob(f"{_TRASH}*"))
 
     def _outside(self, path: Path) -> bool:
         real = path.resolve()
@@ -139,16 +139,16 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
     """
     folder = path.resolve()
     with write_errors(folder):
-        for subfolder in (folder, folder / _SERVICE):
+        for subfolder in (folder, folder / SERVICE):
             subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
-        descriptor = os.open(folder / _SERVICE / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / SERVICE / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if runs_jobs and not _try_lock(descriptor):
             raise RunDirectoryError(
                 f"another trainer service runs jobs in {path}",
                 hint="Stop it, choose another --data-dir, or start this one with --no-jobs.",
             )
-        home = _home_of(folder / _SERVICE / "home")
+        home = _home_of(folder / SERVICE / "home")
         if runs_jobs:
             _claim_place(folder, home)
         yield DataDir(folder, home, plugins)
@@ -181,10 +181,10 @@ def _claim_place(folder: Path, home: str) -> None:
 
     A copy has the same name: on a shared store, each service would take the other's jobs.
     """
-    ours, note = folder / _SERVICE / "home", folder / _SERVICE / "place"
+    ours, note = folder / SERVICE / "home", folder / SERVICE / "place"
     with write_errors(note):
         before = Path(note.read_text(encoding="utf-8").strip()) if note.exists() else folder
-        other = before / _SERVICE / "home"
+        other = before / SERVICE / "home"
         is_copy = before != folder and other.exists() and not other.samefile(ours)
         if is_copy and other.read_text(encoding="utf-8").strip() == home:
             raise RunDirectoryError(

@@ -145,8 +145,12 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         plugins=_plugin_files(flags.plugins or ()),
     )
     rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)
-    database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
-    return Settings(flags, database, bounds, rules, key)
+    return Settings(flags, find_database(flags.database_url, data_dir), bounds, rules, key)
+
+
+def find_database(url: str | None, data_dir: Path) -> str:
+    """Return the address of the store: the given one, or a file in the data directory."""
+    return url or f"sqlite:///{data_dir.resolve() / _DATABASE}"
 
 
 def _plugin_files(files: Sequence[Path]) -> tuple[Path, ...]:

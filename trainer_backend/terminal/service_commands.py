@@ -1,16 +1,19 @@
-"""Commands that serve something until they are stopped: `serve`, `task-app`, `trainer`."""
+"""Commands of services: `serve`, `task-app` and `trainer` run until they are stopped; `backup`, `restore`."""
 
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 
 from shared_schemas.chat import StructuredOutput
 from shared_schemas.urls import is_loopback
+from trainer_backend.errors import JobError
 from trainer_backend.jobs.options import Flags
 from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
 
@@ -26,6 +29,8 @@ def add_to(app: typer.Typer) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     )(task_app)
     app.command("trainer")(trainer)
+    app.command("backup")(back_up_runs)
+    app.command("restore")(restore_runs)
 
 
 def serve_model(
@@ -81,6 +86,65 @@ def trainer(**options: Any) -> None:
     from trainer_backend.jobs.settings import settings_from
 
     serve_trainer(settings_from(Flags(**options), os.environ), lambda line: tell(_out, line))
+
+
+Archive = Annotated[Path | None, typer.Argument(help="a file; absent: standard output or input")]
+DataDirectory = Annotated[Path, typer.Option(help="where run directories are, and the store")]
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TURNWISE_DATABASE_URL",
+        show_envvar=True,
+        show_default=False,
+        help="as of `turnwise trainer`; absent: DATA_DIR/turnwise.db",
+    ),
+]
+
+
+def back_up_runs(
+    archive: Archive = None, data_dir: DataDirectory = Path("runs"), database_url: DatabaseUrl = None
+) -> None:
+    """Write the jobs and all run directories of a trainer service to a tar file, also while it runs."""
+    from trainer_backend.jobs.backup import back_up
+    from trainer_backend.jobs.settings import find_database
+
+    with _opened(archive, "xb") as file:
+        jobs, runs = back_up(data_dir, find_database(database_url, data_dir), file)
+    tell(_err, f"{jobs} jobs and {runs} run directories of {data_dir}")
+
+
+def restore_runs(
+    archive: Archive = None, data_dir: DataDirectory = Path("runs"), database_url: DatabaseUrl = None
+) -> None:
+    """Put what `turnwise backup` wrote into an empty data directory, while the service is stopped."""
+    from trainer_backend.jobs.backup import restore
+    from trainer_backend.jobs.settings import find_database
+
+    with _opened(archive, "rb") as file:
+        jobs, runs = restore(data_dir, find_database(database_url, data_dir), file)
+    tell(
+        _err, f"restored {jobs} jobs and {runs} run directories; `turnwise trainer` resumes what was running"
+    )
+
+
+@contextmanager
+def _opened(archive: Path | None, mode: str) -> Iterator[IO[bytes]]:
+    if archive is None:
+        yield sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+        return
+    try:
+        file = archive.open(mode)
+    except FileExistsError as error:
+        raise JobError(f"{archive} is there already, and a backup replaces no file") from error
+    except OSError as error:
+        raise JobError(f"{archive} cannot be opened: {error.strerror}") from error
+    with file:
+        try:
+            yield file
+        except BaseException:
+            if mode == "xb":
+                archive.unlink()  # a part of a backup is none
+            raise
 
 
 trainer.__signature__ = signature(Flags)  # type: ignore[attr-defined]

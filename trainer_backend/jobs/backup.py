@@ -1,0 +1,222 @@
+"""`turnwise backup` and `turnwise restore`: the jobs of the store and the run directories, in one archive.
+
+The archive is a tar of `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories. All else that
+the store holds is read from these again. The jobs are read first: a run that is newer than its job is synced,
+and a job that is newer than its run would name what is not there.
+"""
+
+import errno
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+from uuid import uuid4
+
+from sqlalchemy import DateTime, insert, select
+
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.jobs.data_dir import SERVICE, DataDir, open_data_dir
+from trainer_backend.rundir import lock
+from trainer_backend.rundir.files import write_errors
+from trainer_backend.rundir.layout import OWNERS_ALONE
+from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.tables import Job
+
+JOBS, RUNS = "jobs.jsonl", "runs"
+# What a run directory holds of the moment: who trains in it, and files that are being written.
+_LEFT_OUT = frozenset({lock.FILE})
+_OF_FILES = 0o600
+# Of a disk without links.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+
+
+def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
+    """Write the archive, also while a service runs; return how many jobs and run directories it has.
+
+    Raises:
+        RunDirectoryError: there is no such data directory, or a run cannot be read.
+        StoreError: the store cannot be read.
+    """
+    if not data_dir.is_dir():
+        raise RunDirectoryError(f"there is no data directory {data_dir}", hint="Name it with --data-dir.")
+    with open_data_dir(data_dir, runs_jobs=False) as data, closing(open_store(database_url)) as store:
+        rows = _rows(store, data)
+        with _linked(data) as folder, tarfile.open(fileobj=archive, mode="w|") as tar:
+            _add_text(tar, JOBS, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+            runs = sorted(path.relative_to(data.path) for path in data.runs())
+            for path in sorted(folder.rglob("*")):
+                if path.is_file():
+                    _add_file(tar, path, f"{RUNS}/{path.relative_to(folder).as_posix()}")
+    return len(rows), len(runs)
+
+
+def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
+    """Put an archive into an empty data directory and a store without its jobs; return how many of each.
+
+    All of it is there afterwards, or nothing. The service has to be stopped.
+
+    Raises:
+        RunDirectoryError: the data directory holds runs, or a service runs in it.
+        JobError: it is no archive of a backup, or the store has one of its jobs.
+    """
+    with open_data_dir(data_dir, runs_jobs=True) as data:
+        if there := data.runs():
+            raise RunDirectoryError(
+                f"{data.path} holds runs, such as {there[0].name}; a backup is restored into an empty folder",
+                hint="Name another --data-dir, or move them away.",
+            )
+        aside = data.path / SERVICE / f"restored-{uuid4().hex}"
+        try:
+            rows = _extract(archive, aside)
+            with closing(open_store(database_url)) as store, store.write() as connection:
+                _refuse_known(connection.scalars(select(Job.id)), rows, store)
+                for row in rows:
+                    connection.execute(insert(Job).values(_values(row, data)))
+                count = _move_runs(aside / RUNS, data)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return len(rows), count
+
+
+def _rows(store: Store, data: DataDir) -> list[dict[str, Any]]:
+    """The jobs of this data directory, in order, with paths relative to it."""
+    with store.read() as connection:
+        found = connection.execute(select(Job.__table__).where(Job.home == data.home).order_by(Job.number))
+        rows = [dict(row) for row in found.mappings()]
+    for row in rows:
+        del row["number"], row["home"]
+        if row["run_dir"] is not None:
+            row["run_dir"] = os.path.relpath(row["run_dir"], data.path)
+        for name, value in row.items():
+            if isinstance(value, datetime):
+                row[name] = value.isoformat()
+    return rows
+
+
+def _values(row: Mapping[str, Any], data: DataDir) -> dict[str, Any]:
+    """A row as it is stored here."""
+    values = {**row, "home": data.home}
+    for column in Job.__table__.columns:
+        if isinstance(getattr(column.type, "impl", None), DateTime) and values.get(column.name) is not None:
+            values[column.name] = datetime.fromisoformat(values[column.name])
+    if values["run_dir"] is not None:
+        values["run_dir"] = str((data.path / values["run_dir"]).resolve())
+    return values
+
+
+@contextmanager
+def _linked(data: DataDir) -> Iterator[Path]:
+    """A folder with links to all files of the runs, as they are at one moment, which takes milliseconds.
+
+    A file that is replaced or deleted meanwhile stays there; one that only grows is read up to its end.
+    """
+    folder = data.path / SERVICE / f"backup-{uuid4().hex}"
+    try:
+        for run in data.runs():
+            if not (folder / run.relative_to(data.path)).exists():  # one inside of another is there already
+                _link(run, folder / run.relative_to(data.path))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    with write_errors(target):
+        target.mkdir(OWNERS_ALONE, parents=True)
+        # Checkpoints first: rows of metrics after the newest one are what a kill leaves too.
+        for entry in sorted(os.scandir(source), key=lambda one: one.name):
+            if entry.is_dir(follow_symlinks=False):
+                _link(Path(entry.path), target / entry.name)
+            elif entry.is_file(follow_symlinks=False) and not _is_of_the_moment(entry.name):
+                _link_file(Path(entry.path), target / entry.name)
+
+
+def _link_file(source: Path, target: Path) -> None:
+    with suppress(FileNotFoundError):  # retention deleted it
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            shutil.copy2(source, target)
+
+
+def _is_of_the_moment(name: str) -> bool:
+    return name in _LEFT_OUT or name.endswith(".tmp")
+
+
+def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
+    data = text.encode()
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(data), _OF_FILES
+    tar.addfile(entry, BytesIO(data))
+
+
+def _add_file(tar: tarfile.TarFile, path: Path, name: str) -> None:
+    with path.open("rb") as file:
+        entry = tarfile.TarInfo(name)
+        found = os.fstat(file.fileno())
+        entry.size, entry.mtime, entry.mode = found.st_size, found.st_mtime, _OF_FILES
+        tar.addfile(entry, file)
+
+
+def _extract(archive: IO[bytes], folder: Path) -> list[dict[str, Any]]:
+    """Write the files of an archive below a folder, and return its rows of jobs."""
+    rows: list[dict[str, Any]] | None = None
+    with write_errors(folder):
+        folder.mkdir(OWNERS_ALONE)
+        (folder / RUNS).mkdir(OWNERS_ALONE)
+    try:
+        with tarfile.open(fileobj=archive, mode="r|*") as tar:
+            for entry in tar:
+                source = tar.extractfile(entry) if entry.isreg() else None
+                if source is None:
+                    continue
+                if entry.name == JOBS:
+                    rows = [json.loads(line) for line in source.read().splitlines()]
+                else:
+                    _write(source, folder / _safe(entry.name), entry.mtime)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise JobError(f"this is no archive of `turnwise backup`, or only a part of one: {error}") from error
+    if rows is None:
+        raise JobError(f"this is no archive of `turnwise backup`: it has no {JOBS}")
+    return rows
+
+
+def _safe(name: str) -> PurePosixPath:
+    """The path of an entry, which lies below `runs`."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or path.parts[:1] != (RUNS,):
+        raise ValueError(f"{name!r} is no path below {RUNS}/")
+    return path
+
+
+def _write(source: IO[bytes], target: Path, modified_s: float) -> None:
+    with write_errors(target):
+        target.parent.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
+        with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OF_FILES), "wb") as file:
+            shutil.copyfileobj(source, file)
+        os.utime(target, (modified_s, modified_s))
+
+
+def _refuse_known(known: Iterable[str], rows: Iterable[Mapping[str, Any]], store: Store) -> None:
+    here = set(known)
+    for row in rows:
+        if row["id"] in here:
+            raise JobError(
+                f"the store {store.shown} has job {row['id']} already",
+                hint="A backup is restored into a database that does not have its jobs.",
+            )
+
+
+def _move_runs(folder: Path, data: DataDir) -> int:
+    for path in sorted(folder.iterdir()):
+        with write_errors(path):
+            path.rename(data.path / path.name)
+    return len(data.runs())
