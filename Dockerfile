@@ -5,12 +5,18 @@
 #
 # Without a GPU, pass PyTorch's CPU index, or pip takes the CUDA build (gigabytes):
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=... --target trainer -t turnwise-trainer .
+#
+# EXTRAS are extras of pyproject.toml that both images have: by default what the shipped jobs play.
 
-FROM python:3.12-slim-bookworm AS base
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE MPLCONFIGDIR=/tmp
 WORKDIR /app
 # The user owns the mount points: a new named volume takes over the owner of the folder that it covers.
-RUN useradd --uid 10001 --create-home turnwise \
+# The image's own library has no compiled files, and a health check would compile what it imports every time.
+RUN python -m compileall -q "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+  && useradd --uid 10001 --create-home turnwise \
   && mkdir -p /keys/task-app /keys/trainer /keys/database /app/runs /models \
   && chown -R turnwise /keys /app/runs /models
 # Nothing of ours yet: what we depend on is installed with these, and anew only when pyproject.toml changes.
@@ -18,9 +24,10 @@ COPY pyproject.toml README.md LICENSE ./
 RUN mkdir service_kit shared_schemas task_app trainer_backend turnwise
 
 FROM base AS task-app
-# In each stage that reads it: the classic builder hands no argument of a stage on to the next.
+# In each stage that reads them: the classic builder hands no argument of a stage on to the next.
 ARG PIP_EXTRA_INDEX_URL
-RUN pip install --no-cache-dir .
+ARG EXTRAS=babyai,gym
+RUN pip install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
 COPY service_kit service_kit
 COPY shared_schemas shared_schemas
 COPY task_app task_app
@@ -28,15 +35,22 @@ COPY trainer_backend trainer_backend
 COPY turnwise turnwise
 RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/make-keys.sh /usr/local/bin/make-keys
+COPY docker/health.py /usr/local/bin/health.py
+# A clone that was made under another umask: its files are copied with the modes that they have there.
+RUN chmod -R a+rX /app /usr/local/bin
 USER turnwise
 EXPOSE 8001
-HEALTHCHECK --interval=5s --timeout=3s --start-period=30s \
-  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8001/health')"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30s CMD ["python", "-IS", "/usr/local/bin/health.py", "8001"]
 CMD ["python", "-m", "task_app", "--host", "0.0.0.0", "--port", "8001"]
 
 FROM base AS trainer
+# Triton compiles the launcher of its kernels with it, for a GPU.
+RUN apt-get update \
+  && apt-get install -y --no-install-recommends gcc libc6-dev \
+  && rm -rf /var/lib/apt/lists/*
 ARG PIP_EXTRA_INDEX_URL
-RUN pip install --no-cache-dir '.[trainer]'
+ARG EXTRAS=babyai,gym
+RUN pip install --no-cache-dir ".[trainer${EXTRAS:+,$EXTRAS}]"
 COPY service_kit service_kit
 COPY shared_schemas shared_schemas
 COPY task_app task_app
@@ -45,10 +59,12 @@ COPY turnwise turnwise
 RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/trainer.sh /usr/local/bin/turnwise-trainer
 COPY docker/demo.sh /usr/local/bin/post-demo
-# Models of the hub are kept there, beside the runs: gigabytes, which a tmpfs would hold in memory.
-ENV HF_HOME=/models
+COPY docker/health.py /usr/local/bin/health.py
+RUN chmod -R a+rX /app /usr/local/bin && chmod a+x /usr/local/bin/turnwise-trainer
+# Models of the hub are kept there, beside the runs: gigabytes, which a tmpfs would hold in memory. Compiled
+# kernels too, which are loaded like programs: from a tmpfs, which is noexec, they are not.
+ENV HF_HOME=/models TRITON_CACHE_DIR=/models/triton
 USER turnwise
 EXPOSE 8100
-HEALTHCHECK --interval=5s --timeout=3s --start-period=60s \
-  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8100/health')"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=60s CMD ["python", "-IS", "/usr/local/bin/health.py", "8100"]
 CMD ["sh", "/usr/local/bin/turnwise-trainer"]

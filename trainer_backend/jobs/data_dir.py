@@ -129,6 +129,23 @@ def _refuse_to_overwrite(path: Path) -> None:
         )
 
 
+def _refuse_unreadable(folder: Path, *, writes: bool) -> None:
+    """Refuse a folder of which this process cannot use a part: `compose cp` leaves files of root, say.
+
+    The folders of runs and their records are looked at, not all files.
+    """
+    with suppress(PermissionError):  # of a folder that is looked at itself
+        for path in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
+            needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
+            if os.access(path, os.F_OK) and not os.access(path, needed, effective_ids=True):
+                found, user = path.stat(), os.geteuid()
+                raise RunDirectoryError(
+                    f"{path} belongs to user {found.st_uid}, with mode {found.st_mode & 0o777:o}, and user "
+                    f"{user}, who runs this service, cannot {'read and write' if writes else 'read'} it",
+                    hint=f"As root: chown -R {user}:{os.getegid()} {folder}",
+                )
+
+
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
     """Open the data directory, creating it if needed; only one service at a time runs jobs in it.
@@ -138,6 +155,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
         plugins: of the operator (DataDir.plugins).
     """
     folder = path.resolve()
+    _refuse_unreadable(folder, writes=runs_jobs)
     with write_errors(folder):
         for subfolder in (folder, folder / SERVICE):
             subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)]
     """Show the form, or redirect if the service has no key."""
     if not service_of(request).keys.configured:
         return RedirectResponse(own_path(next), 303)
-    return page("login", next=own_path(next), refused="")
+    return _form(request, own_path(next))
 
 
 @router.post(LOGIN)
@@ -55,11 +55,16 @@ def _refuse(request: Request, next: str) -> Response:
     guesses = service_of(request).guesses
     address = request.client.host if request.client is not None else ""
     if wait_s := math.ceil(guesses.wait_s(address)):
-        answer = page("login", status=429, next=next, refused=_TOO_MANY)
+        answer = _form(request, next, refused=_TOO_MANY, status=429)
         answer.headers["Retry-After"] = str(wait_s)
         return answer
     guesses.count(address)
-    return page("login", status=401, next=next, refused=_WRONG)
+    return _form(request, next, refused=_WRONG, status=401)
+
+
+def _form(request: Request, next: str, *, refused: str = "", status: int = 200) -> Response:
+    command = service_of(request).settings.flags.key_command
+    return page("login", status=status, next=next, refused=refused, key_command=command)
 
 
 def own_path(path: str) -> str:

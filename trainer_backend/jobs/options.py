@@ -89,4 +89,22 @@ class Flags:
         str,
         Option(envvar="GATEWAY_HOST", show_envvar=True, help="where task apps reach the gateways of jobs"),
     ] = "127.0.0.1"
+    public_url: Annotated[
+        str | None,
+        Option(
+            envvar="PUBLIC_URL",
+            show_envvar=True,
+            show_default=False,
+            help="where browsers find the dashboard, for the log; absent: the address that is listened on",
+        ),
+    ] = None
+    key_command: Annotated[
+        str | None,
+        Option(
+            envvar="KEY_COMMAND",
+            show_envvar=True,
+            show_default=False,
+            help="a command that prints the key, for the log and the page that asks for it",
+        ),
+    ] = None
     exit_with_parent: Annotated[bool, Option(help="end when standard input closes")] = False

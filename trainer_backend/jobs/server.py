@@ -47,6 +47,9 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         checks.start()
         server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
+        say(f"dashboard: {flags.public_url or listener.url}")
+        if flags.key_command and settings.api_key is not None:
+            say(f"its key: {flags.key_command}")
         server.run_on(listener, exit_with_parent=flags.exit_with_parent)
     _exit_despite_stuck_threads()
 

@@ -88,7 +88,7 @@ class Supervisor:
                     await self._round()
             except StoreUnavailable as error:
                 self.figures.store_failures += 1
-                log.warning("store_away", detail=str(error))
+                self._watcher.store_failed(error)
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
             with suppress(TimeoutError):
@@ -108,7 +108,7 @@ class Supervisor:
             try:
                 await self._settle_all()
             except StoreUnavailable as error:
-                log.warning("store_away", detail=str(error))
+                self._watcher.store_failed(error)
 
     def end_at_once(self) -> None:
         """Kill every process, including those that are saving; `close` then does not wait."""

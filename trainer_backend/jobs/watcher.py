@@ -144,9 +144,9 @@ class Watcher:
                 for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)
                 last_search_s = now_s if everything else last_search_s
-                self.figures.store_up = True
+                self._store_answered()
             except StoreUnavailable as error:
-                self._away(error)
+                self.store_failed(error)
             except Exception:
                 log.exception("look_failed")
             await asyncio.sleep(self._look_s)
@@ -169,13 +169,20 @@ class Watcher:
         try:
             await self._beside.ask(jobs.find, self._store, limit=1)
         except StoreUnavailable as error:
-            self._away(error)
+            self.store_failed(error)
         else:
-            self.figures.store_up = True
+            self._store_answered()
 
-    def _away(self, error: StoreUnavailable) -> None:
+    def store_failed(self, error: StoreUnavailable) -> None:
+        """Note that the store does not answer; the log says so once, until it answers again."""
+        if self.figures.store_up:
+            log.warning("store_away", detail=str(error))
         self.figures.store_up = False
-        log.warning("store_away", detail=str(error))
+
+    def _store_answered(self) -> None:
+        if not self.figures.store_up:
+            log.info("store_back")
+        self.figures.store_up = True
 
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.

@@ -1,7 +1,9 @@
 """The folder of a service: whose it is, which runs lie in it, what is deleted and what is not."""
 
+import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -107,3 +109,27 @@ def test_a_job_of_a_data_directory_that_was_moved_does_not_train_in_the_old_plac
         with pytest.raises(RunDirectoryError, match="is not below the data directory"):
             data.run_of(posted(path))
     assert not (tmp_path / "old").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_what_its_user_cannot_read_is_named_with_its_owner_and_the_command_that_mends_it():
+    with TemporaryDirectory() as name:
+        folder, other = Path(name).resolve() / "runs", 12_345
+        with open_data_dir(folder, runs_jobs=True) as data:
+            run = create_run(tiny_job(), data.path / "a")
+        for path in (Path(name), folder, *folder.rglob("*")):
+            os.chown(path, other, other)
+        shutil.chown(run.path, "root")
+        os.seteuid(other)
+        try:
+            with (
+                pytest.raises(
+                    RunDirectoryError,
+                    match=rf"/runs/a belongs to user 0, with mode 700, and user {other}, .*"
+                    rf"chown -R {other}:\d+ {folder}",
+                ),
+                open_data_dir(folder, runs_jobs=True),
+            ):
+                pass
+        finally:
+            os.seteuid(0)
