@@ -94,15 +94,18 @@ def attend_by_torch(
     return torch.where((lengths_B > 0)[:, None, None], out_BH1D[:, :, 0], 0.0)
 
 
-@cache
 def kernels_are_here(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device; where a GPU cannot run them, the log says why, once."""
-    if device.type != "cuda":
-        return False
-    reason = _failure(device)
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and why_no_kernels(device) is None
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str | None:
+    """Return why Triton's kernels do not run on a GPU, and log it once; None where they do, or on a CPU."""
+    reason = _failure(device) if device.type == "cuda" else None
     if reason is not None:
         log.warning("runs_without_kernels", device=str(device), reason=reason)
-    return reason is None
+    return reason
 
 
 def _failure(device: torch.device) -> str | None:

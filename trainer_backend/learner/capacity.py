@@ -21,7 +21,7 @@ from trainer_backend.core.memory import (
 )
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.inference.paged_attention import kernels_are_here
+from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
 from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of, why_masked
@@ -124,7 +124,7 @@ def memory_plan(
         placement,
         head_dim=shape.head_dim,
         model_type=model_config.get_text_config().model_type,
-        by_kernels=computes_by_kernels(placement),
+        no_kernels=why_no_kernels(placement.device),
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
     )
@@ -143,18 +143,18 @@ def slower_ways(
     *,
     head_dim: int,
     model_type: str,
-    by_kernels: bool,
+    no_kernels: str | None,
     wide_products: bool,
     wide_sums: bool,
 ) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each.
 
     Args:
-        by_kernels: whether Triton's kernels run there (`operators.computes_by_kernels`).
+        no_kernels: why Triton's kernels do not run there (`paged_attention.why_no_kernels`).
         wide_products: whether this torch has them (`logprobs.multiplies_wide`).
         wide_sums: likewise (`logprobs.adds_wide`).
     """
-    notes = list(placement.notes())
+    notes = [*placement.notes(), *slower_sampling(no_kernels)]
     if model_type not in FAMILIES:
         notes.append(
             f"updates of this model run through transformers: the learner's own forward pass knows "
@@ -166,10 +166,10 @@ def slower_ways(
             f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
             "training.row_tokens, so keep that near the longest sequence"
         )
-    elif model_type in FAMILIES and placement.low is not None and not by_kernels:
+    elif model_type in FAMILIES and placement.low is not None and no_kernels is not None:
         notes.append(
-            "norms, rotations and gates of updates are computed by torch's operators, since Triton's kernels "
-            "do not run here (the log says why): an update takes up to twice the time"
+            "norms, rotations and gates of updates are computed by torch's operators, without those kernels: "
+            "an update takes up to twice the time"
         )
     if placement.low is not None and not wide_products:
         notes.append(
@@ -184,13 +184,24 @@ def slower_ways(
     return tuple(notes)
 
 
+def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
+    """A sentence where Triton's kernels do not run on a GPU, with the reason."""
+    if no_kernels is None:
+        return ()
+    return (
+        f"Triton's kernels do not run on this GPU: {no_kernels}. Sampling is several times slower without "
+        "them; they need triton, a C compiler, and a TRITON_CACHE_DIR from which programs may run",
+    )
+
+
 def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:
     """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
     placement = place(table.device)
     shape = model_shape(_folder_config(folder), None)
     use = engine_use(inference, placement)
     needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
-    return replace(_beside_what_is_free(needs, placement), notes=placement.notes())
+    notes = (*placement.notes(), *slower_sampling(why_no_kernels(placement.device)))
+    return replace(_beside_what_is_free(needs, placement), notes=notes)
 
 
 def _beside_what_is_free(needs: MemoryNeeds, placement: Placement) -> MemoryPlan:
