@@ -283,7 +283,7 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     services = _table(document.get("services", {}), "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    if bounds.default_urls and not services.get("task_url"):
+    if bounds.default_urls and not services.get("task_url") and not _starts_its_own(document, services):
         services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
@@ -302,6 +302,13 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     # Whatever run this job.toml is from: a job has the files as they are now.
     job.pop("trainer_plugins_sha256", None)
     document["job"] = job
+
+
+def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) -> bool:
+    """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
+    several = services.get("task_apps", 1) != ServicesTable().task_apps
+    interactions = _table(document.get("multi_turn", {}), "multi_turn").get("interaction_config_path")
+    return bool(several or services.get("task_plugins") or interactions)
 
 
 def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:

@@ -51,15 +51,25 @@ def test_what_the_service_resolved_can_be_posted_again(bounds):
     assert validate_job(document_of(dump_job(first)), bounds).loaded.config == first
 
 
-def test_every_job_of_configs_can_be_posted(tmp_path):
-    bounds = settings_from(Flags(data_dir=tmp_path), {}).bounds
-    texts = {path: path.read_text() for path in sorted(Path("configs").glob("*.toml"))}
-    needy = re.compile(r'path = "(models|runs)/')  # a model that somebody has to fetch, or to train first
-    plain = {path: text for path, text in texts.items() if not needy.search(text)}
-    assert len(plain) >= 4
-    for path, text in plain.items():
-        found, own = validate_job(document_of(text), bounds).loaded.config, load_job(path).config
+@pytest.mark.parametrize("url", ["", "dns+http://task-app:8001"], ids=["alone", "Compose"])
+def test_every_job_of_configs_can_be_posted(tmp_path, url):
+    bounds = settings_from(Flags(data_dir=tmp_path), {"TASK_URL": url}).bounds
+    refused = {}
+    for path in sorted(Path("configs").glob("*.toml")):
+        try:
+            found = validate_job(document_of(path.read_text()), bounds).loaded.config
+        except JobError as error:
+            refused[path.name] = str(error)
+            continue
+        own = load_job(path).config
         assert (found.model, found.data, found.multi_turn) == (own.model, own.data, own.multi_turn)
+        # One with keys of task apps that it starts itself does so, whatever the service has.
+        of_its_own = own.services.task_apps > 1 or own.multi_turn.interaction_config_path is not None
+        assert found.services.task_url == (() if of_its_own or not url else (url,)), path
+    # They name a model that somebody has to train or to fetch first; docs/jobs.md says so.
+    page = Path("docs/jobs.md").read_text()
+    assert refused.keys() == {"crafter_mixture.toml", "crafter_online.toml"}
+    assert all(name in page and "outside of what posted jobs may read" in refused[name] for name in refused)
 
 
 def test_a_relative_path_is_one_from_the_root_that_has_it(bounds):
