@@ -56,11 +56,14 @@ test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through war
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
 
 # Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
-test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP and verifiers; installs openenv-core and verifiers into build/
-	for package in openenv-core verifiers; do \
+FOREIGN_PACKAGES := openenv-core verifiers textarena reasoning-gym
+test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP, verifiers, TextArena and reasoning-gym; installs them into build/
+	for package in $(FOREIGN_PACKAGES); do \
 		test -x build/$$package/bin/python || $(PYTHON) -m venv build/$$package || exit 1; \
 		build/$$package/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $$package || exit 1; done
 	TURNWISE_TEST_OPENENV_PYTHON=$(CURDIR)/build/openenv-core/bin/python TURNWISE_TEST_VERIFIERS_PYTHON=$(CURDIR)/build/verifiers/bin/python \
+		TURNWISE_TEST_TEXTARENA_PYTHON=$(CURDIR)/build/textarena/bin/python \
+		TURNWISE_TEST_REASONING_GYM_PYTHON=$(CURDIR)/build/reasoning-gym/bin/python \
 		$(BIN)/python -m pytest tests/task_app/environments/foreign
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests

@@ -65,9 +65,19 @@ class UnknownName(InvalidRequest):
 
     code = "unknown_name"
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        *,
+        where: str | None = None,
+        like: str | None = None,
+        hint: str | None = None,
+    ) -> None:
         shown = clipped(name)
-        super().__init__(f"unknown {kind} {shown!r}{did_you_mean(shown, known)}", where=where)
+        guess = did_you_mean(shown if like is None else like, known)
+        super().__init__(f"unknown {kind} {shown!r}{guess}", where=where, hint=hint)
 
 
 class HostNotAllowed(InvalidRequest):

@@ -18,6 +18,7 @@ from service_kit.errors import ServiceError
 from service_kit.release import modules_of_extra, version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
+from trainer_backend.job.environments import describe_environments
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.checkpoint_paths import run_of
@@ -139,6 +140,12 @@ def check(
     for line in lines_before_a_run(loaded.config, trial=trial):
         tell(_err, line)
     print(marked_job(loaded.config), end="")
+
+
+@app.command()
+def info() -> None:
+    """Print the names that rollout.env_name may have here, and how modules of other libraries are named."""
+    print("\n".join(describe_environments()))
 
 
 @app.command("init")

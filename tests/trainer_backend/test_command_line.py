@@ -14,6 +14,7 @@ import tomli
 from click.testing import Result
 from typer.testing import CliRunner
 
+from shared_schemas.prefixes import PREFIXES
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.__main__ import app, main
@@ -72,6 +73,13 @@ def test_check_marks_each_of_several_tables_by_its_own_values():
     job = tiny_job(rollout_only=policies, rollout_allocation_schedule=schedule)
     lines = [line for line in marked_job(job).splitlines() if line.startswith("weight = ")]
     assert lines == ["weight = 2.0  # default: 1.0", "weight = 1.0"]
+
+
+def test_info_lists_the_prefixes_and_how_modules_are_named(tmp_path: Path):
+    told = turnwise("info", cwd=tmp_path).stdout
+    assert "built in: babyai, crafter, " in told
+    assert all(f"\n{name}:{prefix.argument}: {prefix.plays}\n" in told for name, prefix in PREFIXES.items())
+    assert 'services.gymnasium_modules = ["module"]' in told
 
 
 def test_check_asks_the_own_task_app_and_says_of_another_that_it_was_not_asked(tmp_path: Path):

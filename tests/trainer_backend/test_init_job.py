@@ -53,7 +53,7 @@ FRESH = [
     "openenv:http://127.0.0.1:9",
     "maze",
 ]
-TRAINED = [*FRESH, "agent:riddle", "verifiers:gsm8k_v1"]
+TRAINED = [*FRESH, "agent:riddle", "reasoning_gym:chain_sum", "textarena:Sudoku-v0", "verifiers:gsm8k_v1"]
 CHOICES = [
     *(Choices(env) for env in FRESH),
     *(Choices(env, model="Qwen/Qwen3-0.6B") for env in TRAINED),

@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +52,7 @@ class EmbeddedTaskApp:
         interactions: the file of its interactions, or None.
         body_bytes: size limit of a request, unless the variable for it is set.
         api_key: its key; None: a fresh one.
+        variables: further environment variables, which settings of the job become.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EmbeddedTaskApp:
         interactions: Path | None = None,
         body_bytes: int = OWN_BODY_BYTES,
         api_key: SecretStr | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._log_file = log_file
         self._arguments = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
@@ -70,6 +72,7 @@ class EmbeddedTaskApp:
         if interactions is not None:
             self._arguments += ["--interactions", str(interactions)]
         self._environment = {_BODY_BYTES: os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))}
+        self._environment |= variables or {}
         self.api_key = api_key or SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._child: Child | None = None
@@ -156,6 +159,7 @@ async def task_apps(
                     interactions=job.multi_turn.interaction_config_path,
                     body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
                     api_key=key,
+                    variables=table.task_app_variables,
                 )
                 for number in range(table.task_apps)
             ]

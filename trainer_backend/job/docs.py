@@ -36,7 +36,7 @@ is then no warm-up. A later file overrides an earlier one, and `--set` overrides
 reward switch overrides the same switch in every place. Where a later file or `--set` makes a choice
 (estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
 with a warning; in one file they are errors. A relative path (`model.path`,
-`rollout_only.model_path`, `services.task_plugins`, `inference.vllm_python`, the paths of `[data]`) starts at
+`rollout_only.model_path`, `inference.vllm_python`, the paths of `[services]` and `[data]`) starts at
 the folder of its file if something is there; otherwise, as with `--set`, it starts at the working directory.
 A run stores absolute paths. `job.runs_dir` always starts at the working directory.
 """
