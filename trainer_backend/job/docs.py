@@ -23,7 +23,8 @@ _HEAD = """\
 
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
-`turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
+`turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its default filled in;
+`--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. Only `[model]` is required. Without `[warmup]` there is no
 warm-up, without `[data]` the environment makes its own worlds, and without `[rollout_only]` the actor samples
 everything; several fixed policies are several `[[rollout_only]]`. The task app checks `env_config` and

@@ -222,7 +222,7 @@ def _suggestion(name: str) -> str:
 _WIDTH = 100
 _HEAD = """\
 # A job of Turnwise, as `turnwise init` writes it. A key behind # has its default; to set it, take the # away.
-# `turnwise check FILE` prints the job with every default; docs/configuration.md describes the other keys.
+# `turnwise check FILE --all` prints it with every default; docs/configuration.md describes the other keys.
 """
 
 
