@@ -23,10 +23,11 @@ from service_kit.plugin_file import entry_points_of
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
-from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
+from trainer_backend.job.docs import alternatives, meaning, quoted
 from trainer_backend.job.environments import environment_names
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.terminal.environment_jobs import JOBS, Values, environment_job, union
 
