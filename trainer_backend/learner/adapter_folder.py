@@ -91,6 +91,16 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
+def refuse_adapters(checkpoint: Path) -> None:
+    """Refuse a checkpoint of a run with [lora] for a job without it, whose moments are of other weights."""
+    if (checkpoint / FOLDER).is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: it has adapters, but the job has no [lora]",
+            hint="A run goes on with the tables that it was started with; `turnwise merge` writes the model "
+            "for a new run.",
+        )
+
+
 def refuse_other_settings(folder: Path, ours: LoraConfig) -> None:
     """Refuse adapters of another rank, scale or place in the model."""
     theirs = LoraConfig.from_pretrained(str(folder))

@@ -82,20 +82,20 @@ class Choices:
 
 def _refuse_unknown_environment(env: str) -> None:
     """Refuse a name that is neither installed here nor begins with the prefix of a kind."""
-    prefixes = {name for name in JOBS if name.endswith(":")}
+    policies = entry_points_of("turnwise.policies").names
+    teachers = {name.removesuffix("_teacher") for name in policies if name.endswith("_teacher")}
+    known = {*JOBS, *environment_names(), *teachers}
     prefix, colon, rest = env.partition(":")
-    if prefix + colon in prefixes and rest:
+    kind = prefix + colon
+    if (kind if rest else env) in known and not env.endswith(":"):
         return
-    packages = {name for name in entry_points_of("turnwise.policies").names if name.endswith("_teacher")}
-    names = {*JOBS, *environment_names(), *(name.removesuffix("_teacher") for name in packages)} - prefixes
-    if env in names:
-        return
-    if prefix + colon in prefixes:
+    if colon and kind in known:
         raise JobError(f"turnwise init: --env is {env!r}; after the colon stands which one")
-    told = did_you_mean(prefix + colon, {*names, *prefixes})
+    # `gym:` is less like `gymnasium:` than a slip of the pen would be.
+    begun = (name for name in sorted(known) if prefix and name.startswith(prefix.lower()))
     raise JobError(
-        f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{told}. For one that only a task app has, write the "
-        "job of another and set rollout.env_name"
+        f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{did_you_mean(next(begun, kind.lower()), known)}",
+        hint="For one that only a task app has, write the job of another and set rollout.env_name",
     )
 
 

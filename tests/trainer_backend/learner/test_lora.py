@@ -391,6 +391,13 @@ def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp
         LocalLearner.resumed(learner_of(tokenizer, **LORA).config, tmp_path / "iteration_0")
 
 
+def test_a_run_with_adapters_is_not_resumed_without_lora(tokenizer, tmp_path: Path):
+    checkpoints_of(tokenizer, tmp_path)
+    for iteration in ("iteration_0", "iteration_1"):
+        with pytest.raises(CheckpointError, match=r"it has adapters, but the job has no \[lora\]"):
+            LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / iteration)
+
+
 def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):
     kl = {"training__kl_coef": 0.1, "training__update_passes": 1}
     learner = updated(tokenizer, **kl)  # as a warm-up would leave it
