@@ -230,8 +230,7 @@ def _seed_sentences(sides: Sequence[Side]) -> list[str]:
         return [ONE_SEED] if len(sides) > 1 else []
     return [
         f"{', '.join(side.name for side in group)} are of one setting with different seeds: they are as far "
-        "apart as training seeds make them, and the intervals, over the held-out worlds alone, do not include "
-        "that"
+        "apart as training seeds make them; the intervals, over the held-out worlds alone, include none of it"
         for group in several
     ]
 
