@@ -56,8 +56,12 @@ class BestMark(NamedTuple):
 def best_mark(checkpoints: Path) -> BestMark | None:
     """Return the mark, or None if there is none or its checkpoint is gone."""
     try:
-        stored = json.loads((checkpoints / _MARK).read_bytes())
-        mark = BestMark(checkpoints / str(stored["checkpoint"]), float(stored["outcome_reward"]))
+        if (checkpoints / _MARK).exists():
+            stored = json.loads((checkpoints / _MARK).read_bytes())
+            name, score = str(stored["checkpoint"]), stored["outcome_reward"]
+        else:  # of a run from before the link, whose name a text had
+            name, score = (checkpoints / BEST).read_text(encoding="utf-8").split()
+        mark = BestMark(checkpoints / name, float(score))
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return mark if is_whole(mark.folder) else None

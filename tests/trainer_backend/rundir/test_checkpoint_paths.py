@@ -72,7 +72,9 @@ def test_the_link_leads_to_the_best_and_before_any_mark_to_the_latest_also_in_a_
     checkpoints: Path, tmp_path: Path
 ):
     link = checkpoints / "best"
-    link.write_text("as it was before it was a link")
+    link.write_text("iteration_10\n0.5\n")  # as it was before it was a link
+    assert best_mark(checkpoints) == BestMark(checkpoints / "iteration_10", 0.5)
+    link.unlink()
     (checkpoints.parent / "run.json").write_text("{}")
     link_best(checkpoints)
     assert link.resolve().name == "iteration_20"
