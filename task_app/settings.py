@@ -294,7 +294,7 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
         variable = PREFIX + str(error["loc"][0]).upper()
-        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}", where=variable) from exc
+        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}") from exc
 
 
 def _check_spelling(environ: Mapping[str, str]) -> None:
@@ -303,7 +303,7 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         close = get_close_matches(name, ours, n=1, cutoff=0.9)
         if name.startswith(PREFIX) and name not in ours and close:
-            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?", where=name)
+            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
 
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:

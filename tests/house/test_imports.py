@@ -53,7 +53,13 @@ DOORS = {
         "trainer_backend/data/records.py",
         "trainer_backend/terminal/export.py",
     ],
-    "typer": ["trainer_backend/__main__.py", "trainer_backend/terminal", "trainer_backend/jobs/options.py"],
+    "typer": [
+        "task_app/__main__.py",
+        "task_app/options.py",
+        "trainer_backend/__main__.py",
+        "trainer_backend/terminal",
+        "trainer_backend/jobs/options.py",
+    ],
     "fastapi": ["task_app", "trainer_backend/jobs", "trainer_backend/pages"],
     "starlette": [
         "service_kit",

@@ -19,10 +19,10 @@ from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
-from trainer_backend.job.load import dump_job
+from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.rundir.layout import create_run, open_run
 from trainer_backend.rundir.state import read_log
-from trainer_backend.terminal.check_command import marked_job
+from trainer_backend.terminal.check_command import own_choices, whole_job
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'
 
@@ -40,13 +40,16 @@ def turnwise(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
-    (tmp_path / "job.toml").write_text(GOOD + "[vllm]\nx = 1\n")
+def test_check_prints_what_differs_or_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
+    (tmp_path / "job.toml").write_text(GOOD + "[training]\niterations = 20\n[vllm]\nx = 1\n")
     done = turnwise("check", "job.toml", "--no-trial", cwd=tmp_path)
     assert done.returncode == 0
-    printed = tomli.loads(done.stdout)
-    assert (printed["model"]["preset"], printed["training"]["group_size"]) == ("tiny-0.3m", 8)
-    warning, biased = done.stderr.splitlines()
+    assert tomli.loads(done.stdout) == {"model": {"preset": "tiny-0.3m"}}
+    warning, biased, others = done.stderr.splitlines()
+    assert others == "all other keys have their defaults; --all prints them too"
+    whole = turnwise("check", "job.toml", "--no-trial", "--all", cwd=tmp_path)
+    assert tomli.loads(whole.stdout) == tomli.loads(dump_job(load_job(tmp_path / "job.toml").config))
+    assert whole.stderr.splitlines() == [warning, biased]
     assert warning == "warning: [vllm] is for other backends and is not read"
     assert biased.startswith("expected policy gradient, biased by: training.aggregation = 'token_mean' (")
 
@@ -54,25 +57,31 @@ def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Pat
 def test_check_marks_what_differs_from_its_default_and_nothing_else(tmp_path: Path):
     changed = "rollout = { env_config = { text = 'compact' }, max_turns = 9 }\nevaluation.seeds = [4, 5]\n"
     (tmp_path / "mine.toml").write_text(changed + GOOD + "[warmup]\nepisodes = 480\n[lora]\nrank = 3\n")
-    printed = turnwise("check", "mine.toml", "--no-trial", cwd=tmp_path).stdout
-    marked = [line for line in printed.splitlines() if "  # default: " in line]
-    assert marked == [
-        'name = "mine"  # default: "job"',
-        'preset = "tiny-0.3m"  # default: none',
-        "max_turns = 9  # default: 50",
-        "[rollout.env_config]  # default: {}",
-        "rank = 3  # default: 16",
-        "seeds = [  # default: []",
-    ]
-    assert tomli.loads(printed)["evaluation"]["seeds"] == [4, 5]
+    for arguments in ((), ("--all",)):
+        printed = turnwise("check", "mine.toml", "--no-trial", *arguments, cwd=tmp_path).stdout
+        marked = [line for line in printed.splitlines() if "  # default: " in line]
+        assert marked == [
+            'name = "mine"         # default: "job"',
+            'preset = "tiny-0.3m"  # default: none',
+            "max_turns = 9         # default: 50",
+            "[rollout.env_config]  # default: {}",
+            "[lora]                # default: none",
+            "rank = 3              # default: 16",
+            "[warmup]              # default: none",
+            "seeds = [             # default: []",
+        ]
+        assert tomli.loads(printed)["evaluation"]["seeds"] == [4, 5]
 
 
 def test_check_marks_each_of_several_tables_by_its_own_values():
     policies = [{"name": "a", "model_path": "a", "weight": 2.0}, {"name": "b", "model_path": "b"}]
     schedule = {"type": "constant", "alpha": 0.5}
     job = tiny_job(rollout_only=policies, rollout_allocation_schedule=schedule)
-    lines = [line for line in marked_job(job).splitlines() if line.startswith("weight = ")]
-    assert lines == ["weight = 2.0  # default: 1.0", "weight = 1.0"]
+    lines = [" ".join((toml + mark).split()) for toml, mark in whole_job(job)]
+    assert [line for line in lines if "weight = " in line] == ["weight = 2.0 # default: 1.0", "weight = 1.0"]
+    own = "\n".join(toml for toml, _ in own_choices(job))
+    assert tomli.loads(own)["rollout_only"] == policies
+    assert own.count("[[rollout_only]]") == 2
 
 
 def test_info_lists_the_prefixes_and_how_modules_are_named(tmp_path: Path):

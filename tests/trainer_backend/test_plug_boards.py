@@ -8,9 +8,9 @@ from trainer_backend.core.advantages.grpo import grpo
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.losses import clipped_policy_loss
 from trainer_backend.errors import JobError
-from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 
 
 def test_a_name_of_a_plug_board_gives_its_entry():

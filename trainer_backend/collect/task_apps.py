@@ -109,7 +109,7 @@ class EmbeddedTaskApp:
         except NotReady as error:
             if error.code == _REFUSAL:
                 # Its last line names the fault; the log's folder may be deleted with the run.
-                word = last_line(self._log_file).removeprefix("task_app: ")
+                word = last_line(self._log_file).removeprefix("error: ")
                 raise JobError(f"the job's own task app did not start: {word}") from error
             raise TaskAppError(
                 f"the embedded task app {error}", hint=f"Its log is {self._log_file}."

@@ -16,6 +16,7 @@ from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.load import FOREIGN_TABLES
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.plugins import BOARDS, READS
 
 _HEAD = """\
@@ -23,7 +24,8 @@ _HEAD = """\
 
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
-`turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
+`turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its default filled in;
+`--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. Only `[model]` is required. Without `[warmup]` there is no
 warm-up, without `[data]` the environment makes its own worlds, and without `[rollout_only]` the actor samples
 everything; several fixed policies are several `[[rollout_only]]`. The task app checks `env_config` and
@@ -32,8 +34,9 @@ everything; several fixed policies are several `[[rollout_only]]`. The task app 
 
 Several files are merged key by key; an empty table inside a table removes what is below it (`--set
 model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, as if no file gave it: there
-is then no warm-up. A later file overrides an earlier one, and `--set` overrides all files; a
-reward switch overrides the same switch in every place. Where a later file or `--set` makes a choice
+is then no warm-up; `--set 'training.kl_coef={}'` removes a key, which then has its default. A later file
+overrides an earlier one, and `--set` overrides all files; a reward switch overrides the same switch in every
+place. Where a later file or `--set` makes a choice
 (estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
 with a warning; in one file they are errors. A relative path (`model.path`,
 `rollout_only.model_path`, `inference.vllm_python`, the paths of `[services]` and `[data]`) starts at
@@ -97,12 +100,6 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
         cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
-
-
-def table_model(field: FieldInfo) -> type[BaseModel]:
-    """Return the model class of a field of JobConfig."""
-    options = (field.annotation, *get_args(field.annotation))
-    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:

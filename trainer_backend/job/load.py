@@ -112,7 +112,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
             (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in findings),
             error.error_count(),
         ) from error
-    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
+    warnings = [*places.idle, *(f"[{name}] is for other backends and is not read" for name in foreign)]
     if not runs_plugins and _has_foreign_plugs(config):
         return LoadedJob(config, tuple(warnings), places)
     _refuse_unknown_plugs(config, places)
@@ -152,7 +152,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
         left_out = _parse(document, places, runs_plugins=False).left_out
     except JobError:
         left_out = {}  # the service says what is wrong
-    return tomli_w.dumps(without(document, left_out)), (*left_out.values(),)
+    return tomli_w.dumps(without(document, left_out)), (*places.idle, *left_out.values())
 
 
 def join_findings(lines: Iterable[str], count: int) -> JobError:

@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from shared_schemas.base import Body
 from shared_schemas.prefixes import MODULE
@@ -558,3 +559,9 @@ class RetentionTable(Table):
         description="the run directory keeps the rollout files of this many newest iterations and of "
         "evaluations; older ones are deleted there and in the database",
     )
+
+
+def table_model(field: FieldInfo) -> type[BaseModel]:
+    """Return the model class of a field of JobConfig."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))

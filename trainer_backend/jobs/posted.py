@@ -278,7 +278,7 @@ def _refuse_key(document: Mapping[str, Any]) -> None:
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     """Fill in the operator's addresses and folder where the job names none.
 
-    A default counts as none, because the job.toml of a run and `turnwise check` write every key.
+    A default counts as none, because the job.toml of a run and `turnwise check --all` write every key.
     """
     services = _table(document.get("services", {}), "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
