@@ -33,7 +33,7 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
@@ -65,7 +65,7 @@ class UnknownName(InvalidRequest):
 
     code = "unknown_name"
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str | None = None) -> None:
+    def __init__(self, kind: str, name: str, known: Collection[str], *, where: str | None = None) -> None:
         shown = clipped(name)
         super().__init__(f"unknown {kind} {shown!r}{did_you_mean(shown, known)}", where=where)
 

@@ -156,14 +156,14 @@ def merge(
     Args:
         overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}`
             removes a table of the job, as if no file gave it.
-        tables: the names of a job's tables; `name={}` of another one stays, and the schema refuses it.
+        tables: the names of a job's tables; another name stays, and the schema refuses it.
     """
     document: dict[str, Any] = {}
     layers = list(files)
     for layer in layers:
         document = _lay_over(document, layer.tables)
     for override in overrides:
-        keys, value = _read_override(document, override)
+        keys, value = _read_override(document, override, tables)
         home = _home_of(document, keys)
         if home is not None:
             del home[keys[-1]]
@@ -234,12 +234,14 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
             yield (*inside, key)
 
 
-def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str], Any]:
-    """Split `table.key=value` into keys and value."""
+def _read_override(
+    document: Mapping[str, Any], override: str, tables: Collection[str]
+) -> tuple[list[str], Any]:
+    """Split `table.key=value` into keys and value; a name that is no table's is for the schema to refuse."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     value = _read_value(text)
-    if not equals or not all(keys) or (len(keys) < 2 and value != {}):
+    if not equals or not all(keys) or (keys[0] in tables and len(keys) < 2 and value != {}):
         raise JobError(
             f"--set {dotted!r}: expected table.key=value, such as training.group_size=4, or table={{}}, "
             "which removes the table"
@@ -310,7 +312,8 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError as error:
-        raise JobError(f"{path}: no such file") from error
+        meant = f". Did you mean --set '{path}'?" if "=" in path.name and "." in path.name else ""
+        raise JobError(f"{path}: no such file{meant}") from error
     except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error
 

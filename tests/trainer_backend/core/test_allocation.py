@@ -187,7 +187,7 @@ def test_a_subclass_with_get_policy_choice_alone_schedules():
 
 def test_a_choice_that_is_neither_of_the_two_is_refused_by_the_name_of_its_class():
     schedule = AllocationPlug(EveryThird).schedule({"first": "Actor"}, seed=0, selection=Weighted())
-    told = r"EveryThird.get_policy_choice\(2\) is 'Actor'; known: actor, fixed. Did you mean 'actor'"
+    told = r"EveryThird.get_policy_choice\(2\) is 'Actor'. Did you mean 'actor'\? Known: actor, fixed"
     with pytest.raises(ValueError, match=told):
         schedule.choices(2, [()])
 
