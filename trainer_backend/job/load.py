@@ -337,7 +337,9 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
 
     A table of another system, such as verl's `actor_rollout_ref`, is a finding for each of its keys.
     """
-    for item in error.errors(include_url=False, include_context=True):
+    items = error.errors(include_url=False, include_context=True)
+    # An unknown key stands before the missing one that was probably meant.
+    for item in sorted(items, key=lambda item: item["type"] == "missing"):
         path = _document_path(item["loc"], document)
         keys = [path]
         if item["type"] == "extra_forbidden" and isinstance(item["input"], dict):

@@ -58,6 +58,8 @@ def test_a_name_has_one_meaning_and_is_found_in_the_tables_of_its_system():
         ),
         ({"algorithm": {"adv_estimator": "grpo"}}, ["Did you mean algorithm.advantage? Known: "]),
         ({"algorithm": {"kl_ctrl": {"kl_coef": 0.1}}}, ["Did you mean training.kl_reward_coef? Known: "]),
+        # the unknown key stands before the missing one that it is
+        ({"data": {"train_files": "a"}}, ["x: data.train_files is not a key. Did", "data.path is required"]),
         # a key of ours in another table
         ({"rollout": {"max_model_length": 8}}, ["Did you mean multi_turn.max_model_length? Known: "]),
         ({"training": {"seed": 8}}, ["Did you mean job.seed? Known: "]),
