@@ -132,7 +132,7 @@ study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste segment_cost gpu \
-		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
+		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch http_clients task_app_cpu \
 		idle_sessions many_apps gateway_conversations recovery_cost store_cost run_page dashboard_pages teacher_baseline; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 

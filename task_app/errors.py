@@ -33,7 +33,7 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
@@ -69,7 +69,7 @@ class UnknownName(InvalidRequest):
         self,
         kind: str,
         name: str,
-        known: Iterable[str],
+        known: Collection[str],
         *,
         where: str | None = None,
         like: str | None = None,

@@ -50,7 +50,7 @@ def test_check_prints_what_differs_or_the_whole_job_as_toml_and_its_warnings_apa
     whole = turnwise("check", "job.toml", "--no-trial", "--all", cwd=tmp_path)
     assert tomli.loads(whole.stdout) == tomli.loads(dump_job(load_job(tmp_path / "job.toml").config))
     assert whole.stderr.splitlines() == [warning, biased]
-    assert warning == "warning: [vllm] is for other backends and is not read"
+    assert warning.startswith("warning: [vllm] is for other backends and is not read")
     assert biased.startswith("expected policy gradient, biased by: training.aggregation = 'token_mean' (")
 
 
@@ -95,7 +95,7 @@ def test_check_asks_the_own_task_app_and_says_of_another_that_it_was_not_asked(t
     (tmp_path / "job.toml").write_text(GOOD)
     done = turnwise("check", "job.toml", "--set", "rollout.env_name=craftr", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: rollout.env_name: unknown environment 'craftr'; known: babyai, ")
+    assert done.stderr.startswith("error: rollout.env_name: unknown environment 'craftr'. Did you ")
     done = turnwise("check", "job.toml", "--set", "services.task_url=http://there:1", cwd=tmp_path)
     assert done.stderr.startswith("not tried: environment and policies are of http://there:1\n")
 
@@ -138,8 +138,8 @@ def test_a_mistake_that_only_a_task_app_sees_is_told_before_anything_is_played(t
     )
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert done.stderr.startswith(
-        "error: rollout.env_config.txt: unknown key 'txt'; known: history, length, max_actions, text. "
-        "Did you mean 'text'? (says the task app at http://127.0.0.1:"
+        "error: rollout.env_config.txt: unknown key 'txt'. Did you mean 'text'? "
+        "Known: history, length, max_actions, text (says the task app at http://127.0.0.1:"
     )
     assert done.stdout.endswith(f"{run} is removed again: nothing was done in it\n")
     assert list((tmp_path / "runs").iterdir()) == []

@@ -258,7 +258,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
     ("choices", "told"),
     [
         (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
-        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'; known: "),
+        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'. Did you mean "),
         (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
         (
             Choices(env="verifiers:gsm8k_v1"),

@@ -22,12 +22,16 @@ def test_a_name_of_a_plug_board_gives_its_entry():
 @pytest.mark.parametrize(
     ("pick", "name", "message"),
     [
-        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'; .* Did you mean 'stepwise'?"),
-        (plugins.policy_loss, "clip", "algorithm.loss is 'clip'; known: cispo, clipped"),
+        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'. Did you mean 'stepwise'?"),
+        (
+            plugins.policy_loss,
+            "clip",
+            "algorithm.loss is 'clip'. Did you mean 'clipped'.* Known: cispo, clipped",
+        ),
         (
             plugins.aggregation,
             "token",
-            "training.aggregation is 'token'; known: constant, decision_mean, episode_equal",
+            "training.aggregation is 'token'. Did you mean 'token_mean'",
         ),
     ],
 )

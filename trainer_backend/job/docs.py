@@ -14,7 +14,7 @@ from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
-from trainer_backend.job.load import FOREIGN_TABLES
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.plugins import BOARDS, READS
@@ -66,6 +66,19 @@ def _lines() -> Iterator[str]:
             yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
+    yield from _other_systems()
+
+
+def _other_systems() -> Iterator[str]:
+    yield "\n## Names of other systems\n"
+    yield (
+        "An error about one of these names, in a file or in `--set`, suggests the key in the second column. "
+        "A name is recognised at the end of a longer one: `rollout.n` is also `actor_rollout_ref.rollout.n`. "
+        "Keys that are called the same here are not listed."
+    )
+    for system, names in SYSTEMS.items():
+        yield f"\n| {system} | here |\n|---|---|"
+        yield from (f"| `{name}` | {ours} |" for name, ours in names.items())
 
 
 def _what_is_read() -> Iterator[str]:

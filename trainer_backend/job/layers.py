@@ -278,14 +278,14 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
 def _read_override(
     document: Mapping[str, Any], override: str, tables: Mapping[str, FieldInfo]
 ) -> tuple[list[str], Any]:
-    """Split `table.key=value` into keys and value."""
+    """Split `table.key=value` into keys and value; a name that is no table's is for the schema to refuse."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     value = _read_value(text)
     is_list = keys[0] in tables and tables[keys[0]].default == ()
     if len(keys) == 1 and is_list and value == []:
         value = {}
-    if not equals or not all(keys) or (len(keys) == 1 and value != {}):
+    if not equals or not all(keys) or (keys[0] in tables and len(keys) == 1 and value != {}):
         raise JobError(
             f"--set {dotted!r}: expected table.key=value, such as training.group_size=4, or table={{}}, "
             "which removes the table"
@@ -356,7 +356,8 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError as error:
-        raise JobError(f"{path}: no such file") from error
+        meant = f". Did you mean --set '{path}'?" if "=" in path.name and "." in path.name else ""
+        raise JobError(f"{path}: no such file{meant}") from error
     except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error
 

@@ -46,7 +46,8 @@ COMMON: Mapping[str, tuple[str, ...]] = {
         "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",
         "learning_rate_final", "update_passes", "batch_decisions", "row_tokens", "micro_batch_tokens",
         "target_kl", "skip_flat_groups", "kl_coef", "entropy_coef", "checkpoint_every",
-        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind",
+        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind", "step_rewards_beta",
+        "step_rewards_indicator_lambda",
     ),
 }  # fmt: skip
 

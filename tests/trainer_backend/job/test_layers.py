@@ -153,10 +153,10 @@ def test_one_model_makes_way_for_another(layered):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[training]\ngroup_sise = 8", "a.toml: training.group_sise is not a key; "),
+        ("[training]\ngroup_sise = 8", "a.toml: training.group_sise is not a key. "),
         ("[training]\ngroup_size = 0", "a.toml: training.group_size is 0: "),
         ("training = 3", "a.toml: training is 3, but it is a table"),
-        ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'; "),
+        ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'. "),
         ("[training]\ngroup_size = 7", "a.toml: rollout.episodes_per_batch (64) must be a multiple of "),
         ("[nonsense]\nx = 1", "a.toml: nonsense is not a key; "),
         ("[data]\nshuffle = true", "a.toml: data.path is required"),
