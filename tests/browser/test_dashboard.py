@@ -78,8 +78,8 @@ def test_all_advantages_of_an_episode_are_drawn_from_one_zero_on_one_scale(brows
         assert len({len(number) for number in numbers}) > 1
         values = [float(number.replace("\N{MINUS SIGN}", "-")) for number in numbers]
         longest, half = max(map(abs, values)), max(width for _, width in bars)
-        line = seen.page.locator(".spread").evaluate_all(
-            "all => all[0].getBoundingClientRect().left + parseFloat(getComputedStyle(all[0]).backgroundPositionX)"
+        line = seen.page.locator(".spread").first.evaluate(
+            "one => one.getBoundingClientRect().left + parseFloat(getComputedStyle(one).backgroundPositionX)"
         )
         for value, (left, width) in zip(values, bars, strict=True):
             assert left + width * (value < 0) == pytest.approx(line, abs=1)

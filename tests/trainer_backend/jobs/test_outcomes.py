@@ -1,7 +1,10 @@
 """What becomes of a job whose process has ended, from the table of ends and wishes."""
 
 import errno
+import os
 import signal
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +20,13 @@ from trainer_backend.errors import (
     RunNotWritten,
     TaskAppError,
 )
-from trainer_backend.jobs.processes import LastWords, environment_of
+from trainer_backend.jobs.processes import (
+    LastWords,
+    environment_of,
+    job_command,
+    last_words,
+    start_process,
+)
 from trainer_backend.jobs.slots import Slot
 from trainer_backend.jobs.states import Ending, outcome_of, without_process
 from trainer_backend.rundir.files import write_errors
@@ -201,3 +210,27 @@ def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses
     for config in ("", "[cluster]", '[cluster]\nlauncher = "ray"', "cluster = 3", "no TOML"):
         assert environment_of(config, service | keys) == {"PATH": "x"}
     assert environment_of('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
+
+
+async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_crash_what_crashed(
+    tmp_path: Path,
+):
+    async def run(code):
+        process = await start_process(tmp_path, os.environ, command=lambda _: (sys.executable, "-c", code))
+        await process.ended()
+        return last_words(job(run_dir=str(tmp_path)), process)
+
+    assert await run("print('a'); print('error: no task app')") == LastWords(
+        error="no task app", line="error: no task app"
+    )
+    assert await run("") == LastWords()
+    crash = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"
+    assert await run(crash) == LastWords(line="Fatal Python error: Segmentation fault")
+
+
+def test_where_nothing_can_be_printed_the_exit_code_still_tells(tmp_path: Path):
+    with (
+        open("/dev/full", "wb") as full,
+        subprocess.Popen(job_command(tmp_path), stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
+    ):
+        assert process.wait(60) == REFUSED, "no run.json"
