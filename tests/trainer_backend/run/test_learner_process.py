@@ -327,7 +327,9 @@ def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused(
         thread.join()
         with pytest.raises(LearnerFailed, match="another key was given"):
             connect(key="of a stranger").ask("update", [], 1, None)
-        with pytest.raises(LearnerFailed, match=r"in 'publish': ValueError: of a library\. Its log is the"):
+        with pytest.raises(
+            LearnerFailed, match=r"in 'publish': ValueError: of a library \(\w+\.py:\d+\)\. Its log is the"
+        ):
             own.ask("publish", Path("x"), "whole")
         assert host.updates == 1
 
