@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from service_kit.children import Child, last_line
+from service_kit.children import Child, last_line, name_exit
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.urls import is_loopback
@@ -172,7 +172,7 @@ async def task_apps(
         except TaskAppError as error:
             codes = [] if table.task_url else [app.exit_code for app in own if app.exit_code is not None]
             if codes:
-                error.hint = f"The job's own task app ended by itself, with exit code {codes[0]}."
+                error.hint = f"The job's own task app ended by itself, with {name_exit(codes[0])}."
             raise
 
 
