@@ -37,7 +37,7 @@ RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/make-keys.sh /usr/local/bin/make-keys
 COPY docker/health.py /usr/local/bin/health.py
 # A clone that was made under another umask: its files are copied with the modes that they have there.
-RUN chmod -R a+rX /app /usr/local/bin
+RUN chmod -R a+rX /app && chmod a+r /usr/local/bin/make-keys /usr/local/bin/health.py
 USER turnwise
 EXPOSE 8001
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30s CMD ["python", "-IS", "/usr/local/bin/health.py", "8001"]
@@ -60,7 +60,8 @@ RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/trainer.sh /usr/local/bin/turnwise-trainer
 COPY docker/demo.sh /usr/local/bin/post-demo
 COPY docker/health.py /usr/local/bin/health.py
-RUN chmod -R a+rX /app /usr/local/bin && chmod a+x /usr/local/bin/turnwise-trainer
+RUN chmod -R a+rX /app \
+  && chmod a+rx /usr/local/bin/turnwise-trainer /usr/local/bin/post-demo /usr/local/bin/health.py
 # Models of the hub are kept there, beside the runs: gigabytes, which a tmpfs would hold in memory. Compiled
 # kernels too, which are loaded like programs: from a tmpfs, which is noexec, they are not.
 ENV HF_HOME=/models TRITON_CACHE_DIR=/models/triton

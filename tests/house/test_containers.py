@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from service_kit.server import Listener, ServerThread
 from task_app.app import create_app
 from task_app.settings import settings_from_environ
 from tests.house.sources import PACKAGES
@@ -87,7 +89,7 @@ def test_no_key_and_no_password_has_a_default():
     written = [*SERVICES.values(), *GPU["services"].values()]
     given = [item for service in written for item in service.get("environment", {}).items()]
     for name, value in given:
-        if re.search("KEY|PASSWORD", name):
+        if re.search("KEY|PASSWORD", name) and name != "KEY_COMMAND":
             assert name.endswith("_FILE"), name
             assert value.startswith("/keys/"), name
 
@@ -116,8 +118,8 @@ def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tm
         "--allow-root": "configs",
         "--max-jobs": "2",
     }
-    _, words = printed_by("trainer.sh", tmp_path, ALLOW_MODEL="Qwen/*", **given)
-    assert words[-2:] == ["--allow-model", "Qwen/*"]
+    _, words = printed_by("trainer.sh", tmp_path, ALLOW_MODEL="Qwen/*", ALLOW_CLUSTER="http://l:9", **given)
+    assert words[-4:] == ["--allow-model", "Qwen/*", "--allow-cluster", "http://l:9"]
     key = {"TRAINER_API_KEY": "a-key", "TASK_URL": given["TASK_URL"]}
     settings = settings_from(Flags(host=flags["--host"], gateway_host=given["GATEWAY_HOST"]), key)
     assert settings.bounds.default_urls == ("dns+http://task-app:8001",)
@@ -172,7 +174,7 @@ def test_what_is_ours_is_built_and_never_pulled():
     for name, service in SERVICES.items():
         assert ("image" in service) != ("build" in service), name
         if name != "database":
-            assert service["build"]["args"] == {"PIP_EXTRA_INDEX_URL": "${PIP_EXTRA_INDEX_URL:-}"}
+            assert service["build"]["args"]["PIP_EXTRA_INDEX_URL"] == "${PIP_EXTRA_INDEX_URL:-}"
     assert SERVICES["keys"]["build"] == SERVICES["task-app"]["build"]
     assert SERVICES["demo"]["build"] == SERVICES["trainer-backend"]["build"]
 
@@ -183,7 +185,8 @@ def test_every_stage_that_installs_knows_the_package_index():
     installing = [stage for stage in stages if "pip install" in stage]
     assert len(installing) == 2
     for stage in installing:
-        assert "ARG PIP_EXTRA_INDEX_URL\n" in stage.partition("pip install")[0]
+        for name in ("PIP_EXTRA_INDEX_URL\n", "EXTRAS=babyai,gym\n"):
+            assert f"ARG {name}" in stage.partition("pip install")[0]
 
 
 def test_a_change_of_the_code_installs_no_dependency_again():
@@ -196,7 +199,7 @@ def test_a_change_of_the_code_installs_no_dependency_again():
 
 
 def test_models_of_the_hub_are_kept_in_a_volume_that_the_user_may_write():
-    home = re.search(r"^ENV HF_HOME=(\S+)$", DOCKERFILE, re.M)[1]
+    home = re.search(r"^ENV HF_HOME=(\S+)", DOCKERFILE, re.M)[1]
     assert f"models:{home}" in SERVICES["trainer-backend"]["volumes"]
     assert re.search(rf"mkdir -p .* {home} ", DOCKERFILE)
     assert re.search(rf"chown -R turnwise .* {home}\n", DOCKERFILE)
@@ -280,20 +283,58 @@ def test_every_copied_path_exists_and_reaches_the_build():
 def test_every_script_that_is_started_is_copied_to_where_it_is_started_from():
     copied = set(re.findall(r"^COPY docker/\S+ (\S+)$", DOCKERFILE, re.M))
     started = set(re.findall(r'\["sh", "(\S+?)"\]', DOCKERFILE + COMPOSE_TEXT))
-    assert started == copied
+    assert started | {"/usr/local/bin/health.py"} == copied
 
 
-def test_health_checks_are_programs_that_parse_and_ask_a_route_that_exists():
-    checks = re.findall(r"HEALTHCHECK .*\\\n  CMD (\[.*\])", DOCKERFILE)
+def test_the_health_check_asks_a_route_that_exists_and_imports_little(tmp_path):
+    checks = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", DOCKERFILE, re.M)
     assert len(checks) == 2
-    for check in checks:
-        interpreter, flag, program = json.loads(check)
-        assert (interpreter, flag) == ("python", "-c")
-        compile(program, "health check", "exec")
-    app = create_app(settings_from_environ({"ENVIRONMENT_API_KEY": "a-key"}))
-    assert TestClient(app).get("/health").status_code == 200
+    settings = settings_from_environ({"ENVIRONMENT_API_KEY": "a-key"})
+    with ServerThread(create_app(settings), Listener("127.0.0.1", 0)) as url:
+        port = url.rpartition(":")[2]
+        for check in checks:
+            interpreter, flags, program, _ = json.loads(check)
+            assert (interpreter, flags) == ("python", "-IS")
+            command = [sys.executable, flags, "-X", "importtime", str(ROOT / "docker" / Path(program).name)]
+            done = subprocess.run([*command, port], capture_output=True, text=True, check=True)
+            assert not re.search(r"\| +(urllib|http|ssl|asyncio|email)", done.stderr), "a tenth of a second"
+    assert subprocess.run([*command, port], capture_output=True, check=False).returncode != 0
 
 
 def test_base_images_are_pinned_to_minor_versions():
-    images = [*re.findall(r"^FROM (\S+:\S+)", DOCKERFILE, re.M), SERVICES["database"]["image"]]
-    assert images == ["python:3.12-slim-bookworm", "postgres:17.6-alpine"]
+    given = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", DOCKERFILE, re.M)[1], SERVICES["database"]["image"]
+    assert given == ("python:3.12-slim-bookworm", "${POSTGRES_IMAGE:-postgres:17.6-alpine}")
+    assert SERVICES["keys"]["build"]["args"]["PYTHON_IMAGE"] == f"${{PYTHON_IMAGE:-{given[0]}}}"
+
+
+@pytest.mark.parametrize("file", ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.ranks.yml"])
+def test_what_a_container_may_take_is_bounded_and_can_be_set(file):
+    text = (ROOT / file).read_text()
+    page = (ROOT / "docs/operations.md").read_text()
+    for name in re.findall(r"\$\{([A-Z_]+)[:}-]", text):
+        if not name.startswith(("VLLM_M", "VLLM_G")) or name == "VLLM_MEMORY":
+            assert f"`{name}`" in page, f"docs/operations.md does not explain {name}"
+    for name, service in yaml.safe_load(text)["services"].items():
+        if service.get("restart") == "unless-stopped":
+            assert {"mem_limit", "pids_limit"} <= service.keys(), name
+            assert service["logging"]["options"]["max-size"], name
+        for mount in service.get("tmpfs", ()):
+            assert "size=" in mount, (name, mount)
+
+
+def test_kernels_can_be_compiled_and_loaded_in_the_trainers_image():
+    trainer = DOCKERFILE.partition("FROM base AS trainer")[2]
+    assert "gcc libc6-dev" in trainer
+    cache = re.search(r"TRITON_CACHE_DIR=(\S+)", trainer)[1]
+    # Not on a tmpfs, which Docker mounts noexec, and in a volume that the learner has too.
+    learner = yaml.safe_load((ROOT / "docker-compose.ranks.yml").read_text())["services"]["learner"]
+    for service in (SERVICES["trainer-backend"], learner):
+        assert any(cache.startswith(volume.split(":")[1]) for volume in service["volumes"])
+
+
+def test_one_gpu_and_two_can_be_given_by_variables():
+    found = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, service in GPU["services"].items()
+    }
+    assert found == {"trainer-backend": ["${TRAINER_GPU:-0}"], "vllm": ["${VLLM_GPU:-1}"]}

@@ -1,6 +1,5 @@
 """What a posted job may name, and what it may not: nothing of the operator's that it was not given."""
 
-import re
 from pathlib import Path
 from typing import Any, get_args
 
