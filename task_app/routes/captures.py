@@ -6,11 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.routing import APIRoute
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import JSON_BODY
+from service_kit.problems import problem_responses
 from shared_schemas.base import Body
 from shared_schemas.json_text import read_json, read_quotation
 from shared_schemas.rollouts import Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
@@ -18,12 +19,21 @@ from shared_schemas.trajectory import StopReason, Trajectory
 from task_app.captures.calls import Answer, Dialect, Event
 from task_app.captures.chat import ChatCompletions
 from task_app.captures.messages import AnthropicMessages
+from task_app.captures.reply_models import (
+    AnthropicMessage,
+    AnthropicRefusal,
+    ChatCompletion,
+    ModelEntry,
+    ModelList,
+    ModelResponse,
+    OpenAIRefusal,
+)
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import InvalidRequest, TaskAppError, UnknownName
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
-from task_app.routes.wire import LONGEST_ID, reply_body
+from task_app.routes.wire import LONGEST_ID, OK, Ok, reply_body
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
@@ -31,13 +41,29 @@ router = APIRouter(prefix="/captures", tags=["captures"])
 
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
 _CLIENT_MISTAKE = 400
-# Of a model call, for /openapi.json: the dialect's own documents say the rest.
-_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_BODY: dict[str, Any] = {"requestBody": {"content": _OBJECT, "required": True}}
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": "in the form of the dialect", "content": _OBJECT}
-    for status in (_CLIENT_MISTAKE, 404, 429, 500, 502, 503)
-}
+# Statuses of refusals in the form of the dialect; all others come from the service's edge, as problems.
+_REFUSALS = (_CLIENT_MISTAKE, 404, 424, 428, 429, 500, 502, 503, 504, 507)
+
+
+def _described(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
+    """A model call, for /openapi.json: the dialect's own documents say the rest."""
+    body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    problem = problem_responses(_REFUSALS)
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {
+            "model": refusal,
+            "description": "In the form of the dialect; of the service's edge, a problem",
+            # The dialect's form is first, which is the one that a generator takes.
+            "content": {"application/json": {}, **problem[status]["content"]},
+        }
+        for status in _REFUSALS
+    }
+    return {
+        "response_model": reply,
+        "responses": {200: {"content": stream}, **refusals},
+        "openapi_extra": {"requestBody": body},
+    }
 
 
 class CaptureOpen(Body):
@@ -115,13 +141,15 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
 
 
 @router.get("/{capture_id}")
-async def state(request: Request, capture_id: str = CaptureId) -> CaptureState:
+async def show_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """The calls so far; after the end the trajectory."""
     return _state(_capture(request, capture_id))
 
 
 @router.post("/{capture_id}/rewards")
-async def reward(request: Request, body: CaptureReward, capture_id: str = CaptureId) -> CaptureRewarded:
+async def reward_capture(
+    request: Request, body: CaptureReward, capture_id: str = CaptureId
+) -> CaptureRewarded:
     """Reward a call or the episode, once each."""
     capture = _capture(request, capture_id)
     turn = capture.reward(body.reward, turn=body.turn, response_id=body.response_id)
@@ -129,7 +157,7 @@ async def reward(request: Request, body: CaptureReward, capture_id: str = Captur
 
 
 @router.post("/{capture_id}/end")
-async def end(request: Request, capture_id: str = CaptureId) -> CaptureState:
+async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """End the episode; repeating this changes nothing."""
     capture = _capture(request, capture_id)
     capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
@@ -137,34 +165,33 @@ async def end(request: Request, capture_id: str = CaptureId) -> CaptureState:
 
 
 @router.delete("/{capture_id}")
-async def forget(request: Request, capture_id: str = CaptureId) -> dict[str, bool]:
+async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
     """End the capture, and forget it."""
     services_of(request).captures.sessions.remove(capture_id, where="capture_id")
-    return {"ok": True}
+    return OK
 
 
 @router.get("/{capture_id}/v1/models")
-async def models(request: Request, capture_id: str = CaptureId) -> dict[str, Any]:
+async def list_capture_models(request: Request, capture_id: str = CaptureId) -> ModelList:
     """The models that the agent may name."""
     names = _capture(request, capture_id).models
-    data = [{"id": name, "object": "model", "created": 0, "owned_by": "turnwise"} for name in names]
-    return {"object": "list", "data": data}
+    return ModelList(data=tuple(ModelEntry(id=name) for name in names))
 
 
-@router.post("/{capture_id}/v1/chat/completions", responses=_REFUSALS, openapi_extra=_BODY)
-async def chat_completions(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/chat/completions", **_described(ChatCompletion, OpenAIRefusal))
+async def create_chat_completion(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Chat Completions."""
     return await _answer_request(request, capture_id, "chat/completions")
 
 
-@router.post("/{capture_id}/v1/responses", responses=_REFUSALS, openapi_extra=_BODY)
-async def responses(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/responses", **_described(ModelResponse, OpenAIRefusal))
+async def create_response(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Responses."""
     return await _answer_request(request, capture_id, "responses")
 
 
-@router.post("/{capture_id}/v1/messages", responses=_REFUSALS, openapi_extra=_BODY)
-async def messages(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/messages", **_described(AnthropicMessage, AnthropicRefusal))
+async def create_message(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in Anthropic's Messages."""
     return await _answer_request(request, capture_id, "messages")
 
