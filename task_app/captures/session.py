@@ -202,9 +202,10 @@ class Capture:
 
         Raises:
             InvalidRequest: the policy counts none.
-            EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
+            UnknownName, EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
         """
         self._refuse_after_end()
+        self.refuse_model(call.model)
         policy = self._spec.make_policy(0)
         if not isinstance(policy, CountsTokens):
             raise InvalidRequest(f"the policy {policy_name(policy)!r} counts no tokens", where="model")

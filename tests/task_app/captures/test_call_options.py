@@ -116,6 +116,23 @@ async def test_allowed_tools_leave_the_others_out():
         assert body["tool_choice"] == "auto"
 
 
+async def test_a_setting_that_the_config_has_or_leaves_out_is_told_as_without_effect():
+    config = {"extra_body": {"response_format": {"type": "text"}}, "leave_out": ["tool_choice"]}
+    async with asking(REPLY, ask_token_ids=False, **config) as (client, server):
+        answer = await client.post("v1/chat/completions", json={"model": "any"} | CALLS["chat/completions"])
+        assert answer.headers["X-Turnwise-Ignored"] == "response_format, tool_choice"
+        (body,) = server.bodies
+        assert body["response_format"] == {"type": "text"} and "tool_choice" not in body
+
+
+async def test_no_key_breaks_the_header_that_names_it():
+    async with captured(TEXT) as (client, _, _):
+        keys = {"a\r\nSet-Cookie: b": 1, "\x00日": 1} | {f"key {i}": 1 for i in range(2_000)}
+        answer = await client.post("v1/chat/completions", json={"model": "m", "messages": ASKED} | keys)
+        ignored = answer.headers["X-Turnwise-Ignored"]
+        assert ignored.startswith(r"a\r\nSet-Cookie: b, \x00\u65e5, key 0, ") and len(ignored) < 4_000
+
+
 COUNTS = {"messages/count_tokens": "messages", "responses/input_tokens": "responses"}
 
 
@@ -137,6 +154,20 @@ async def test_the_tokens_of_a_prompt_are_counted_by_its_server_without_a_decisi
         assert server.paths == [path] and server.bodies[0]["messages"] == ASKED
         assert "x-turnwise-rollout" not in server.headers[0], "the conversation is not touched"
         assert (await client.get(str(client.base_url)[:-1])).json()["calls"] == 0
+
+
+async def test_a_count_is_of_the_prompt_that_the_config_makes():
+    shown = {"chat_template_kwargs": {"enable_thinking": False}}
+    vllm = {"exact_tokens": "vllm", "temperature": 0.5} | shown
+    other = {"ask_token_ids": False, "max_tokens_name": "max_completion_tokens", "extra_body": {"effort": 1}}
+    for config, reply, expected in (
+        (vllm, '{"count": 1}', {"model": "m", "messages": ASKED} | shown),
+        (other, '{"usage": {"prompt_tokens": 1}}', {"max_completion_tokens": 1, "effort": 1}),
+    ):
+        async with asking(raw(reply), **config) as (client, server):
+            await client.post("v1/messages/count_tokens", json={"model": "any", "messages": ASKED})
+            (body,) = server.bodies
+            assert expected.items() <= body.items() and ("temperature" in body) == (config is other)
 
 
 async def test_a_policy_that_counts_no_tokens_and_a_server_that_does_not_say_so():
@@ -183,5 +214,10 @@ async def test_models_have_the_form_of_both_clients_and_any_name_is_the_policy_u
         whole = (await client.get("v1/models")).json()
         assert (whole["object"], whole["has_more"], whole["first_id"]) == ("list", False, "policy")
     async with captured(TEXT, models=["small"]) as (client, _, _):
-        answer = await client.get("v1/models/large")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        call = {"model": "large", "messages": ASKED}
+        for answer in (
+            await client.get("v1/models/large"),
+            await client.post("v1/responses/input_tokens", json={"model": "large", "input": "x"}),
+            await client.post("v1/chat/completions", json=call),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
