@@ -225,7 +225,7 @@ class OpenAIAgentPolicy:
             asked = {name: asked[name] for name in _OF_PROMPTS if name in asked}
         try:
             endpoint = self._endpoint.without_rollout("/tokenize" if can_count else None)
-            status, text, _ = await endpoint.post(to_json(asked))
+            status, text, _ = await self._post(endpoint, asked)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         if status != 200:
@@ -334,15 +334,21 @@ class OpenAIAgentPolicy:
         # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
         # build on its ids, so the request asks for the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
-        status, text, after_s = await self._endpoint.post(to_json(request))
-        if len(self._key) >= SECRET_FROM:
-            # Some servers and proxies repeat the request, and the key would be recorded with the episode.
-            text = text.replace(self._key.encode(), b"[key]")
+        status, text, after_s = await self._post(self._endpoint, request)
         if status == 200:
             return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
         if status in TRY_AGAIN:
             raise TryAgain(refusal(status, text, key=self._key)[1], after_s=after_s)
         raise self._refusal(status, text)
+
+    async def _post(self, endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[int, bytes, float | None]:
+        """As `Endpoint.post`, without the key: some servers and proxies repeat the request, and it would be
+        recorded with the episode.
+        """
+        status, text, after_s = await endpoint.post(to_json(body))
+        if len(self._key) >= SECRET_FROM:
+            text = text.replace(self._key.encode(), b"[key]")
+        return status, text, after_s
 
     def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)

@@ -1,5 +1,6 @@
 """What an agent asks of an answer, its form or a call: a server follows it, or it is told as dropped."""
 
+import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -39,11 +40,11 @@ REPLY = completion({"role": "assistant", "content": "{}"})
 
 
 @asynccontextmanager
-async def asking(*answers, **config):
-    """A client of a capture whose policy asks a server, and that server."""
+async def asking(*answers, key=None, **config):
+    """A client of a capture whose policy asks a server with this key, and that server."""
     async with fake_inference(*answers) as server, running_app(boards()) as client:
         spec = {"inference_url": server.url, "model": "m", **config}
-        body = {"policy": {"policy_name": "openai", "config": spec}}
+        body = {"policy": {"policy_name": "openai", "config": spec, "inference_key": key}}
         capture = (await client.post("/captures", json=body)).json()
         client.headers = {"Authorization": f"Bearer {capture['key']}"}
         client.base_url = capture["capture_url"]
@@ -178,6 +179,14 @@ async def test_a_policy_that_counts_no_tokens_and_a_server_that_does_not_say_so(
         answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
         assert answer.status_code == 502 and answer.json()["type"] == "error"
         assert (await client.get(str(client.base_url)[:-1])).json()["status"] == "open"
+
+
+async def test_a_server_that_repeats_the_key_in_place_of_a_count_does_not_tell_it():
+    key = "sk-of-the-server-0123456789"
+    repeated = raw(json.dumps({"usage": {"prompt_tokens": key}}))
+    async with asking(repeated, key=key, ask_token_ids=False) as (client, _):
+        answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+        assert answer.status_code == 502 and key not in answer.text and "[key]" in answer.text
 
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
