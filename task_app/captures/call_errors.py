@@ -39,10 +39,9 @@ class CallErrors:
         self._app, self._dialect_of = app, dialect_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_call = scope["type"] == "http" and any(split_path(scope))
-        if is_call:
-            dialect = self._dialect_of(split_path(scope)[1], dict(scope["headers"]))
-            send = _Translation(dialect, send)
+        capture_id, path = split_path(scope) if scope["type"] == "http" else ("", "")
+        if capture_id or path:
+            send = _Translation(self._dialect_of(path, dict(scope["headers"])), send)
         await self._app(scope, receive, send)
 
 

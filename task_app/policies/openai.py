@@ -103,6 +103,8 @@ OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
 # Settings of a captured agent that a server without recorded tokens may follow in its own way.
 _OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
+# What a prompt consists of, in a request.
+_OF_PROMPTS = ("model", "messages", "tools", "chat_template_kwargs")
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
@@ -208,26 +210,22 @@ class OpenAIAgentPolicy:
     def call_options(self) -> frozenset[str]:
         """As `protocols.FollowsOptions`: where tokens are recorded, none for which a server uses a grammar.
 
-        Our gateway forces a call by the prompt alone.
+        Our gateway forces a call by the prompt alone. `leave_out` and `extra_body` of the config precede.
         """
-        if self.config.asks_gateway_of_ours:
-            return frozenset({"tool_choice"})
-        return _OF_AGENTS - {*self.config.leave_out} if self.config.exact_tokens != "vllm" else frozenset()
+        if self.config.exact_tokens == "vllm":
+            return frozenset()
+        names = frozenset({"tool_choice"}) if self.config.asks_gateway_of_ours else _OF_AGENTS
+        return names - {*self.config.leave_out, *self.config.extra_body}
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
         """As `protocols.CountsTokens`. Our gateway and vLLM count; another server answers one token."""
         can_count = self.config.asks_gateway_of_ours or self.config.exact_tokens == "vllm"
-        asked: dict[str, Any] = {
-            "model": self.config.model,
-            "messages": [one.model_dump(exclude_none=True) for one in messages],
-        }
-        if tools:
-            asked["tools"] = tools
-        if not can_count:
-            asked[self.config.max_tokens_name] = 1
+        asked = self.request_body(messages, tools, self.sampling(1, most=1))
+        if can_count:
+            asked = {name: asked[name] for name in _OF_PROMPTS if name in asked}
         try:
             endpoint = self._endpoint.without_rollout("/tokenize" if can_count else None)
-            status, text, _ = await endpoint.post(to_json(asked))
+            status, text, _ = await self._post(endpoint, asked)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         if status != 200:
@@ -235,8 +233,8 @@ class OpenAIAgentPolicy:
         return read_count(text, ("count",) if can_count else ("usage", "prompt_tokens"))
 
     def _asked_by_agent(self, observation: PolicyObservation) -> dict[str, Any]:
-        """What the agent of a captured endpoint adds to the request; extra_body of the config precedes it."""
-        names = self.call_options & observation.options.keys() - self.config.extra_body.keys()
+        """What the agent of a captured endpoint adds to the request."""
+        names = self.call_options & observation.options.keys()
         asked = {name: observation.options[name] for name in names}
         return {**asked, "stop": list(observation.stop)} if observation.stop else asked
 
@@ -336,15 +334,21 @@ class OpenAIAgentPolicy:
         # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
         # build on its ids, so the request asks for the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
-        status, text, after_s = await self._endpoint.post(to_json(request))
-        if len(self._key) >= SECRET_FROM:
-            # Some servers and proxies repeat the request, and the key would be recorded with the episode.
-            text = text.replace(self._key.encode(), b"[key]")
+        status, text, after_s = await self._post(self._endpoint, request)
         if status == 200:
             return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
         if status in TRY_AGAIN:
             raise TryAgain(refusal(status, text, key=self._key)[1], after_s=after_s)
         raise self._refusal(status, text)
+
+    async def _post(self, endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[int, bytes, float | None]:
+        """As `Endpoint.post`, without the key: some servers and proxies repeat the request, and it would be
+        recorded with the episode.
+        """
+        status, text, after_s = await endpoint.post(to_json(body))
+        if len(self._key) >= SECRET_FROM:
+            text = text.replace(self._key.encode(), b"[key]")
+        return status, text, after_s
 
     def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)

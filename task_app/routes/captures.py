@@ -32,7 +32,7 @@ from task_app.captures.reply_models import (
 )
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import InvalidRequest, TaskAppError
+from task_app.errors import InvalidRequest, TaskAppError, clipped
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
 from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body
@@ -40,6 +40,9 @@ from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
 router = APIRouter(prefix="/captures", tags=["captures"])
+
+# In characters: some clients refuse an answer with a header of 8 KB.
+_LONGEST_HEADER = 2_000
 
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
 # Of a model call, for /openapi.json: the dialect's own documents say the rest.
@@ -325,12 +328,16 @@ async def _answer(
     if answer is None:
         return Response(status_code=499)  # nobody reads it
     services.metrics.options_dropped.update(answer.dropped)
-    ignored = ", ".join(answer.ignored).encode("ascii", "backslashreplace").decode()
-    headers = {IGNORED_HEADER: ignored} if ignored else {}
+    headers = {IGNORED_HEADER: _header_text(answer.ignored)} if answer.ignored else {}
     if call.stream:
         stream = _stream(dialect.events(answer, call))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return Response(reply_body(dialect.body(answer, call)), media_type="application/json", headers=headers)
+
+
+def _header_text(names: Iterable[str]) -> str:
+    """Keys of a caller's body as a header: without line breaks, and no longer than clients read."""
+    return clipped(", ".join(names).encode("unicode_escape").decode(), _LONGEST_HEADER)
 
 
 async def _count_tokens(request: Request, capture_id: str, path: str) -> Response:
