@@ -184,6 +184,8 @@ class Capture:
             if dropped := self._options_without_effect(branch.policy, call):
                 call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
+            if left_out := choice.log_probs.get("ignored"):  # by our gateway
+                call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
                 answer = self._record(branch, call, keys, choice, action, policy_s=self._clock() - start_s)
             return replace(answer, dropped=dropped) if dropped else answer

@@ -211,7 +211,9 @@ async def list_capture_models(request: Request, capture_id: str = CaptureId) -> 
 
 
 @router.get("/{capture_id}/v1/models/{name:path}", responses=_OF_ANY_DIALECT)
-async def show_capture_model(request: Request, name: str, capture_id: str = CaptureId) -> CaptureModel:
+async def show_capture_model(
+    request: Request, capture_id: str = CaptureId, name: str = Path(min_length=1)
+) -> CaptureModel:
     """A model that the agent may name."""
     _capture(request, capture_id).refuse_model(name)
     return CaptureModel(id=name, display_name=name)

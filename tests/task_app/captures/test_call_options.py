@@ -76,6 +76,20 @@ async def test_where_tokens_are_recorded_nothing_that_needs_a_grammar_is_passed_
     assert OpenAIAgentPolicy(config).call_options == frozenset(), "vLLM forces a call by a grammar"
 
 
+async def test_a_call_that_our_gateway_could_not_force_is_told_too():
+    def unforced(body):
+        reply = REPLY(body)
+        reply.headers["X-Turnwise-Ignored"] = "tool_choice, of_another_kind"
+        return reply
+
+    async with asking(unforced) as (client, _):
+        call = CALLS["responses"] | {"text": {}, "parallel_tool_calls": True}
+        answer = await client.post("v1/responses", json={"model": "any"} | call)
+        assert answer.headers["X-Turnwise-Ignored"] == "tool_choice"
+        (warning, _) = (await client.post("end")).json()["trajectory"]["warnings"]
+        assert warning.endswith(": tool_choice")
+
+
 @pytest.mark.parametrize("path", CALLS)
 async def test_a_form_is_a_400_where_the_operator_rejects_what_nothing_enforces(path):
     policy = PlannedPolicy(TEXT)
