@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -110,11 +111,16 @@ class PolicyContext:
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
     """How to build an environment, cheaply: `reset` makes the world. The first of `state_keys` is the
-    default."""
+    default.
+
+    Attributes:
+        needs: a package that need not be installed; without it, nothing can be played.
+    """
 
     config: type[C]
     build: Callable[[C], Environment]
     state_keys: Mapping[str, StateKey] = field(default_factory=dict)
+    needs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,7 @@ def _crafter(config: CrafterConfig) -> Environment:
 
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
     "crafter": EnvironmentPlugin(CrafterConfig, _crafter, CRAFTER_STATE_KEYS),
-    "babyai": EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS),
+    "babyai": EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid"),
     "dialogue": EnvironmentPlugin(DialogueConfig, DialogueEnvironment),
     "documents": EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment),
     "orders": EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS),
@@ -219,6 +225,15 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
     reach: Reach = LOCAL
     homes: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def playable(self) -> dict[str, EnvironmentPlugin[Any]]:
+        """The environments whose packages are installed."""
+        return {
+            name: plugin
+            for name, plugin in self.environments.items()
+            if plugin.needs is None or find_spec(plugin.needs) is not None
+        }
 
     def environment_name(self, name: str, *, where: str = "") -> str:
         """The name on the board, also for an alias; a foreign environment's is its own."""

@@ -103,7 +103,7 @@ def _info(services: Services, request: Request) -> dict[str, Any]:
     return {
         "service": {
             "name": SERVICE,
-            "task": sorted(services.boards.environments),
+            "task": sorted(services.boards.playable),
             "version": request.app.version,
             "base_url": str(request.base_url).rstrip("/"),
             "endpoints": _endpoints(request.app.state.paths),
@@ -121,7 +121,7 @@ def _info(services: Services, request: Request) -> dict[str, Any]:
         "capabilities": _capabilities(services),
         "limits": services.settings.limits(),
         "environments": {
-            name: plugin.config.model_json_schema() for name, plugin in services.boards.environments.items()
+            name: plugin.config.model_json_schema() for name, plugin in services.boards.playable.items()
         },
         "environment_prefixes": {
             name: {
@@ -158,7 +158,7 @@ async def show_task_info(
     if not seeds_in_order:
         about = _about(services, environment, await services.tools_of(environment))
         taskset = _taskset(name, environment, services.boards.environment_plugin(name).config())
-        every_name = sorted(services.boards.environments)
+        every_name = sorted(services.boards.playable)
         return _reply({**about, "taskset": taskset, "environments": every_name})
     try:
         tasks = [await _task(services, environment, number) for number in seeds_in_order]
@@ -181,7 +181,7 @@ def _capabilities(services: Services) -> dict[str, Any]:
         "supports_env_lifecycle": True,
         "supports_decision_rewards": True,
         "requires_api_key_header": True,
-        "environments": sorted(services.boards.environments),
+        "environments": sorted(services.boards.playable),
         "policies": sorted(services.boards.policies),
         "interactions": sorted(services.boards.interactions),
         "number_interactions": sorted(

@@ -44,6 +44,15 @@ async def test_a_config_that_json_cannot_hold_is_described_all_the_same():
     assert taskset["config"] == {"bound": None, "word": "a?"}
 
 
+async def test_what_needs_a_package_that_is_not_installed_is_not_listed():
+    there = boards()
+    mine = replace(there.environments["counting"], needs="no_such_package")
+    async with running_app(replace(there, environments={**there.environments, "mine": mine})) as client:
+        info = (await client.get("/info")).json()
+        assert info["environments"].keys() == there.environments.keys()
+        assert "mine" not in info["capabilities"]["environments"]
+
+
 async def test_every_endpoint_that_info_names_exists():
     async with running_app() as client:
         info = (await client.get("/info")).json()

@@ -129,21 +129,28 @@ def _refuse_to_overwrite(path: Path) -> None:
         )
 
 
-def _refuse_unreadable(folder: Path, *, writes: bool) -> None:
+def say_unusable(path: Path, *, writes: bool) -> str | None:
+    """A sentence with owner and mode if this process cannot use a file or folder that is there; else None."""
+    needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
+    if not os.access(path, os.F_OK) or os.access(path, needed, effective_ids=True):
+        return None
+    found = path.stat()
+    return (
+        f"{path} belongs to user {found.st_uid}, with mode {found.st_mode & 0o777:o}, and user "
+        f"{os.geteuid()}, who runs this service, cannot {'read and write' if writes else 'read'} it"
+    )
+
+
+def _refuse_unusable(folder: Path, *, writes: bool) -> None:
     """Refuse a folder of which this process cannot use a part: `compose cp` leaves files of root, say.
 
     The folders of runs and their records are looked at, not all files.
     """
     with suppress(PermissionError):  # of a folder that is looked at itself
         for path in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
-            needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
-            if os.access(path, os.F_OK) and not os.access(path, needed, effective_ids=True):
-                found, user = path.stat(), os.geteuid()
-                raise RunDirectoryError(
-                    f"{path} belongs to user {found.st_uid}, with mode {found.st_mode & 0o777:o}, and user "
-                    f"{user}, who runs this service, cannot {'read and write' if writes else 'read'} it",
-                    hint=f"As root: chown -R {user}:{os.getegid()} {folder}",
-                )
+            if reason := say_unusable(path, writes=writes):
+                hint = f"As root: chown -R {os.geteuid()}:{os.getegid()} {folder}"
+                raise RunDirectoryError(reason, hint=hint)
 
 
 @contextmanager
@@ -155,7 +162,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
         plugins: of the operator (DataDir.plugins).
     """
     folder = path.resolve()
-    _refuse_unreadable(folder, writes=runs_jobs)
+    _refuse_unusable(folder, writes=runs_jobs)
     with write_errors(folder):
         for subfolder in (folder, folder / SERVICE):
             subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)

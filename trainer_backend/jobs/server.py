@@ -15,7 +15,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, Server
 from trainer_backend.jobs.app import TrainerApp, create_app
 from trainer_backend.jobs.check_process import CheckProcess
-from trainer_backend.jobs.data_dir import Sweeper, open_data_dir
+from trainer_backend.jobs.data_dir import Sweeper, open_data_dir, say_unusable
 from trainer_backend.jobs.processes import Command, job_command
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.settings import Settings
@@ -47,6 +47,9 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         checks.start()
         server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
+        for root in settings.bounds.roots:
+            if reason := say_unusable(root, writes=False):
+                say(f"jobs can name no file there: {reason}; its owner may run chmod -R a+rX {root}")
         say(f"dashboard: {flags.public_url or listener.url}")
         if flags.key_command and settings.api_key is not None:
             say(f"its key: {flags.key_command}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.trainer_backend.jobs.served import checks, serving, settings_for
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
@@ -40,7 +41,7 @@ def test_at_the_start_it_is_told_in_a_sentence_without_the_password(tmp_path, ur
 
 @pytest.mark.timeout(300)
 async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterwards(tmp_path: Path, postgres):
-    with postgres.database() as url:
+    with postgres.database() as url, capture_logs() as logs:
         async with serving(settings_for(tmp_path, database_url=url, max_jobs=2)) as served:
             ending, staying = [await served.post("waiting") for _ in range(2)]
             folders = [
@@ -78,6 +79,8 @@ async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterward
                 if b'"iteration": 2' in event:
                     break
             assert (await served.client.get("/health")).json()["store"] == "up"
+            told = [line["event"] for line in logs if line["event"].startswith("store_")]
+            assert told == ["store_away", "store_back"], "once each, however long it is away"
             await release(served, staying)
             await served.until(staying, "succeeded")
             found = await served.client.get(f"/jobs/{staying}/metrics?names=policy/version")
