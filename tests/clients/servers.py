@@ -1,0 +1,212 @@
+"""A task app whose captures a scripted policy answers, and a gateway with a scripted engine, both on real ports.
+
+The model writes what a client's script asks it to, wherever that stands in the prompt (see `script.py`), so
+every client meets the real services, and knows what a good model would have answered.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service_kit.server import Listener, ServerThread
+from task_app.app import create_app
+from task_app.errors import ContextLengthExceeded as PromptTooLong
+from task_app.plugins import PlugBoards, PolicyPlugin
+from task_app.settings import Settings
+from tests.model_folders import make_qwen3, training_texts
+from tests.task_app.counting import NoConfig, boards
+from trainer_backend.errors import ContextLengthExceeded
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.models.folder import load_tokenizer
+
+KEY = "the-key-of-the-clients"
+MODEL = "job/actor"
+LONGEST = 24_000
+_FAULT = re.compile(r"\.retry_(\d+)$")
+_SCRIPT = re.compile(r"SCRIPT-(\w+)-([A-Za-z0-9+/=]+)-END")
+
+Answer = Mapping[str, Any]
+
+
+class ScriptedModel:
+    """Writes the k-th answer of a script when it is asked with that script the k-th time; the last for ever."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, int] = {}
+
+    def answer(self, prompt: str) -> Answer:
+        scripts = _SCRIPT.findall(prompt)
+        if not scripts:
+            return {"say": "no script"}
+        name, code = scripts[-1]
+        answers = json.loads(base64.b64decode(code))
+        place = self._asked[name] = self._asked.get(name, 0) + 1
+        answer: Answer = answers[min(place, len(answers)) - 1]
+        return answer
+
+
+class ScriptedPolicy:
+    """The model as a policy of the task app."""
+
+    name = "scripted"
+
+    def __init__(self, model: ScriptedModel) -> None:
+        self._model = model
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        prompt = "\n".join(message.content or "" for message in observation)
+        if len(prompt) > LONGEST:
+            raise PromptTooLong("the prompt has too many tokens", where="messages")
+        answer = self._model.answer(prompt)
+        text = answer.get("say", "")
+        if calls := answer.get("calls"):
+            made = [
+                {"id": f"call_{place}", "name": name, "arguments": json.dumps(arguments)}
+                for place, (name, arguments) in enumerate(calls)
+            ]
+            return {"type": "tool_call", "tool_calls": made, "content": text}, text, None, None
+        return {"type": "text", "content": text}, text, None, None
+
+
+class ScriptedEngine:
+    """The model as an engine, in Qwen's words. It continues a call whose opening stands in the prompt."""
+
+    version, max_model_len = 0, LONGEST
+
+    def __init__(self, renderer: ChatRenderer, model: ScriptedModel) -> None:
+        self._renderer, self._model = renderer, model
+        self.breakdown: Future[str] = Future()
+
+    async def generate(
+        self, ids: list[int], sampling: Any, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        prompt = self._renderer.decode(ids)
+        if len(ids) + sampling.max_tokens > LONGEST:
+            raise ContextLengthExceeded(
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=LONGEST, whose="its own"
+            )
+        text = _written(self._model.answer(prompt))
+        opened = max(length for length in range(len(text) + 1) if prompt.endswith(text[:length]))
+        whole = self._renderer.encode(text[opened:] + "<|im_end|>")
+        sampled = whole[: sampling.max_tokens]
+        tokens = [SampledToken(token, -0.5, ((token, -0.5),) * extras.likeliest) for token in sampled]
+        for place, token in enumerate(tokens):
+            if extras.stop is not None and (stop := extras.stop.take(token.token_id)) is not None:
+                return _generation(tokens[: place + 1], "stop", stop)
+            if extras.on_token is not None and place + 1 < len(tokens):
+                extras.on_token(token)
+        return _generation(tokens, "stop" if len(sampled) == len(whole) else "length")
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def _written(answer: Answer) -> str:
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in answer.get("calls", ())
+    ]
+    return "\n".join([*([answer["say"]] if answer.get("say") else []), *calls])
+
+
+@dataclass
+class Recorder:
+    """ASGI middleware below /s/NAME/: it keeps what NAME asked, and fails its first calls if NAME says so.
+
+    `retry_503` answers the first model call with 503, as an overloaded service does.
+    """
+
+    app: ASGIApp
+    asked: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/s/"):
+            await self.app(scope, receive, send)
+            return
+        name, _, rest = scope["path"].removeprefix("/s/").partition("/")
+        asked = self.asked.setdefault(name, [])
+        record: dict[str, Any] = {"method": scope["method"], "path": f"/{rest}", "status": None}
+        body, answer = bytearray(), bytearray()
+
+        async def received() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record["status"] = message["status"]
+            answer.extend(message.get("body", b""))
+            await send(message)
+
+        is_call = scope["method"] == "POST" and "/v1/" in f"/{rest}"
+        named = _FAULT.search(name)
+        fault = int(named[1]) if named and is_call and not any(one["call"] for one in asked) else None
+        record["call"] = is_call
+        asked.append(record)
+        if fault is not None:
+            record["status"] = fault
+            await _refuse(fault, send)
+            return
+        path = f"/{rest}"
+        await self.app({**scope, "path": path, "raw_path": path.encode()}, received, sent)
+        record["body"], record["answer"] = _json(bytes(body)), _json(bytes(answer))
+
+
+async def _refuse(status: int, send: Send) -> None:
+    body = json.dumps({"error": {"message": "later", "type": "server_error", "code": "busy"}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"0")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode(errors="replace")
+
+
+def _generation(tokens: list[SampledToken], reason: str, stop: str | None = None) -> Generation:
+    ids, logprobs = [token.token_id for token in tokens], [token.logprob for token in tokens]
+    likeliest = tuple(token.likeliest for token in tokens)
+    return Generation(tuple(ids), tuple(logprobs), reason, ((0, 0),), stop, likeliest=likeliest)
+
+
+@contextmanager
+def capture_service() -> Iterator[tuple[str, Recorder]]:
+    """A task app; the policy `scripted` of each capture is one model."""
+    model = ScriptedModel()
+    own = boards()
+    policies = {"scripted": PolicyPlugin(NoConfig, lambda config, context: ScriptedPolicy(model))}
+    app = create_app(Settings(api_keys=(KEY,)), boards=PlugBoards(own.environments, policies))
+    recorder = Recorder(app)
+    with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
+        yield url, recorder
+
+
+@contextmanager
+def gateway_service(folder: Path) -> Iterator[tuple[str, Recorder]]:
+    """What `turnwise serve` serves, with a tokenizer and a template in Qwen3's form."""
+    make_qwen3(folder, training_texts())
+    tokenizer = load_tokenizer(folder)
+    engine = ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel())
+    recorder = Recorder(create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY))
+    with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
+        yield url, recorder
