@@ -26,17 +26,28 @@ With or without the header: `sampling_finish_reason` in choices[0] tells how sam
 or "abort"), since OpenAI's `finish_reason` is "tool_calls" whenever a call was parsed. If a tool call in the
 text cannot be parsed, the message has the reason as `tool_call_error` and the raw text as content.
 
-A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures.
+A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures. Both
+name the settings of a request that they leave out in the header IGNORED_HEADER of the reply.
 """
 
+from enum import StrEnum
 from typing import Any
 
 ROLLOUT_HEADER = "X-Turnwise-Rollout"
+IGNORED_HEADER = "X-Turnwise-Ignored"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+class StructuredOutput(StrEnum):
+    """What becomes of a `response_format` where nothing enforces it: it has no effect, or is a 400."""
+
+    DROP = "drop"
+    REJECT = "reject"
+
 
 # Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.
 _OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
-_SCHEMAS = frozenset({"parameters", "input_schema"})
+_SCHEMAS = frozenset({"parameters", "input_schema", "schema"})
 
 
 def without_nulls(body: Any) -> Any:

@@ -45,9 +45,9 @@ from trainer_backend.tool_formats.calls import ToolFormat
 from trainer_backend.tool_formats.hermes import parse_hermes
 from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
 from trainer_backend.tool_formats.mistral import CALLS, parse_mistral
-from trainer_backend.tool_formats.qwen3_coder import parse_qwen3_coder
+from trainer_backend.tool_formats.qwen3_coder import PARAMETER, parse_qwen3_coder
 from trainer_backend.tool_formats.tags import OPEN
-from trainer_backend.tool_formats.turnwise import CALL, parse_turnwise
+from trainer_backend.tool_formats.turnwise import CALL, ShortForm, parse_turnwise
 
 Plug = TypeVar("Plug")
 
@@ -292,9 +292,16 @@ ALLOCATIONS: dict[str, AllocationPlug] = {
 # Formats of tool calls. The first marker found in a chat template decides: the template of Qwen3-Coder
 # contains that of Hermes too.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "turnwise": ToolFormat(parse_turnwise, marker="'<|call|> '", openers=(CALL,)),
+    "turnwise": ToolFormat(
+        parse_turnwise,
+        marker="'<|call|> '",
+        openers=(CALL,),
+        leaves_out_name=lambda tools: ShortForm.of(tools) is not None,
+    ),
     "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]", openers=(CALLS,)),
-    "qwen3_coder": ToolFormat(parse_qwen3_coder, marker="<function=", openers=(OPEN,)),
+    "qwen3_coder": ToolFormat(
+        parse_qwen3_coder, marker="<function=", openers=(OPEN,), arguments_start=PARAMETER
+    ),
     "hermes": ToolFormat(parse_hermes, marker="<tool_call>", openers=(OPEN,)),
     "llama": ToolFormat(parse_llama, marker="ipython", openers=("{", PYTHON_TAG)),
 }

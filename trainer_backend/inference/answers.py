@@ -24,6 +24,7 @@ class Answer:
     Attributes:
         message_hash: `hash_of` the message that was returned to the caller.
         raw_text, stop_text: the response as sampled, and its stop token ("" if there is none).
+        opening: the beginning of the answer that stood in the prompt, where a call was forced.
         content: the text given to the template; None: the message as the caller sends it back.
         has_guards: whether OPEN and CLOSE surround the content.
     """
@@ -32,8 +33,14 @@ class Answer:
     message_hash: int
     raw_text: str
     stop_text: str
+    opening: str = ""
     content: str | None = None
     has_guards: bool = False
+
+    @property
+    def written(self) -> str:
+        """The whole answer, without its stop token."""
+        return self.opening + self.raw_text
 
     def stands_in(self, hashes: Sequence[int]) -> bool:
         """Return whether the conversation still contains the answer, unedited."""
@@ -41,9 +48,9 @@ class Answer:
 
     def forms(self) -> Iterator["Answer"]:
         """Yield the forms that may reproduce the sampled text, most likely first, the parsed message last."""
-        yield replace(self, content=self.raw_text)
-        if self.raw_text != self.raw_text.strip():
-            yield replace(self, content=f"{OPEN}{self.raw_text}{CLOSE}", has_guards=True)
+        yield replace(self, content=self.written)
+        if self.written != self.written.strip():
+            yield replace(self, content=f"{OPEN}{self.written}{CLOSE}", has_guards=True)
         yield replace(self, content=None)
 
 
@@ -99,7 +106,7 @@ class View:
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
             return replace(newest, content=None)
-        target = before + newest.raw_text + newest.stop_text
+        target = before + newest.written + newest.stop_text
         return self.form_extending(newest, target) or replace(newest, content=None)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from trainer_backend.errors import ContextLengthExceeded, RemoteRefused, Trainer
 
 log = structlog.get_logger(__name__)
 
-_ROUTES = "Known: POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health."
+_ROUTES = "Known: POST /v1/chat/completions, /v1/completions and /tokenize, GET /v1/models and /health."
 Result = TypeVar("Result")
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -103,9 +103,13 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def json_response(send: Send, body: dict[str, Any]) -> None:
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+async def json_response(send: Send, body: dict[str, Any], headers: Headers = ()) -> None:
     data = json.dumps(body, separators=(",", ":")).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    length = (b"content-length", str(len(data)).encode())
+    headers = [(b"content-type", b"application/json"), length, *headers]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": data})
 
@@ -113,8 +117,8 @@ async def json_response(send: Send, body: dict[str, Any]) -> None:
 class EventStream:
     """A reply of server-sent events; its head is sent with the first event."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, headers: Headers = ()) -> None:
+        self._send, self._headers = send, headers
         self._has_begun = False
 
     async def send(self, event: dict[str, Any]) -> None:
@@ -128,7 +132,8 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self._has_begun:
             self._has_begun = True
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            head = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
+            headers = [*head, *self._headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         body = b"data: " + data + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,17 +1,22 @@
 """The body of POST /v1/chat/completions: supported keys, and refused keys; no key is ignored in silence."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from shared_schemas.base import Body
+from shared_schemas.tool_choice import chosen_tools, read_tool_choice
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_tool
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
 
 MOST_CHOICES = 64
+RESPONSE_FORMAT = "response_format"
+# What libraries send without being told to. A server for any client goes without it.
+OF_LIBRARIES = frozenset({RESPONSE_FORMAT, "parallel_tool_calls"})
 
 
 def _strings(value: object) -> object:
@@ -30,14 +35,11 @@ class StreamOptions(Body):
 
 
 class ChatRequest(SamplingRequest):
-    """A chat request. `tool_choice` is "auto" or "none", which hides the tools.
-
-    A forced call is refused, because sampling does not enforce it.
-    """
+    """A chat request. A call that `tool_choice` forces begins in the prompt; nothing else enforces it."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
-        "response_format": ({"type": "text"},),
+        RESPONSE_FORMAT: ({"type": "text"},),
         "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("auto", "none"),
@@ -72,33 +74,49 @@ class ChatRequest(SamplingRequest):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    @property
+    @cached_property
     def active_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the prompt shows. Raises ValueError for a wrong `tool_choice`."""
+        tools = self.tools or []
+        if self.tool_choice is None:
+            return tools
+        names = [str(tool["function"]["name"]) for tool in tools]
+        return [tools[place] for place in chosen_tools(read_tool_choice(self.tool_choice), names)]
+
+    @property
+    def forces_call(self) -> bool:
+        return self.tool_choice is not None and read_tool_choice(self.tool_choice).mode == "required"
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-_TOOL_CHOICES = (None, "auto", "none")
+class TokenizeRequest(ChatRequest):
+    """The body of vLLM's POST /tokenize with messages."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **ChatRequest.neutral,
+        "add_special_tokens": (False,),
+        "return_token_strs": (False,),
+    }
 
 
-def read_chat_request(body: bytes) -> ChatRequest:
-    """Parse and check a body."""
-    request = read_request(ChatRequest, body)
+def read_chat_request(
+    body: bytes, leaves_out: Collection[str] = (), kind: type[ChatRequest] = ChatRequest
+) -> ChatRequest:
+    """Parse and check a body; `leaves_out` as in `read_request`."""
+    request = read_request(kind, body, leaves_out)
     for place, message in enumerate(request.messages):
         check_message(message, where=f"messages.{place}")
         if message.get("role") == DEVELOPER:
             message["role"] = "system"
     for place, tool in enumerate(request.tools or ()):
         check_tool(tool, where=f"tools.{place}")
-    if request.tool_choice not in _TOOL_CHOICES:
-        raise BadChatRequest(
-            f"tool_choice = {request.tool_choice!r:.80} is not offered here: no call is forced",
-            where="tool_choice",
-            hint="'auto' lets the model choose, 'none' hides the tools.",
-        )
+    try:
+        _ = request.active_tools
+    except ValueError as error:
+        raise BadChatRequest(str(error), where="tool_choice") from error
     if request.top_logprobs and not request.logprobs:
         raise BadChatRequest(
             f"top_logprobs is {request.top_logprobs} without logprobs",

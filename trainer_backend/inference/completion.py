@@ -23,7 +23,11 @@ from trainer_backend.inference.stop_strings import StopStrings, cut_before
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A parsed and rendered request. An empty `rollout_id` means none."""
+    """A parsed and rendered request. An empty `rollout_id` means none.
+
+    Attributes:
+        call_opening: the beginning of a forced call, which the prompt ends with and the answer is read with.
+    """
 
     completion_id: str
     created: int
@@ -32,6 +36,13 @@ class Completion:
     prompt: Prompt
     max_tokens: int
     rollout_id: str
+    call_opening: str = ""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The settings of the request without effect: a call that cannot be forced, and keys."""
+        is_free = self.request.forces_call and not self.prompt.opening
+        return (*(["tool_choice"] if is_free else []), *self.request.left_out)
 
     def generation(
         self, index: int, on_token: Callable[[SampledToken], None] | None = None
@@ -49,7 +60,7 @@ class Completion:
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
-        parsed = self.policy.tool_format.parse(text, self.request.active_tools)
+        parsed = self.policy.tool_format.parse(self.call_opening + text, self.request.active_tools)
         return Choice(
             index=index,
             generation=generation,
@@ -61,7 +72,11 @@ class Completion:
     def turn(self, choice: Choice) -> Turn:
         """Return the state from which the rollout's next prompt continues."""
         answer = Answer(
-            len(self.request.messages), hash_of(choice.message), choice.raw_text, choice.stop_token
+            len(self.request.messages),
+            hash_of(choice.message),
+            choice.raw_text,
+            choice.stop_token,
+            self.prompt.opening,
         )
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 

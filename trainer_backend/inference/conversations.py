@@ -50,6 +50,7 @@ class Prompt:
     Attributes:
         packed_ids: its ids, four bytes each, since 10,000 conversations are kept.
         reused: number of its first ids that come from the last prompt and response.
+        opening: the end of `text`, which begins a forced call.
         break_cause: why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the
             first prompt of a rollout.
         answers: the sampled answers among its messages, where known.
@@ -60,6 +61,7 @@ class Prompt:
     text: str
     packed_ids: "array[int]"
     hashes: RequestHashes
+    opening: str = ""
     reused: int = 0
     break_cause: str | None = None
     answers: tuple[Answer, ...] = ()
@@ -121,16 +123,18 @@ class Conversations:
         tools: Sequence[JsonObject],
         renderer: ChatRenderer,
         refuse_too_long: Callable[[str], None] = lambda text: None,
+        opening: str = "",
     ) -> Prompt:
         """Render the messages, reusing the exact ids of the unchanged part.
 
         Args:
             refuse_too_long: receives the text before it is encoded, and may raise.
+            opening: begins the answer, at the end of the prompt.
         """
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:
-            return next_prompt(turn, messages, tools, refuse_too_long)
-        text = renderer.prompt_text(messages, tools)
+            return next_prompt(turn, messages, tools, refuse_too_long, opening)
+        text = renderer.prompt_text(messages, tools) + opening
         refuse_too_long(text)
         break_cause = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
@@ -139,6 +143,7 @@ class Conversations:
             text,
             array("i", renderer.encode(text)),
             RequestHashes.of(messages, tools),
+            opening=opening,
             break_cause=break_cause,
         )
 
@@ -154,6 +159,7 @@ def next_prompt(
     messages: Sequence[JsonObject],
     tools: Sequence[JsonObject],
     refuse_too_long: Callable[[str], None] = lambda text: None,
+    opening: str = "",
 ) -> Prompt:
     """Return the prompt after a turn: its ids are kept up to the first place where the text differs.
 
@@ -163,6 +169,7 @@ def next_prompt(
     """
     hashes = RequestHashes.of(messages, tools)
     text, answers = _render(turn, hashes, messages, tools)
+    text += opening
     refuse_too_long(text)
     cut_count = _common_cuts(turn, text)
     text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)
@@ -172,6 +179,7 @@ def next_prompt(
         text,
         ids,
         hashes,
+        opening=opening,
         reused=0 if is_repeat else ids_end,
         break_cause=None if ids_end == len(turn.ids) else _cause(turn, hashes, text),
         answers=answers,

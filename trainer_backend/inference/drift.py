@@ -48,7 +48,7 @@ def drift_of(
 def _text_differs(answer: Answer, messages: Sequence[JsonObject], renderer: ChatRenderer) -> bool | None:
     try:
         text = renderer.prompt_text([QUESTION, *messages], [])
-        return not text.startswith(renderer.question + answer.raw_text + answer.stop_text)
+        return not text.startswith(renderer.question + answer.written + answer.stop_text)
     except BadChatRequest:
         return None
 

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible gateway: POST /v1/chat/completions and /v1/completions, GET /v1/models and /health.
+"""The OpenAI-compatible gateway: POST /v1/chat/completions, /v1/completions and /tokenize, GET /v1/models and
+/health.
 
 Plain Starlette with JSON bytes, because every decision of every rollout passes through it. It renders
 messages to token ids, checks their length, samples a continuation, and answers with exact ids, log-probs and
@@ -25,16 +26,17 @@ from starlette.types import Receive, Scope, Send
 from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
-from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.chat import IGNORED_HEADER, ROLLOUT_HEADER
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, InferenceUnauthorized
 from trainer_backend.inference.asgi import (
     EventStream,
+    Headers,
     boundary,
     error_response,
     json_response,
     while_connected,
 )
-from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
+from trainer_backend.inference.chat_request import ChatRequest, TokenizeRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
 from trainer_backend.inference.conversations import Conversations, Prompt
 from trainer_backend.inference.protocol import FrozenEngine
@@ -53,13 +55,15 @@ _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 class GatewayLimits:
     """Bounds of the gateway.
 
-    `default_max_tokens` is for requests without a limit; the free room may reduce it.
+    `default_max_tokens` is for requests without a limit; the free room may reduce it. `leaves_out` are keys
+    of chat requests that have no effect; other gateways refuse them.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_s: float = 60.0
     default_max_tokens: int = 256
     max_conversations: int = 20_000
+    leaves_out: frozenset[str] = frozenset()
 
 
 def create_gateway(
@@ -99,6 +103,7 @@ def create_gateway(
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", text, methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(policies, limits=limits, clock=clock), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -147,6 +152,7 @@ def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
         "policy_version": policy.engine.version,
         "chat_template": policy.renderer.template_digest,
         "conversations": policy.figures.totals(),
+        "ignored": dict(policy.left_out),
     }
 
 
@@ -183,20 +189,29 @@ class ChatEndpoint(_Endpoint):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive)
-        request, rollout_id = read_chat_request(body), _rollout_id(scope)
+        request, rollout_id = read_chat_request(body, self._limits.leaves_out), _rollout_id(scope)
         if len(body) > _LARGE_BYTES:  # others must not wait for it
             completion = await asyncio.to_thread(self._completion, request, rollout_id)
         else:
             completion = self._completion(request, rollout_id)
+        headers = self._say_left_out(completion)
         if completion.request.stream:
-            stream = stream_reply(completion, EventStream(send), partial(self._remember, completion))
+            stream = stream_reply(completion, EventStream(send, headers), partial(self._remember, completion))
             await while_connected(stream, receive)
             return
         generations = await while_connected(all_generations(completion), receive)
         choices = [completion.choice(index, generation) for index, generation in enumerate(generations)]
         for choice in choices:
             self._remember(completion, choice)
-        await json_response(send, completion.body(choices))
+        await json_response(send, completion.body(choices), headers)
+
+    def _say_left_out(self, completion: Completion) -> Headers:
+        """Count the settings that have no effect here, and name them in a header."""
+        names = sorted(completion.left_out)
+        if not names:
+            return ()
+        completion.policy.left_out.update(names)
+        return [(IGNORED_HEADER.lower().encode(), ", ".join(names).encode())]
 
     def _completion(self, request: ChatRequest, rollout_id: str) -> Completion:
         """Find the policy, render the prompt, and check that there is room for an answer."""
@@ -209,12 +224,15 @@ class ChatEndpoint(_Endpoint):
         policy = find_policy(request.model, self._policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
         limit = _Limit.of(request, policy.engine)
+        opening = policy.call_opening if request.forces_call else None
+        call_opening = "" if opening is None else opening.text(policy.name_to_write(request.active_tools))
         prompt = self._conversations.prompt(
             rollout_id,
             request.messages,
             request.active_tools,
             policy.renderer,
             refuse_too_long=partial(limit.refuse_text, request, policy.renderer),
+            opening="" if opening is None else opening.lead + call_opening,
         )
         return Completion(
             completion_id=f"chatcmpl-{next(self._numbers)}",
@@ -224,6 +242,7 @@ class ChatEndpoint(_Endpoint):
             prompt=prompt,
             max_tokens=limit.max_tokens(request, prompt, self._limits.default_max_tokens),
             rollout_id=rollout_id,
+            call_opening=call_opening,
         )
 
     def _remember(self, completion: Completion, choice: Choice) -> None:
@@ -269,6 +288,19 @@ class _Limit:
                 prompt_tokens=len(prompt.ids), max_tokens=tokens, max_model_len=self.most, whose=self.whose
             )
         return tokens
+
+
+class TokenizeEndpoint(_Endpoint):
+    """POST /tokenize: the ids of a prompt, which may be longer than the model's limit."""
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = read_chat_request(await whole_body(receive), self._limits.leaves_out, TokenizeRequest)
+        policy = find_policy(request.model, self._policies)
+        policy.renderer.refuse_other_settings(request.chat_template_kwargs)
+        text = policy.renderer.prompt_text(request.messages, request.active_tools)
+        ids = await asyncio.to_thread(policy.renderer.encode, text)
+        limit = policy.engine.max_model_len
+        await json_response(send, {"count": len(ids), "max_model_len": limit, "tokens": ids})
 
 
 class TextEndpoint(_Endpoint):

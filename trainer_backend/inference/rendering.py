@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared_schemas.base import did_you_mean, is_one_of
 from trainer_backend.core.prompt_lengths import LongPrompt
@@ -24,6 +25,10 @@ JsonObject = Mapping[str, Any]
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # The text of an id that the model embeds but the tokenizer lacks.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+# A byte in SentencePiece's tokenizers, and the bytes that characters stand for in byte-level ones.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 # Characters per token to encode: at the usual three or four per token, several times enough.
 _START = 16
@@ -269,6 +274,23 @@ class ChatRenderer:
         if self._drops_space:
             return self._decode([*self._before, *ids])[len(self._decode(self._before)) :]
         return self._decode(ids)
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """Return the bytes that a token stands for, also of a part of a character; None: it has none."""
+        text = self.decode([token_id])
+        if UNKNOWN not in text:
+            return list(text.encode())
+        token = self._backend.id_to_token(token_id) or ""
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return [int(match[1], 16)]
+        known = token and self._is_byte_level and all([character in _BYTES for character in token])
+        return [_BYTES[character] for character in token] if known else None
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether each character of a token's own text stands for a byte, as in GPT-2's tokenizer."""
+        decoder = self._backend.decoder
+        return decoder is not None and decoder.decode(["\u0120"]) == " "
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.stop_strings import BROKEN
 from trainer_backend.tool_formats.calls import ParsedReply
 
 # Our key of a message: why a call in its text could not be parsed.
@@ -98,7 +97,7 @@ def usage_body(prompt_ids: Sequence[int], generations: Iterable[Generation]) -> 
 
 
 def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> list[dict[str, Any]]:
-    """Return OpenAI's `logprobs.content`. A token that is a part of a character has no bytes of its own."""
+    """Return OpenAI's `logprobs.content`; the bytes of all tokens together are those of the text."""
     return [
         {
             **_entry(token.token_id, token.logprob, renderer),
@@ -109,5 +108,8 @@ def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> l
 
 
 def _entry(token_id: int, logprob: float, renderer: ChatRenderer) -> dict[str, Any]:
-    token = renderer.decode([token_id])
-    return {"token": token, "bytes": None if BROKEN in token else list(token.encode()), "logprob": logprob}
+    return {
+        "token": renderer.decode([token_id]),
+        "bytes": renderer.token_bytes(token_id),
+        "logprob": logprob,
+    }

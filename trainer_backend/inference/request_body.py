@@ -1,7 +1,7 @@
 """The common part of both completion requests: sampling, and refused keys; no key is ignored in silence."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -67,6 +67,18 @@ class SamplingRequest(OpenBody):
     processed_logprobs: bool = False
     common_draws: bool = False
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The keys that would have an effect elsewhere, and have none here."""
+        extra = (self.model_extra or {}).items()
+        return tuple(
+            [
+                name
+                for name, value in extra
+                if name in self.neutral and not is_one_of(value, self.neutral[name])
+            ]
+        )
+
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
         # OpenAI's seed may be negative, ours may not.
@@ -81,8 +93,12 @@ class SamplingRequest(OpenBody):
         return Sampling.model_construct(**(given | changed))
 
 
-def read_request(kind: type[Request], body: bytes) -> Request:
-    """Parse and check a body, in which a key that is null counts as absent."""
+def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] = ()) -> Request:
+    """Parse and check a body, in which a key that is null counts as absent.
+
+    Args:
+        leaves_out: keys that are not offered, and are not refused either (see `SamplingRequest.left_out`).
+    """
     try:
         request = kind.model_validate_json(_without_nulls(without_mark(body)))
     except ValidationError as error:
@@ -90,7 +106,8 @@ def read_request(kind: type[Request], body: bytes) -> Request:
         message = _encoding_fault(body) if first["type"] == "json_invalid" else None
         raise BadChatRequest(message or first["msg"], where=_place(first["loc"])) from error
     for name, value in (request.model_extra or {}).items():
-        _refuse_unread(name, value, kind)
+        if name not in leaves_out:
+            _refuse_unread(name, value, kind)
     return request
 
 

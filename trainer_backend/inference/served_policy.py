@@ -1,9 +1,10 @@
 """One policy behind the gateway: its engine, and how messages become its tokens and back."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from transformers import (
     AutoConfig,
@@ -18,6 +19,7 @@ from trainer_backend.errors import ModelFolderError, UnknownModel
 from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.drift import ConversationFigures
 from trainer_backend.inference.engine import stop_token_ids
+from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
@@ -72,13 +74,28 @@ def _generation_config(folder: Path, config: PreTrainedConfig) -> GenerationConf
 
 
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise."""
+    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise.
+
+    Attributes:
+        call_opening: begins a forced call; None: none can be forced.
+        left_out: how often each setting of a request had no effect.
+    """
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
         self.figures = ConversationFigures()
         self.tool_format = tool_format_in_use(tokenizer)
+        self.call_opening = find_opening(self.renderer, self.tool_format)
+        self.left_out: Counter[str] = Counter()
+
+    def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the tool's name for the opening of a forced call; None where the model writes it, or where
+        a call of these tools has none.
+        """
+        if len(tools) != 1 or self.tool_format.leaves_out_name(tools):
+            return None
+        return str(tools[0]["function"]["name"])
 
 
 def find_policy(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:

@@ -78,7 +78,8 @@ class ChoiceStream:
         self._ends = (*completion.request.stop, *completion.policy.tool_format.openers)
         self._has_begun = False
         self._count = 0
-        self._open = True  # False from the first of `_ends` on: the rest is sent at the end
+        # False from the first of `_ends` on: the rest is sent at the end.
+        self._open = not completion.call_opening
         self._pending = ""
         self._sent_text = ""
         self._unreported: list[SampledToken] = []  # tokens whose log-probs were not sent yet

@@ -23,7 +23,7 @@ from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.mixture_table import AllocationTable
@@ -169,6 +169,7 @@ class PolicyServer:
         weights: where versions are written for an engine that loads them, or who sends them; None: an engine
             of this process copies them.
         tell: is given a line for each vLLM server that is lost or serves again.
+        gateway_limits: of the gateway.
 
     Attributes:
         inference: how the actor is asked, once it is served.
@@ -184,8 +185,9 @@ class PolicyServer:
         key: SecretStr | Literal["none"] | None = None,
         weights: WeightRoute | None = None,
         tell: Callable[[str], None] = print,
+        gateway_limits: GatewayLimits | None = None,
     ) -> None:
-        self._weights, self._tell = weights, tell
+        self._weights, self._tell, self._gateway_limits = weights, tell, gateway_limits
         self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
         fresh = SecretStr(secrets.token_urlsafe(32))
         self._key = None if key == "none" else key or fresh
@@ -201,7 +203,8 @@ class PolicyServer:
         """Serve policies until the context is left; it is not begun again."""
         configure_logs_from()
         served = {model_of(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
-        server = ServerThread(create_gateway(served, key=self._key), self._listener, respond=error_response)
+        gateway = create_gateway(served, key=self._key, limits=self._gateway_limits)
+        server = ServerThread(gateway, self._listener, respond=error_response)
         with ExitStack() as stack:
             for policy in served.values():
                 stack.callback(policy.engine.stop)

@@ -8,6 +8,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from service_kit.server import Listener
+from shared_schemas.chat import StructuredOutput
+from trainer_backend.inference.chat_request import OF_LIBRARIES, RESPONSE_FORMAT
+from trainer_backend.inference.gateway import GatewayLimits
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ServicesTable
@@ -41,17 +44,27 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     return parse_job(document, where="turnwise serve", overrides=overrides), folder
 
 
-async def serve(job: JobConfig, folder: Path, key: SecretStr | None, say: Callable[[str], None]) -> None:
+async def serve(
+    job: JobConfig,
+    folder: Path,
+    key: SecretStr | None,
+    say: Callable[[str], None],
+    *,
+    structured_output: StructuredOutput,
+) -> None:
     """Serve `{job}/actor` until stopped.
 
     Args:
         key: the key that callers must send; None: this machine needs none.
         say: receives lines for the user.
+        structured_output: what becomes of a request for it, since no grammar is enforced.
     """
+    refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
     # The port first: if it is taken, the weights need not be read.
     stopping = stop_on_signals(tell=lambda _: say("stopping"), log=lambda _: None)
     with stopping as stop, _listener(job.services) as listener:
-        server = PolicyServer(job.job.name, listener, job.inference, key=key or "none")
+        limits = GatewayLimits(leaves_out=OF_LIBRARIES - refused)
+        server = PolicyServer(job.job.name, listener, job.inference, key=key or "none", gateway_limits=limits)
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
         say(policy.plan.report())
         with policy.serving() as inference:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shared_schemas.chat import StructuredOutput
 from shared_schemas.urls import is_loopback
 from trainer_backend.jobs.options import Flags
 from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
@@ -40,6 +41,12 @@ def serve_model(
             help="environment variable with the key that callers must send; needed beyond this machine"
         ),
     ] = "TURNWISE_API_KEY",
+    structured_output: Annotated[
+        StructuredOutput,
+        typer.Option(
+            help="what becomes of a response_format, which nothing enforces here: drop says so in a header"
+        ),
+    ] = StructuredOutput.DROP,
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
@@ -53,7 +60,10 @@ def serve_model(
     key = key_from(api_key_env, where="--api-key-env") if needs_key else None
     loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])
     warn(_err, loaded)
-    asyncio.run(serve(loaded.config, model, key, lambda line: tell(_out, line)))
+    serving = serve(
+        loaded.config, model, key, lambda line: tell(_out, line), structured_output=structured_output
+    )
+    asyncio.run(serving)
 
 
 def task_app(context: typer.Context) -> None:

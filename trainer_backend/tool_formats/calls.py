@@ -33,11 +33,15 @@ class ToolFormat:
         marker: text that only chat templates of this format contain; "" matches none.
         openers: beginnings of a call, which a stream holds back. "" matches every text, which is then sent at
             the end.
+        arguments_start: text with which a call's arguments begin, after the name of its tool.
+        leaves_out_name: whether a call of these tools is written without a name.
     """
 
     parse: ToolParser
     marker: str
     openers: tuple[str, ...] = ("",)
+    arguments_start: str = "{"
+    leaves_out_name: Callable[[Sequence[Mapping[str, Any]]], bool] = lambda tools: False
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:

@@ -40,6 +40,9 @@ class WrittenEngine:
 
     version, max_model_len = 0, 4096
 
+    async def close(self) -> None:
+        """It holds nothing."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], stop: str) -> None:
         self._renderer = ChatRenderer(tokenizer)
         self._texts = iter(texts)
@@ -129,6 +132,80 @@ def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
     assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
     text = ChatRenderer(tokenizer).decode(second.prompt_token_ids)
     assert text.count("wood3") == 1
+
+
+@each_family
+@pytest.mark.parametrize("several", [False, True])
+def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_exact_ids(
+    family: Family,
+    model_folders: Mapping[str, Path],
+    tools: list[dict[str, object]],
+    several: bool,
+):
+    """The caller gets a call; the sampled ids are what follows its opening; the next prompt holds both."""
+    tokenizer = load_tokenizer(model_folders[family.name])
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "interact_many"}}
+    renderer = ChatRenderer(tokenizer)
+    before, name, after = family.written.partition("interact_many")
+    # The model writes the name itself where several tools are allowed.
+    named_opening = before + name + after[: after.index("{")].rstrip(" ")
+    opening = before.removesuffix('"').rstrip(" ") if several else named_opening
+    rest = family.written.removeprefix(opening)
+    engine = WrittenEngine(tokenizer, [rest, "tree"], family.stop)
+    ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
+    with client_of(engine, tokenizer) as client:
+        first = client.chat.completions.create(
+            messages=[SYSTEM, USER], tool_choice="required" if several else named, **ask
+        )
+        message = first.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("interact_many", ARGUMENTS)
+        assert message.content is None, "what the template writes before a call is not the model's"
+        prompt = renderer.decode(first.prompt_token_ids)
+        assert prompt.endswith(opening) and renderer.decode(first.choices[0].token_ids) == rest + family.stop
+        assert ("other" in prompt.removesuffix(opening)) == several, "only the forced tool is shown"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "wood3"}
+        messages = [SYSTEM, USER, message.model_dump(exclude_none=True), result]
+        if not several:
+            ask["tools"] = tools
+        second = client.chat.completions.create(messages=messages, **ask)
+    seen = first.prompt_token_ids + first.choices[0].token_ids
+    # Mistral's templates write another call than the one that was sampled, as above.
+    assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
+
+
+@each_family
+def test_a_forced_call_is_streamed_as_a_call_alone(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders[family.name])
+    rest = family.written.partition("interact_many")[2]
+    rest = rest[rest.index("{") - 1 :]
+    engine = WrittenEngine(tokenizer, [rest], family.stop)
+    with client_of(engine, tokenizer) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="job/actor",
+                messages=[USER],
+                tools=tools,
+                tool_choice="required",
+                stream=True,
+            )
+        )
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert call.function.arguments == ARGUMENTS
+    assert not "".join(delta.content or "" for delta in deltas)
+
+
+@each_family
+def test_the_bytes_of_single_tokens_are_those_of_the_text(family: Family, model_folders: Mapping[str, Path]):
+    renderer = ChatRenderer(load_tokenizer(model_folders[family.name]))
+    text = "wood €日\N{GRINNING FACE}é\ufffd 2\n"
+    ids = renderer.encode(f"x{text}")
+    found = [byte for token in ids for byte in renderer.token_bytes(token)]
+    assert bytes(found).decode().lstrip() == f"x{text}"
 
 
 @each_family

@@ -137,13 +137,20 @@ def test_a_call_that_cannot_be_read_comes_back_as_text_with_the_reason(http: htt
     assert "expected a tool's name" in choice["message"]["tool_call_error"]
 
 
-@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "x"}}])
-def test_a_call_that_must_come_is_refused_since_nothing_forces_it(
-    http: httpx.Client, tools: list[dict[str, object]], choice: object
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("sometimes", "tool_choice is 'sometimes' (str); allowed: 'auto', 'none', 'required', or a function"),
+        ({"type": "function", "function": {"name": "x"}}, "tool_choice names 'x'; tools: interact_many"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": [{}]}}, "tool_choice names no function"),
+    ],
+)
+def test_a_wrong_tool_choice_is_refused_with_what_is_allowed(
+    http: httpx.Client, tools: list[dict[str, object]], choice: object, sentence: str
 ):
     reply = ask(http, tools=tools, tool_choice=choice)
     assert (reply.status_code, reply.json()["where"]) == (400, "tool_choice")
-    assert "no call is forced" in reply.json()["detail"]
+    assert reply.json()["detail"].startswith(sentence)
 
 
 def test_tool_choice_none_hides_the_tools(http: httpx.Client, tools: list[dict[str, object]]):

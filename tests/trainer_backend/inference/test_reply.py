@@ -41,12 +41,12 @@ def test_a_stop_token_is_cut_off_the_text_and_a_stop_string_is_not(tokenizer: Pr
     assert split_stop(by_string, renderer) == split_stop(by_length, renderer) == ("wood tree", "")
 
 
-def test_a_part_of_a_character_has_no_bytes(tokenizer: PreTrainedTokenizerFast):
+def test_the_first_part_of_a_character_has_its_byte(tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(tokenizer)
-    first, *_ = renderer.encode("€")  # three bytes, three tokens
+    first, *_ = renderer.encode("€")  # E2 82 AC, three tokens
     whole = renderer.encode("wood")[0]
     part, word = logprob_entries(
         [SampledToken(first, -1.0, ((whole, -0.5),)), SampledToken(whole, -2.0)], renderer
     )
-    assert part["bytes"] is None and part["top_logprobs"][0]["token"] == renderer.decode([whole])
+    assert part["bytes"] == [0xE2] and part["top_logprobs"][0]["token"] == renderer.decode([whole])
     assert bytes(word["bytes"]).decode() == word["token"] and word["top_logprobs"] == []

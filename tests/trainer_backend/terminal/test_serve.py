@@ -54,6 +54,14 @@ def test_a_run_serves_its_best_checkpoint_until_it_is_stopped(trained):
         assert [model.id for model in client.models.list()] == ["tiny/actor"]
         reply = client.chat.completions.create(model="tiny/actor", messages=MESSAGES, max_tokens=4, seed=1)
         assert 1 <= reply.usage.completion_tokens <= 4
+        # A library's wish that nothing enforces has no effect, and the reply and the server say so.
+        wishes = {"response_format": {"type": "json_object"}, "parallel_tool_calls": False}
+        asked = client.chat.completions.with_raw_response.create(
+            model="tiny/actor", messages=MESSAGES, max_tokens=4, seed=1, **wishes
+        )
+        assert asked.headers["X-Turnwise-Ignored"] == "parallel_tool_calls, response_format"
+        assert asked.parse().choices[0].message == reply.choices[0].message
+        assert client.models.retrieve("tiny/actor").ignored == dict.fromkeys(wishes, 1)
         stranger = client.with_options(api_key="another")
         with pytest.raises(openai.AuthenticationError):
             stranger.models.list()

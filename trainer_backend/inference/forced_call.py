@@ -1,0 +1,53 @@
+"""The beginning of a tool call, as the model's own chat template writes it. Pure.
+
+A request that forces a call gets it as the end of its prompt. The rest is sampled as ever: a grammar would
+change the distribution that is trained (DESIGN.md 4.9), so the model may still fail to write a whole call.
+"""
+
+from dataclasses import dataclass
+
+from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.chat_check import ANSWER, NAME, QUESTION, TOOLS
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.tool_formats.calls import ToolFormat
+from trainer_backend.tool_formats.tags import THINK_START
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpening:
+    """What stands in a call before its arguments.
+
+    Attributes:
+        lead: what the template writes before the call: the end of reasoning that the prompt has begun. An
+            empty block of reasoning is left out, since templates drop it from earlier answers.
+        before_name, after_name: of the call, around the name of its tool.
+    """
+
+    lead: str
+    before_name: str
+    after_name: str
+
+    def text(self, name: str | None) -> str:
+        """Return the opening without `lead`; None: the model is to write the name too.
+
+        It ends before a space or a quotation mark, which tokenizers join with what follows.
+        """
+        if name is None:
+            return self.before_name.removesuffix('"').rstrip(" ")
+        return self.before_name + name + self.after_name.rstrip(" ")
+
+
+def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
+    """Read the opening from a call that the template writes; None if it cannot be told from that."""
+    try:
+        written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
+    except BadChatRequest:
+        return None
+    before, name, after = (written or "").partition(NAME)
+    length = after.find(tool_format.arguments_start)
+    if not name or length < 0:
+        return None
+    starts = [before.find(opener) for opener in tool_format.openers if opener and opener in before]
+    start = min(starts, default=0)
+    lead = "" if THINK_START in before[:start] else before[:start]
+    return CallOpening(lead, before[start:], after[:length])
