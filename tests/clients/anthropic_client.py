@@ -37,14 +37,18 @@ def plain(server):
 def cached_system(server):
     """Prompt caching marks blocks, which is no request to change the answer."""
     block = {"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}
-    reply = _client().messages.create(**_asked(server, "Two.", system=[block], tools=[{**TOOL, "cache_control": {"type": "ephemeral"}}]))
+    reply = _client().messages.create(
+        **_asked(server, "Two.", system=[block], tools=[{**TOOL, "cache_control": {"type": "ephemeral"}}])
+    )
     assert reply.content[0].text == "Two."
 
 
 @on("capture")
 def thinking(server):
     """A setting of the model's that the policy does not have is without effect."""
-    reply = _client().messages.create(**_asked(server, "Two.", thinking={"type": "enabled", "budget_tokens": 1024}) | {"max_tokens": 2000})
+    reply = _client().messages.create(
+        **_asked(server, "Two.", thinking={"type": "enabled", "budget_tokens": 1024}) | {"max_tokens": 2000}
+    )
     assert reply.content[-1].text == "Two."
 
 
@@ -56,7 +60,8 @@ def tools(server):
     assert (first.stop_reason, call.name, call.input) == ("tool_use", "add", {"a": 2, "b": 3})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
     asked["messages"] += [
-        {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
     ]
     assert client.messages.create(**asked).content[0].text == "5"
 
@@ -92,7 +97,12 @@ def structured(server):
 
 @on("capture")
 def structured_by_hand(server):
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
     config = {"format": {"type": "json_schema", "schema": schema}}
     reply = _client().messages.create(**_asked(server, CITY, output_config=config))
     assert reply.content[0].text == CITY
@@ -113,7 +123,10 @@ def structured_beta(server):
 @on("capture")
 def structured_older_beta(server):
     """`output_format` as earlier releases sent it in the body."""
-    form = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    form = {
+        "type": "json_schema",
+        "schema": {"type": "object", "properties": {}, "additionalProperties": False},
+    }
     reply = _client().messages.create(**_asked(server, CITY), extra_body={"output_format": form})
     assert reply.content[0].text == CITY
 
@@ -142,7 +155,9 @@ def streaming_structured(server):
 @on("capture")
 async def asynchronous(server):
     async with AsyncAnthropic(max_retries=0) as client:
-        replies = await asyncio.gather(*[client.messages.create(**_asked(server, f"No {i}")) for i in range(4)])
+        replies = await asyncio.gather(
+            *[client.messages.create(**_asked(server, f"No {i}")) for i in range(4)]
+        )
     assert [reply.content[0].text for reply in replies] == [f"No {i}" for i in range(4)]
 
 
@@ -178,8 +193,12 @@ def models(server):
 @on("capture")
 def errors(server):
     client = _client()
-    long = _refused(anthropic.BadRequestError, lambda: client.messages.create(**_asked(server, "x", text=LONG)))
-    unknown = _refused(anthropic.NotFoundError, lambda: client.messages.create(**_asked(server, "x") | {"model": "no-such"}))
+    long = _refused(
+        anthropic.BadRequestError, lambda: client.messages.create(**_asked(server, "x", text=LONG))
+    )
+    unknown = _refused(
+        anthropic.NotFoundError, lambda: client.messages.create(**_asked(server, "x") | {"model": "no-such"})
+    )
     route = _refused(anthropic.NotFoundError, lambda: client.messages.batches.list())
     kinds = [error.body["error"]["type"] for error in (long, unknown, route)]
     assert kinds == ["invalid_request_error", "not_found_error", "not_found_error"], kinds
@@ -187,7 +206,9 @@ def errors(server):
 
 def wrong_key(server):
     """At `serve`, which does not speak Messages, the key is asked first."""
-    error = _refused(anthropic.AuthenticationError, lambda: _client(api_key="wrong").messages.create(**_asked(server, "x")))
+    error = _refused(
+        anthropic.AuthenticationError, lambda: _client(api_key="wrong").messages.create(**_asked(server, "x"))
+    )
     assert server.kind == "serve" or error.body["error"]["type"] == "authentication_error", error.body
 
 

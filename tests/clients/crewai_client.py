@@ -3,12 +3,17 @@
 import asyncio
 import os
 
-os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", "CREWAI_TRACING_ENABLED": "false", "CREWAI_TESTING": "true"}
+os.environ |= {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "OTEL_SDK_DISABLED": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_TESTING": "true",
+}
 
-from crewai import LLM, Agent, Crew, Task  # noqa: E402
-from crewai.tools import tool  # noqa: E402
-from pydantic import BaseModel  # noqa: E402
-from script import CALL, main, on, script  # noqa: E402
+from crewai import LLM, Agent, Crew, Task
+from crewai.tools import tool
+from pydantic import BaseModel
+from script import CALL, main, script
 
 CITY = '{"name": "Ulm", "people": 130}'
 ANSWER = "Thought: I know.\nFinal Answer: Two."
@@ -30,7 +35,15 @@ def _models(server, **options):
 
 
 def _crew(model, *answers, tools=(), **task):
-    agent = Agent(role="adder", goal="add", backstory="An adder.", llm=model, tools=list(tools), verbose=False, max_retry_limit=0)
+    agent = Agent(
+        role="adder",
+        goal="add",
+        backstory="An adder.",
+        llm=model,
+        tools=list(tools),
+        verbose=False,
+        max_retry_limit=0,
+    )
     job = Task(description=script(*answers), expected_output="A sum.", agent=agent, **task)
     return Crew(agents=[agent], tasks=[job], verbose=False)
 
@@ -52,12 +65,17 @@ def tools(server):
 
 def structured(server):
     for model in _models(server):
-        assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == City(name="Ulm", people=130)
+        assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == City(
+            name="Ulm", people=130
+        )
 
 
 def structured_json(server):
     for model in _models(server):
-        assert _crew(model, CITY, CITY, output_json=City).kickoff().json_dict == {"name": "Ulm", "people": 130}
+        assert _crew(model, CITY, CITY, output_json=City).kickoff().json_dict == {
+            "name": "Ulm",
+            "people": 130,
+        }
 
 
 def structured_call(server):

@@ -4,7 +4,7 @@ import asyncio
 
 import dspy
 import litellm
-from script import CALL, main, on, script
+from script import CALL, main, script
 
 litellm.suppress_debug_info = True
 dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=False)
@@ -30,7 +30,13 @@ def _models(server, **options):
     yield dspy.LM(f"openai/{server.model}", api_base=server.openai_url, api_key=server.key, **options)
     if server.kind == "capture":
         yield dspy.LM(f"anthropic/{server.model}", api_base=server.url, api_key=server.key, **options)
-        yield dspy.LM(f"openai/{server.model}", api_base=server.openai_url, api_key=server.key, model_type="responses", **options)
+        yield dspy.LM(
+            f"openai/{server.model}",
+            api_base=server.openai_url,
+            api_key=server.key,
+            model_type="responses",
+            **options,
+        )
 
 
 def _each(server, adapter=None, **options):
@@ -71,20 +77,19 @@ def reasoning(server):
 
 
 def react(server):
-    thought = "[[ ## next_thought ## ]]\nI think.\n\n[[ ## next_tool_name ## ]]\n{}\n\n[[ ## next_tool_args ## ]]\n{}\n\n[[ ## completed ## ]]"
+    parts = (
+        "[[ ## next_thought ## ]]\nI think.",
+        "[[ ## next_tool_name ## ]]\n{}",
+        "[[ ## next_tool_args ## ]]\n{}",
+    )
+    thought = "\n\n".join([*parts, "[[ ## completed ## ]]"])
     answers = (
         thought.format("add", '{"a": 2, "b": 3}'),
         thought.format("finish", "{}"),
         f"[[ ## reasoning ## ]]\nI added.\n\n{MARKED}",
     )
-    native = (CALL, {"calls": [["finish", {}]]}, {"calls": [["submit", {"total": 5}]]}, answers[-1])
     for _ in _each(server):
-        try:
-            result = dspy.ReAct(Sum, tools=[add], max_iters=3)(question=script(*answers))
-            assert result.total == 5, result
-        except Exception:
-            result = dspy.ReAct(Sum, tools=[add], max_iters=3)(question=script(*native))
-            assert result.total == 5, result
+        assert dspy.ReAct(Sum, tools=[add], max_iters=3)(question=script(*answers)).total == 5
 
 
 def native_tools(server):

@@ -102,7 +102,8 @@ def asks_again(server):
 
 def streaming_parts(server):
     client = instructor.from_openai(OpenAI(max_retries=0))
-    *_, last = client.chat.completions.create_partial(**_asked(server, CITY_CALL))
+    call = {"calls": [["PartialCity", VALUES]]}
+    *_, last = client.chat.completions.create_partial(**_asked(server, call))
     assert last.people == 130
 
 
@@ -114,7 +115,9 @@ def streaming_list(server):
 
 async def asynchronous(server):
     client = instructor.from_openai(AsyncOpenAI(max_retries=0))
-    cities = await asyncio.gather(*[client.chat.completions.create(**_asked(server, CITY_CALL)) for _ in range(3)])
+    cities = await asyncio.gather(
+        *[client.chat.completions.create(**_asked(server, CITY_CALL)) for _ in range(3)]
+    )
     assert [city.people for city in cities] == [130] * 3
 
 

@@ -5,6 +5,7 @@ import warnings
 
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
+from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
@@ -169,7 +170,7 @@ def logprobs(server):
 @on("capture")
 def count_of_tokens(server):
     *_, claude = _models(server)
-    assert claude.get_num_tokens_from_messages([("user", "Two.")]) > 0
+    assert claude.get_num_tokens_from_messages([HumanMessage("Two.")]) > 0
 
 
 def retry_429(server):

@@ -29,7 +29,9 @@ def _user(*answers, text=""):
 
 def plain(server):
     reply = _client().chat.completions.create(
-        model=server.model, messages=[{"role": "system", "content": "Be short."}, *_user("Two.")], temperature=0.5
+        model=server.model,
+        messages=[{"role": "system", "content": "Be short."}, *_user("Two.")],
+        temperature=0.5,
     )
     assert reply.choices[0].message.content == "Two."
     assert reply.choices[0].finish_reason == "stop"
@@ -42,7 +44,9 @@ def tools(server):
     (call,) = first.message.tool_calls
     assert (first.finish_reason, call.function.name) == ("tool_calls", "add")
     messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
-    last = client.chat.completions.create(model=server.model, messages=messages, tools=[TOOL], parallel_tool_calls=False)
+    last = client.chat.completions.create(
+        model=server.model, messages=messages, tools=[TOOL], parallel_tool_calls=False
+    )
     assert last.choices[0].message.content == "5"
 
 
@@ -61,7 +65,9 @@ def structured(server):
 
 def json_mode(server):
     reply = _client().chat.completions.create(
-        model=server.model, messages=_user(CITY, text="Answer in JSON."), response_format={"type": "json_object"}
+        model=server.model,
+        messages=_user(CITY, text="Answer in JSON."),
+        response_format={"type": "json_object"},
     )
     assert reply.choices[0].message.content == CITY
 
@@ -69,17 +75,24 @@ def json_mode(server):
 def strict_tool(server):
     tool = openai.pydantic_function_tool(City, name="city")
     reply = _client().chat.completions.parse(
-        model=server.model, messages=_user({"calls": [["city", {"name": "Ulm", "people": 130}]]}), tools=[tool]
+        model=server.model,
+        messages=_user({"calls": [["city", {"name": "Ulm", "people": 130}]]}),
+        tools=[tool],
     )
     assert reply.choices[0].message.tool_calls[0].function.parsed_arguments == City(name="Ulm", people=130)
 
 
 def streaming(server):
     stream = _client().chat.completions.create(
-        model=server.model, messages=_user("One, two, three."), stream=True, stream_options={"include_usage": True}
+        model=server.model,
+        messages=_user("One, two, three."),
+        stream=True,
+        stream_options={"include_usage": True},
     )
     parts = list(stream)
-    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == "One, two, three."
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == "One, two, three."
+    )
     assert parts[-1].usage.total_tokens >= 0
 
 
@@ -119,7 +132,9 @@ def retry_503(server):
 
 
 def unknown_model(server):
-    error = _refused(openai.NotFoundError, lambda: _client().chat.completions.create(model="no-such", messages=_user("x")))
+    error = _refused(
+        openai.NotFoundError, lambda: _client().chat.completions.create(model="no-such", messages=_user("x"))
+    )
     assert error.code == "model_not_found", error.body
 
 
@@ -170,14 +185,19 @@ def logprobs(server):
 def several_choices(server):
     """A capture answers once a call, and says so."""
     if server.kind == "capture":
-        _refused(openai.BadRequestError, lambda: _client().chat.completions.create(model=server.model, messages=_user("x"), n=2))
+        _refused(
+            openai.BadRequestError,
+            lambda: _client().chat.completions.create(model=server.model, messages=_user("x"), n=2),
+        )
         return
     reply = _client().chat.completions.create(model=server.model, messages=_user("x"), n=2)
     assert len(reply.choices) == 2
 
 
 def stop_strings(server):
-    _client().chat.completions.create(model=server.model, messages=_user("One"), stop=["."], max_completion_tokens=50)
+    _client().chat.completions.create(
+        model=server.model, messages=_user("One"), stop=["."], max_completion_tokens=50
+    )
 
 
 @on("serve")
@@ -233,7 +253,9 @@ def responses_streaming(server):
 
 @on("capture")
 def responses_streaming_of_calls(server):
-    stream = _client().responses.create(model=server.model, input=script(CALL), tools=[FLAT_TOOL], stream=True)
+    stream = _client().responses.create(
+        model=server.model, input=script(CALL), tools=[FLAT_TOOL], stream=True
+    )
     kinds = [event.type for event in stream]
     assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed"
 
@@ -250,7 +272,9 @@ def responses_errors(server):
 @on("capture")
 def responses_input_tokens(server):
     """An endpoint that nobody offers here answers in OpenAI's form."""
-    error = _refused(openai.NotFoundError, lambda: _client().responses.input_tokens.count(model=server.model, input="x"))
+    error = _refused(
+        openai.NotFoundError, lambda: _client().responses.input_tokens.count(model=server.model, input="x")
+    )
     assert error.body and error.body["message"], error.response.text
 
 

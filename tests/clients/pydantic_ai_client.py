@@ -76,7 +76,9 @@ def tools_and_structured(server):
 
 def retries_of_the_library(server):
     """A wrong output is answered with its error, and asked again."""
-    wrong, right = ({"calls": [["final_result", {"name": "Ulm", "people": people}]]} for people in ("many", 130))
+    wrong, right = (
+        {"calls": [["final_result", {"name": "Ulm", "people": people}]]} for people in ("many", 130)
+    )
     for agent in _agents(server, output_type=City):
         assert agent.run_sync(script(wrong, right)).output.people == 130
 
@@ -103,9 +105,7 @@ async def streaming(server):
 
 
 async def streaming_structured(server):
-    for form, answer in (
-        (City, {"calls": [["final_result", CITY_VALUES]]}), (NativeOutput(City), CITY)
-    ):
+    for form, answer in ((City, {"calls": [["final_result", CITY_VALUES]]}), (NativeOutput(City), CITY)):
         for agent in _agents(server, output_type=form):
             async with agent.run_stream(script(answer)) as run:
                 assert await run.get_output() == City(**CITY_VALUES)

@@ -1,9 +1,9 @@
 """What every client's file shares: it runs in the client's own environment, with the standard library alone.
 
-    python FILE '{"url": ..., "key": ..., "kind": "capture" or "serve"}'
+    python FILE '{"kind": "capture" or "serve", "url": ..., "key": ..., "model": ..., "results": PATH}'
 
-runs the scenarios of FILE in order, and prints a line of JSON for each: its name and its error, or null. Each
-scenario has an address of its own, and in a capture's case a capture of its own.
+runs the scenarios of FILE in order, and writes a line of JSON to PATH for each: name and error, or null.
+Each scenario has an address of its own, and in a capture's case a capture of its own.
 """
 
 import asyncio
@@ -37,12 +37,15 @@ class Server:
         kind: capture or serve.
         url: without /v1, as Anthropic's clients want it.
         model: the name under which it answers.
+        service: the address of the whole service, and its key.
     """
 
     kind: str
     url: str
     key: str
     model: str
+    service: str
+    service_key: str
 
     @property
     def openai_url(self):
@@ -83,16 +86,17 @@ def main(home):
     """Run the scenarios of a file: its public functions with the one argument `server`."""
     setting = json.loads(sys.argv[1])
     chosen = setting.get("only")
-    output, sys.stdout = sys.stdout, sys.stderr  # libraries print
     client = os.path.basename(home["__file__"]).removesuffix(".py")
     for name, function in list(home.items()):
-        is_scenario = inspect.isfunction(function) and list(inspect.signature(function).parameters) == ["server"]
+        is_scenario = inspect.isfunction(function) and list(inspect.signature(function).parameters) == [
+            "server"
+        ]
         if not is_scenario or name.startswith("_") or (chosen and name not in chosen):
             continue
         if setting["kind"] in getattr(function, "kinds", ("capture", "serve")):
             error = _error_of(function, setting, f"{client}.{name}")
-            print(json.dumps({"scenario": name, "error": error}), file=output, flush=True)
-    output.flush()
+            with open(setting["results"], "a", encoding="utf-8") as results:  # libraries print
+                results.write(json.dumps({"scenario": name, "error": error}) + "\n")
     os._exit(0)  # threads of some libraries would wait for their telemetry
 
 
@@ -113,9 +117,15 @@ def _error_of(function, setting, name):
 def _server(setting, name):
     base = f"{setting['url']}/s/{name}"
     if setting["kind"] == "serve":
-        return Server("serve", base, setting["key"], setting["model"])
-    opened = post(f"{base}/captures", setting["key"], {"policy": {"policy_name": "scripted"}, "models": ["gpt-4o", "claude-sonnet-4-5", "policy"]})
-    return Server("capture", f"{base}/captures/{opened['capture_id']}", opened["key"], "gpt-4o")
+        return Server("serve", base, setting["key"], setting["model"], base, setting["key"])
+    opened = post(
+        f"{base}/captures",
+        setting["key"],
+        {"policy": {"policy_name": "scripted"}, "models": ["gpt-4o", "claude-sonnet-4-5", "policy"]},
+    )
+    return Server(
+        "capture", f"{base}/captures/{opened['capture_id']}", opened["key"], "gpt-4o", base, setting["key"]
+    )
 
 
 def post(url, key, body):

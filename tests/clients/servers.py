@@ -1,4 +1,4 @@
-"""A task app whose captures a scripted policy answers, and a gateway with a scripted engine, both on real ports.
+"""A task app whose captures a scripted policy answers, and a gateway with a scripted engine, on real ports.
 
 The model writes what a client's script asks it to, wherever that stands in the prompt (see `script.py`), so
 every client meets the real services, and knows what a good model would have answered.
@@ -24,7 +24,8 @@ from task_app.settings import Settings
 from tests.model_folders import make_qwen3, training_texts
 from tests.task_app.counting import NoConfig, boards
 from trainer_backend.errors import ContextLengthExceeded
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.chat_request import OF_LIBRARIES
+from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -40,7 +41,7 @@ Answer = Mapping[str, Any]
 
 
 class ScriptedModel:
-    """Writes the k-th answer of a script when it is asked with that script the k-th time; the last for ever."""
+    """Writes the k-th answer of a script when a prompt holds it for the k-th time; the last one for ever."""
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
@@ -48,7 +49,7 @@ class ScriptedModel:
     def answer(self, prompt: str) -> Answer:
         scripts = _SCRIPT.findall(prompt)
         if not scripts:
-            return {"say": "no script"}
+            return {"calls": [["add", {"names": ["a"]}]]}  # of a rollout in the environment `counting`
         name, code = scripts[-1]
         answers = json.loads(base64.b64decode(code))
         place = self._asked[name] = self._asked.get(name, 0) + 1
@@ -69,7 +70,9 @@ class ScriptedPolicy:
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
         prompt = "\n".join(message.content or "" for message in observation)
         if len(prompt) > LONGEST:
-            raise PromptTooLong("the prompt has too many tokens", where="messages")
+            raise PromptTooLong(
+                f"This model's maximum context length is {LONGEST} tokens"
+            )  # a server's words
         answer = self._model.answer(prompt)
         text = answer.get("say", "")
         if calls := answer.get("calls"):
@@ -194,7 +197,10 @@ def capture_service() -> Iterator[tuple[str, Recorder]]:
     """A task app; the policy `scripted` of each capture is one model."""
     model = ScriptedModel()
     own = boards()
-    policies = {"scripted": PolicyPlugin(NoConfig, lambda config, context: ScriptedPolicy(model))}
+    policies = {
+        **own.policies,
+        "scripted": PolicyPlugin(NoConfig, lambda config, context: ScriptedPolicy(model)),
+    }
     app = create_app(Settings(api_keys=(KEY,)), boards=PlugBoards(own.environments, policies))
     recorder = Recorder(app)
     with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
@@ -207,6 +213,7 @@ def gateway_service(folder: Path) -> Iterator[tuple[str, Recorder]]:
     make_qwen3(folder, training_texts())
     tokenizer = load_tokenizer(folder)
     engine = ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel())
-    recorder = Recorder(create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY))
+    limits = GatewayLimits(leaves_out=OF_LIBRARIES)
+    recorder = Recorder(create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY, limits=limits))
     with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
         yield url, recorder

@@ -1,6 +1,6 @@
 """The package `smolagents`: agents that call tools, and agents that write code."""
 
-from script import CALL, main, on, script
+from script import CALL, main, script
 from smolagents import CodeAgent, LiteLLMModel, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
 FIVE = {"calls": [["final_answer", {"answer": "5"}]]}
@@ -50,7 +50,11 @@ def code_agent_structured(server):
     answer = '{"thought": "I add.", "code": "final_answer(add(2, 3))"}'
     for model in _models(server):
         agent = CodeAgent(
-            tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=3, use_structured_outputs_internally=True
+            tools=[add],
+            model=model,
+            verbosity_level=LogLevel.OFF,
+            max_steps=3,
+            use_structured_outputs_internally=True,
         )
         assert agent.run(script(answer)) == 5
 
@@ -80,7 +84,12 @@ def streaming_agent(server):
 def managed_agent(server):
     for model in _models(server):
         helper = ToolCallingAgent(
-            tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=2, name="helper", description="Adds."
+            tools=[add],
+            model=model,
+            verbosity_level=LogLevel.OFF,
+            max_steps=2,
+            name="helper",
+            description="Adds.",
         )
         agent = ToolCallingAgent(
             tools=[], model=model, managed_agents=[helper], verbosity_level=LogLevel.OFF, max_steps=3

@@ -1,0 +1,98 @@
+"""The clients that people bring, as they are installed: each plays its scenarios against real servers.
+
+`make test-clients` builds their environments. What is missing there is skipped in `make test`.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.servers import KEY, MODEL, Recorder, capture_service, gateway_service
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = os.environ.get("TURNWISE_TEST_CLIENTS")
+# The environment of each client; the pins of two environments differ.
+CLIENTS = {
+    "openai": "sdk",
+    "anthropic": "sdk",
+    "agents": "sdk",
+    "langchain": "sdk",
+    "pydantic_ai": "sdk",
+    "litellm": "litellm",
+    "dspy": "litellm",
+    "smolagents": "litellm",
+    "instructor": "instructor",
+    "crewai": "crewai",
+    "synth": "synth",
+}
+LONGEST_RUN_S = 220
+
+pytestmark = pytest.mark.skipif(ENVIRONMENTS is None, reason="make test-clients builds their environments")
+
+Service = tuple[str, Recorder]
+
+
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Service]:
+    with capture_service() as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with gateway_service(tmp_path_factory.mktemp("gateway") / "model") as service:
+        yield service
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_works_at_a_capture(client: str, captures: Service, tmp_path: Path) -> None:
+    fail_with(play(client, "capture", captures, tmp_path))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_works_at_the_gateway(client: str, gateway: Service, tmp_path: Path) -> None:
+    fail_with(play(client, "serve", gateway, tmp_path))
+
+
+def fail_with(failures: list[str]) -> None:
+    if failures:
+        pytest.fail("\n\n".join(failures), pytrace=False)
+
+
+def play(client: str, kind: str, service: Service, folder: Path) -> list[str]:
+    """Play the scenarios of a client; each that failed, with its error and its last request and answer."""
+    url, recorder = service
+    results = folder / "results.jsonl"
+    setting = {"kind": kind, "url": url, "key": KEY, "model": MODEL, "results": str(results)}
+    command = [
+        f"{ENVIRONMENTS}/{CLIENTS[client]}/bin/python",
+        str(HERE / f"{client}_client.py"),
+        json.dumps(setting),
+    ]
+    process = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_RUN_S,
+        cwd=folder,
+        env=_variables(folder),
+        check=False,
+    )
+    assert process.returncode == 0 and results.exists(), process.stderr[-4000:]
+    outcomes = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    failed = [(one["scenario"], one["error"]) for one in outcomes if one["error"] is not None]
+    return [f"{name}: {error}\n{_last_asked(recorder, f'{client}_client.{name}')}" for name, error in failed]
+
+
+def _variables(home: Path) -> dict[str, str]:
+    """No key of this machine's, and a home for what libraries write."""
+    return {"PATH": os.environ["PATH"], "HOME": str(home)}
+
+
+def _last_asked(recorder: Recorder, name: str) -> str:
+    asked = recorder.asked.get(name, ())
+    return json.dumps(asked[-1], indent=1)[:3000] if asked else "nothing was asked"
