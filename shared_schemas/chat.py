@@ -35,6 +35,7 @@ from typing import Any
 
 ROLLOUT_HEADER = "X-Turnwise-Rollout"
 IGNORED_HEADER = "X-Turnwise-Ignored"
+RESPONSE_FORMAT = "response_format"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 

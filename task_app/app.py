@@ -22,6 +22,7 @@ from service_kit.problems import (
     problem_responses,
 )
 from service_kit.release import version
+from task_app.captures.call_errors import CallErrors
 from task_app.captures.door import CaptureDoor
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
 from task_app.dialects.one_call import routes as one_call
@@ -152,8 +153,8 @@ def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
         read=captures.read_body,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = RequestObserver(app, requests=services.metrics.requests, keys=keys)
-    return ServerErrorMiddleware(app, handler=internal_error_response)
+    app = CallErrors(ServerErrorMiddleware(app, handler=internal_error_response), captures.dialect_of)
+    return RequestObserver(app, requests=services.metrics.requests, keys=keys)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 from uuid import uuid4
 
@@ -139,6 +140,9 @@ class PastDecision:
     outcome: DecisionOutcome
 
 
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
 class PolicyObservation(list[Message]):
     """The observation that `RLRolloutWorker` passes to a policy: the messages of the prompt, with more facts.
 
@@ -148,9 +152,10 @@ class PolicyObservation(list[Message]):
         data: the observation as plain values, for scripted policies.
         max_tokens: limit of tokens to sample, from the rest of a budget; at least 1; None: no limit.
         stop: strings that end the answer, which an agent of a captured endpoint asks for.
+        options: further settings of such an agent, of those that the policy follows (`FollowsOptions`).
     """
 
-    __slots__ = ("data", "max_tokens", "stop")
+    __slots__ = ("data", "max_tokens", "options", "stop")
 
     def __init__(
         self,
@@ -158,11 +163,13 @@ class PolicyObservation(list[Message]):
         data: Mapping[str, Any],
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
         super().__init__(messages)
         self.data = data
         self.max_tokens = max_tokens
         self.stop = stop
+        self.options = options
 
 
 class Tool(Protocol):
@@ -313,6 +320,23 @@ class RestorablePolicy(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue like the policy of the snapshot; raise ValueError if the state is no snapshot."""
+
+
+@runtime_checkable
+class FollowsOptions(Protocol):
+    """An AgentPolicy that follows settings of an agent's model call, under Chat Completions' names."""
+
+    @property
+    def call_options(self) -> frozenset[str]:
+        """The names of those that it follows: `tool_choice`, `response_format`, `parallel_tool_calls`."""
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """An AgentPolicy that tells how many tokens a prompt has, without taking a decision."""
+
+    async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
+        """The tokens of the prompt; raises EpisodeFailed as `get_action` does."""
 
 
 # action, raw_policy_output, log_probs, value_estimate: see AgentPolicy.get_action.

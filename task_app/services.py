@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from service_kit.keys import Keys
+from shared_schemas.chat import StructuredOutput
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import RolloutRequest
 from task_app.captures.door import Captures
@@ -70,7 +71,9 @@ class Services:
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=Held(self.settings.max_held_bytes))
+        rejects_form = self.settings.structured_output is StructuredOutput.REJECT
+        held = Held(self.settings.max_held_bytes)
+        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=held, rejects_form=rejects_form)
         self.runner = RolloutRunner(
             self.settings,
             self.boards,

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.base import Body
+from shared_schemas.chat import StructuredOutput
 from shared_schemas.urls import HOST_OR_IPV6
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 from task_app.environments.foreign.peer import LOOPBACK, Reach
@@ -177,6 +178,11 @@ class Settings(Body):
     )
     max_interaction_bytes: int = Field(
         default=1 << 20, ge=1_024, le=1 << 30, description="of one answer of an interaction"
+    )
+    structured_output: StructuredOutput = Field(
+        default=StructuredOutput.DROP,
+        description="what becomes of a captured agent's response_format where tokens are recorded, since a "
+        "grammar would change what is trained: drop says so in a header and in /metrics",
     )
     max_idempotency_keys: int = Field(default=65_536, ge=1, le=10_000_000)
     max_idempotency_bytes: int = Field(

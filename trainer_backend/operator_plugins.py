@@ -1,8 +1,8 @@
-"""Estimators and losses of the operator's own: of the files of `job.trainer_plugins`, and of packages.
+"""Plug-ins of the operator's own in the trainer: of the files of `job.trainer_plugins`, and of packages.
 
-A file marks them with `@estimator` and `@loss`. It runs at `check`, in a run and its learner, at `recredit`
-and `truth`; who only looks at a run (`report`, `compare`, `eval`, `serve`, the dashboard) does not run it. A
-package offers what it marks by entry points. docs/plugins.md has an example.
+A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. It runs at `check`, in a run and
+its learner, at `recredit` and `truth`; who only looks at a run (`report`, `compare`, `eval`, `serve`, the
+dashboard) does not run it. A package offers what it marks by entry points. docs/plugins.md has examples.
 """
 
 import hashlib
@@ -12,13 +12,16 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from inspect import iscoroutinefunction
+from inspect import isabstract, isclass, iscoroutinefunction
 from itertools import zip_longest
 from pathlib import Path
 from threading import RLock
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
-from service_kit.boundary import Boundary
+import numpy as np
+from numpy.typing import NDArray
+
+from service_kit.boundary import Boundary, describe_line
 from service_kit.errors import SettingsError
 from service_kit.plugin_file import module_of, package_plugs
 from shared_schemas.base import did_you_mean
@@ -29,25 +32,34 @@ from trainer_backend.core.advantages.episodes import (
     Estimator,
     EstimatorPlug,
 )
+from trainer_backend.core.aggregation import Aggregation, AggregationPlug, WeighedOver, refuse_none
+from trainer_backend.core.allocation import AllocationPlug, RolloutAllocationSchedule
 from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, JobError, NonFiniteLoss, place
-from trainer_backend.plugins import ESTIMATORS, LOSSES, add_plug, remove_plug
+from trainer_backend.plugins import BUILT_IN, READS, OperatorPlug, add_plug, remove_plug
 
 KEY = "job.trainer_plugins"
-# The board of each group of entry points, and what marks its functions.
+_SCHEDULES = "rollout_allocation_schedule.type"
+# The board of each group of entry points, and what marks its functions and classes.
 _GROUPS = {
     "turnwise.estimators": ("algorithm.advantage", "@estimator(NAME)"),
     "turnwise.losses": ("algorithm.loss", "@loss(NAME)"),
+    "turnwise.aggregations": ("training.aggregation", "@aggregation(NAME)"),
+    "turnwise.schedules": (_SCHEDULES, "@schedule(NAME)"),
 }
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
 _MARK = "turnwise_plug"
+# Of the weights of an aggregation, which may be made of float32.
+_SUM_ERROR = 1e-5
 Rows = Sequence[Sequence[float]]
+Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """A function's name on a board, and its plug.
+    """The name of a function or a class on a board, and its plug.
 
     Attributes:
         home: the file or the package that has it, for errors.
@@ -55,7 +67,7 @@ class _Plug:
 
     board: str
     name: str
-    plug: EstimatorPlug | LossPlug
+    plug: OperatorPlug
     home: str = ""
 
 
@@ -119,6 +131,55 @@ def loss(
     return mark
 
 
+def aggregation(name: str, *, over: WeighedOver = "step") -> Callable[[Aggregation], Aggregation]:
+    """Name an aggregation, as `training.aggregation` then may: arguments and result as in `token_mean`.
+
+    Args:
+        over: whose segments it gets: those of an optimizer step or of the iteration, whose weights then sum
+            to 1, or with "plan" those of a step, whose weights are then divided by the planned tokens.
+
+    Raises:
+        SettingsError: `over` is something else.
+    """
+    if over not in get_args(WeighedOver):
+        raise SettingsError(f"{name!r} has over = {over!r}{did_you_mean(str(over), get_args(WeighedOver))}")
+
+    def mark(compute: Aggregation) -> Aggregation:
+        _refuse_async(name, compute)
+        plug = AggregationPlug(_with_weights_checked(name, compute, over), over)
+        setattr(compute, _MARK, _Plug("training.aggregation", name, plug))
+        return compute
+
+    return mark
+
+
+def schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Name a schedule of fixed policies, as `rollout_allocation_schedule.type` then may.
+
+    The class has `get_policy_choice(step)`, which returns "actor" or "fixed", as the published
+    `RolloutAllocationSchedule`; or it is a `DrawnSchedule` with `alpha_at(step)`, P(actor). Its arguments are
+    keys of [rollout_allocation_schedule], see `AllocationPlug`.
+
+    Raises:
+        SettingsError: it is no such class.
+    """
+
+    def mark(kind: Schedule) -> Schedule:
+        choose = getattr(kind, "get_policy_choice", None)
+        if not isclass(kind) or not callable(choose) or isabstract(kind):
+            missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["get_policy_choice"]
+            raise SettingsError(
+                f"{name!r} marks no class with the method {missing[0]}(step); a subclass of "
+                "RolloutAllocationSchedule has get_policy_choice, and one of DrawnSchedule alpha_at"
+            )
+        for method in (choose, getattr(kind, "alpha_at", None)):
+            _refuse_async(name, method)
+        setattr(kind, _MARK, _Plug(_SCHEDULES, name, AllocationPlug(kind)))
+        return kind
+
+    return mark
+
+
 def _refuse_unknown(name: str, given: Collection[str], known: Collection[str], home: str) -> None:
     if isinstance(given, str):
         raise SettingsError(f"{name!r} has takes = {given!r}; write a set of names, {{{given!r}}}")
@@ -133,7 +194,7 @@ def _refuse_values(name: str, values: Mapping[str, Any]) -> None:
             raise SettingsError(f"{name!r} has values of {key!r}; they are keys of algorithm. and training.")
 
 
-def _refuse_async(name: str, compute: Callable[..., Any]) -> None:
+def _refuse_async(name: str, compute: object) -> None:
     if iscoroutinefunction(compute):
         raise SettingsError(f"{name!r} is an async function; write def without async")
 
@@ -246,6 +307,43 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     return loss_of
 
 
+def _with_weights_checked(name: str, compute: Aggregation, over: WeighedOver) -> Aggregation:
+    """The function with a check of what it returns, which scales the loss."""
+    where = f"the aggregation {name!r} ({describe_line(compute)})"
+
+    def weights_of(segments: Sequence[Segment]) -> list[NDArray[Any]]:
+        refuse_none(segments)
+        with Boundary(f"the aggregation {name!r}", JobError, compute):
+            rows = [np.asarray(row, np.float64) for row in compute(segments)]
+        if len(rows) != len(segments):
+            raise JobError(f"{where} returned {len(rows)} rows for {len(segments)} segments")
+        for segment, row_N in zip(segments, rows, strict=True):
+            _refuse_weights(where, segment, row_N)
+        total = math.fsum(float(row_N.sum()) for row_N in rows)
+        if over != "plan" and abs(total - 1.0) > _SUM_ERROR:
+            raise JobError(
+                f"{where} returned weights that sum to {total:g}; with over = {over!r} they sum to 1. Did "
+                "you mean over = 'plan', which divides them by the planned tokens?"
+            )
+        return rows
+
+    return weights_of
+
+
+def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) -> None:
+    if row_N.shape != segment.logprobs.shape:
+        raise JobError(
+            f"{where} returned weights of shape {row_N.shape} for a segment of {len(segment.logprobs)} "
+            f"sampled tokens, {place(segment.rollout_id)}"
+        )
+    wrong = row_N[~(np.isfinite(row_N) & (row_N >= 0.0))]
+    if wrong.size:
+        raise JobError(
+            f"{where} returned the weight {wrong[0]:g}, {place(segment.rollout_id)}; weights are finite and "
+            "not below 0"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _FilePlugs:
     """What the boards have from a file."""
@@ -289,7 +387,7 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
 
 
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Put the estimators and losses of the files on the boards, instead of those of other files.
+    """Put what the files mark on the boards, instead of what other files marked.
 
     A file that is unchanged since it was put there does not run again.
 
@@ -352,8 +450,9 @@ def _load(file: Path, option: str) -> str:
     except SettingsError as error:
         raise JobError(str(error)) from error
     if not plugs:
+        marks = [mark for _, mark in _GROUPS.values()]
         raise JobError(
-            f"{option} names {str(file)!r}, which marks nothing with @estimator(NAME) or @loss(NAME)"
+            f"{option} names {str(file)!r}, which marks nothing with {', '.join(marks[:-1])} or {marks[-1]}"
         )
     _refuse_names(plugs, _load_packages_once(), f"{option}, {file}")
     _add(plugs)
@@ -382,7 +481,8 @@ def _unload(file: Path) -> None:
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
-        mark = getattr(value, _MARK, None)
+        # Its own: a class inherits the mark of its base, and an object that of its class.
+        mark = vars(value).get(_MARK) if hasattr(value, "__dict__") else None
         if isinstance(mark, _Plug) and id(mark) not in seen:  # an alias is no second one
             seen.add(id(mark))
             yield replace(mark, home=home)
@@ -393,15 +493,28 @@ def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -
     Args:
         others: of packages, which are on the boards or will be.
     """
-    homes = {("algorithm.advantage", name): "built in" for name in ESTIMATORS}
-    homes |= {("algorithm.loss", name): "built in" for name in LOSSES}
+    homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
     of_files = (item for known in _BY_FILE.values() for item in known.plugs)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}
     for item in plugs:
-        if not _NAME.fullmatch(item.name):
-            raise JobError(f"{where}: {item.name[:80]!r} is no name: a-z, 0-9 and _, at most 60")
+        if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
+            raise JobError(f"{where}: {str(item.name)[:80]!r} is no name: a-z, 0-9 and _, at most 60")
         if home := homes.get((item.board, item.name)):
             raise JobError(
                 f"{where}: {item.board} = {item.name!r} is there already ({home}); choose another name"
             )
         homes[item.board, item.name] = f"of {item.home}"
+        if isinstance(item.plug, AllocationPlug):
+            _refuse_arguments(item.name, item.plug, where)
+
+
+def _refuse_arguments(name: str, plug: AllocationPlug, where: str) -> None:
+    """Refuse an argument of a schedule's class that no built-in one takes: these take all that there are."""
+    known = {"seed", "history"} | {
+        key.partition(".")[2] for keys in READS[_SCHEDULES].values() for key in keys
+    }
+    for argument in sorted((plug.needs | plug.takes) - known):
+        raise JobError(
+            f"{where}: the schedule {name!r} has the argument {argument!r}, and there is none for it in "
+            f"[rollout_allocation_schedule]{did_you_mean(argument, known)}"
+        )

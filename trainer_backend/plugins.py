@@ -3,8 +3,8 @@
 Importing this file imports no torch.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.adaptive import AdaptiveSchedule
@@ -263,7 +263,7 @@ AGGREGATIONS: dict[str, AggregationPlug] = {
     "token_mean": AggregationPlug(token_mean),
     "decision_mean": AggregationPlug(decision_mean),
     "episode_equal": AggregationPlug(episode_equal, over="iteration"),
-    "constant": AggregationPlug(constant_aggregation, over="plan", takes=frozenset({"constant_tokens"})),
+    "constant": AggregationPlug(constant_aggregation, over="plan"),
 }
 # A sink's library is imported when a job opens the sink.
 SINKS: dict[str, OpenSink] = {
@@ -274,20 +274,11 @@ SINKS: dict[str, OpenSink] = {
 SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS: dict[str, AllocationPlug] = {
-    "constant": AllocationPlug(ConstantSchedule, needs=frozenset({"alpha"})),
-    "linear": AllocationPlug(
-        LinearSchedule, needs=frozenset({"alpha_0", "beta"}), takes=frozenset({"max_alpha"})
-    ),
-    "exponential": AllocationPlug(ExponentialSchedule, needs=frozenset({"gamma"})),
-    "step": AllocationPlug(
-        StepSchedule, needs=frozenset({"switch_steps"}), takes=frozenset({"initial_policy"})
-    ),
-    "adaptive": AllocationPlug(
-        AdaptiveSchedule,
-        needs=frozenset({"alpha_0"}),
-        takes=frozenset({"min_alpha", "max_alpha", "window"}),
-        looks_back=True,
-    ),
+    "constant": AllocationPlug(ConstantSchedule),
+    "linear": AllocationPlug(LinearSchedule),
+    "exponential": AllocationPlug(ExponentialSchedule),
+    "step": AllocationPlug(StepSchedule),
+    "adaptive": AllocationPlug(AdaptiveSchedule),
 }
 # Formats of tool calls. The first marker found in a chat template decides: the template of Qwen3-Coder
 # contains that of Hermes too.
@@ -305,13 +296,20 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(parse_hermes, marker="<tool_call>", openers=(OPEN,)),
     "llama": ToolFormat(parse_llama, marker="ipython", openers=("{", PYTHON_TAG)),
 }
-# Every key of a job that takes a name of a board; checks and documentation use it.
-BOARDS: dict[str, Mapping[str, object]] = {
+OperatorPlug = EstimatorPlug | LossPlug | AggregationPlug | AllocationPlug
+# The boards to which an operator adds (operator_plugins.py), by the key of a job that takes their names. Each
+# has its own type of plug.
+OPEN_BOARDS: dict[str, dict[str, Any]] = {
     "algorithm.advantage": ESTIMATORS,
     "algorithm.loss": LOSSES,
     "training.aggregation": AGGREGATIONS,
-    "training.learning_rate_schedule": SCHEDULES,
     "rollout_allocation_schedule.type": ALLOCATIONS,
+}
+BUILT_IN = {board: frozenset(plugs) for board, plugs in OPEN_BOARDS.items()}
+# Every key of a job that takes a name of a board; checks and documentation use it.
+BOARDS: dict[str, Mapping[str, object]] = {
+    **OPEN_BOARDS,
+    "training.learning_rate_schedule": SCHEDULES,
     "model.preset": PRESETS,
     "model.tool_call_format": TOOL_FORMATS,
 }
@@ -323,45 +321,41 @@ _OF_OWN_CRITICS = frozenset(
 _OF_CRITICS = frozenset({"critic", "value_clip", "value_learning_rate"}) | _OF_HEADS | _OF_OWN_CRITICS
 
 
-def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = frozenset()) -> frozenset[str]:
-    return frozenset({f"algorithm.{key}" for key in algorithm} | {f"training.{key}" for key in training})
+def _keys(table: str, keys: Iterable[str]) -> frozenset[str]:
+    return frozenset(f"{table}.{key}" for key in keys)
 
 
-def _read_by(plug: EstimatorPlug) -> frozenset[str]:
-    return _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
+def _read_by(plug: OperatorPlug) -> frozenset[str]:
+    match plug:
+        case EstimatorPlug():
+            critic = _OF_CRITICS if plug.needs_values else ()
+            return _keys("algorithm", plug.takes) | _keys("training", critic)
+        case AllocationPlug():
+            return _keys("rollout_allocation_schedule", plug.needs | plug.takes)
+        case _:
+            return _keys("training", plug.takes)
 
 
 # The job's keys that each name reads; a set key that only other names read is refused (`check`).
 READS: dict[str, dict[str, frozenset[str]]] = {
-    "algorithm.advantage": {name: _read_by(plug) for name, plug in ESTIMATORS.items()},
-    "algorithm.loss": {name: _keys(training=plug.takes) for name, plug in LOSSES.items()},
-    "training.aggregation": {name: _keys(training=plug.takes) for name, plug in AGGREGATIONS.items()},
-    "training.critic": {"head": _keys(training=_OF_HEADS), "own": _keys(training=_OF_OWN_CRITICS)},
+    **{board: {name: _read_by(plug) for name, plug in plugs.items()} for board, plugs in OPEN_BOARDS.items()},
+    "training.critic": {"head": _keys("training", _OF_HEADS), "own": _keys("training", _OF_OWN_CRITICS)},
     "training.learning_rate_schedule": {
-        name: _keys(training=frozenset() if fall is constant else frozenset({"learning_rate_final"}))
+        name: _keys("training", () if fall is constant else ("learning_rate_final",))
         for name, fall in SCHEDULES.items()
-    },
-    "rollout_allocation_schedule.type": {
-        name: frozenset(f"rollout_allocation_schedule.{key}" for key in plug.needs | plug.takes)
-        for name, plug in ALLOCATIONS.items()
     },
 }
 
 
-def add_plug(board: str, name: str, plug: EstimatorPlug | LossPlug) -> None:
-    """Put an estimator or a loss of the operator's own on its board."""
-    if isinstance(plug, EstimatorPlug):
-        ESTIMATORS[name] = plug
-        READS[board][name] = _read_by(plug)
-    else:
-        LOSSES[name] = plug
-        READS[board][name] = _keys(training=plug.takes)
+def add_plug(board: str, name: str, plug: OperatorPlug) -> None:
+    """Put a plug of the operator's own on its board."""
+    OPEN_BOARDS[board][name] = plug
+    READS[board][name] = _read_by(plug)
 
 
 def remove_plug(board: str, name: str) -> None:
-    """Take one of them away again."""
-    del READS[board][name]
-    (ESTIMATORS if board == "algorithm.advantage" else LOSSES).pop(name)
+    """Take it away again."""
+    del READS[board][name], OPEN_BOARDS[board][name]
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:

@@ -1,6 +1,6 @@
 """What the three dialects of a captured endpoint share: a call, its answer, and how a body is read."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,11 +10,14 @@ from shared_schemas.base import is_one_of, say_needed, shown
 from shared_schemas.chat import without_nulls
 from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
+from shared_schemas.tool_choice import chosen_tools, read_tool_choice
 from task_app.errors import InvalidRequest, clipped
 
 Json = dict[str, Any]
 # One server-sent event: its name, if the dialect has names, and its data.
 Event = tuple[str | None, Json | str]
+# Forms of an answer that an agent may ask for.
+_FORMS = ("text", "json_object", "json_schema")
 # Levels that stand above a tool's schema where rollouts are stored and sent, and some to spare.
 _ABOVE_SCHEMA = 11
 
@@ -28,6 +31,8 @@ class Call:
         max_tokens: the agent's own limit; the policy's holds too.
         stop: strings that end the answer.
         ignored: settings of the agent that have no effect, because the policy's own apply.
+        options: further settings, in Chat Completions' form: `tool_choice` where a call is forced,
+            `response_format`, `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`).
     """
 
     model: str
@@ -38,6 +43,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Answer:
         turn: of the decision, from 1.
         created: seconds since the epoch.
         finish_reason: "stop", "length" or "tool_calls".
+        ignored: settings of the call without effect.
+        dropped: of these, options that the policy does not follow.
     """
 
     call_id: str
@@ -60,6 +68,8 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    ignored: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 class Dialect(Protocol):
@@ -70,6 +80,8 @@ class Dialect(Protocol):
     def body(self, answer: Answer, call: Call) -> Json: ...
 
     def events(self, answer: Answer, call: Call) -> Iterable[Event]: ...
+
+    def count(self, tokens: int) -> Json: ...
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json: ...
 
@@ -82,10 +94,12 @@ class Keys:
 
     Attributes:
         ignored: keys without effect so far.
+        options: as in `Call`, so far.
     """
 
     body: Json
     ignored: list[str] = field(default_factory=list)
+    options: Json = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -114,6 +128,39 @@ class Keys:
                 f"{name} = {clipped(repr(value))} is not offered here", where=name, hint=hint
             )
 
+    def tools(self, read: Callable[[Json, str], ToolSpec]) -> tuple[ToolSpec, ...]:
+        """The tools that may be called; a call that the agent forces becomes an option."""
+        items = objects(self.take("tools", list, []), "tools")
+        specs = [read(item, f"tools.{place}") for place, item in enumerate(items)]
+        value = self.take("tool_choice", (str, dict), "auto")
+        try:
+            choice = read_tool_choice(value)
+            places = chosen_tools(choice, [spec.function.name for spec in specs])
+        except ValueError as exc:
+            raise InvalidRequest(str(exc), where="tool_choice") from exc
+        if choice.mode == "required":
+            self.options["tool_choice"] = "required"
+        is_single = isinstance(value, dict) and value.get("disable_parallel_tool_use") is True
+        if self.take("parallel_tool_calls", bool, not is_single) is False and places:
+            self.options["parallel_tool_calls"] = False
+        return tuple(specs[place] for place in places)
+
+    def form(self, value: Any, where: str) -> None:
+        """Note the form that the agent wants of the answer; text is none.
+
+        Args:
+            value: as Chat Completions has it, or with the schema's keys at its top, as the others do.
+        """
+        kind = value.get("type") if isinstance(value, dict) else value
+        if kind in (None, "text"):
+            return
+        if not isinstance(value, dict) or kind not in _FORMS:
+            raise InvalidRequest(f"{where} is {shown(value)}; known types: {', '.join(_FORMS)}", where=where)
+        if kind == "json_schema" and "json_schema" not in value:
+            inner = {name: part for name, part in value.items() if name != "type"}
+            value = {"type": kind, "json_schema": {"name": "answer", **inner}}
+        self.options["response_format"] = value
+
     def max_tokens(self, *names: str) -> int | None:
         values = [value for name in names if (value := self.take(name, int)) is not None]
         for name in names:
@@ -139,12 +186,6 @@ class Keys:
             name for name, value in self.body.items() if name not in self._read and value not in ([], {})
         ]
         return tuple(dict.fromkeys([*self.ignored, *(clipped(name) for name in unread)]))
-
-
-def refuse_form(form: Any, where: str) -> None:
-    """Refuse every form of the answer but text."""
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise InvalidRequest(f"{where}: no form is enforced", where=where, hint="ask for it in the prompt")
 
 
 def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:

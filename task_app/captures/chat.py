@@ -13,7 +13,6 @@ from task_app.captures.calls import (
     Keys,
     objects,
     parts_text,
-    refuse_form,
     role_of,
     text_at,
     tool_call,
@@ -37,31 +36,19 @@ class ChatCompletions:
         keys.refuse("n", (1,), "ask once for each answer")
         keys.refuse("modalities", (["text"],), "the policy writes text")
         keys.refuse("functions", ([],), "give tools")
-        refuse_form(keys.body.get("response_format"), "response_format")
-        keys.skip(
-            "response_format",
-            "user",
-            "metadata",
-            "store",
-            "safety_identifier",
-            "prompt_cache_key",
-            "parallel_tool_calls",
-        )
-        choice = keys.take("tool_choice", (str, dict), "auto")
-        if choice not in ("auto", "none"):
-            keys.ignored.append("tool_choice")
-        options = keys.take("stream_options", dict, {})
-        tools = [] if choice == "none" else objects(keys.take("tools", list, []), "tools")
-        keys.skip("tools")
+        keys.form(keys.take("response_format", (str, dict)), "response_format")
+        keys.skip("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+        stream_options = keys.take("stream_options", dict, {})
         return Call(
             model=keys.take("model", str, ""),
             messages=tuple(_message(item, f"messages.{place}") for place, item in enumerate(messages)),
-            tools=tuple(_tool(item, f"tools.{place}") for place, item in enumerate(tools)),
+            tools=keys.tools(_tool),
             max_tokens=keys.max_tokens("max_completion_tokens", "max_tokens"),
             stop=keys.stop("stop"),
             stream=keys.take("stream", bool, False),
-            include_usage=bool(options.get("include_usage")),
+            include_usage=bool(stream_options.get("include_usage")),
             ignored=keys.rest(),
+            options=keys.options,
         )
 
     def body(self, answer: Answer, call: Call) -> Json:
@@ -82,6 +69,9 @@ class ChatCompletions:
         if call.include_usage:
             yield None, {**frame, "choices": [], "usage": _usage(answer)}
         yield None, "[DONE]"
+
+    def count(self, tokens: int) -> Json:
+        return {"prompt_tokens": tokens}
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = "invalid_request_error" if status < 500 else "server_error"

@@ -27,8 +27,8 @@ class Captures:
         address: host and port at which this service was last asked for a rollout; agents run on this machine.
     """
 
-    def __init__(self, *, capacity: int, idle_s: float, held: Held) -> None:
-        self.held = held
+    def __init__(self, *, capacity: int, idle_s: float, held: Held, rejects_form: bool = False) -> None:
+        self.held, self._rejects_form = held, rejects_form
         self.sessions = Sessions[Capture](
             "capture",
             capacity=capacity,
@@ -50,7 +50,7 @@ class Captures:
         """
         if spec.max_bytes is not None:
             self.held.check_room()
-        capture = Capture(spec, self.held)
+        capture = Capture(spec, self.held, rejects_form=self._rejects_form)
         self.sessions.add(capture)
         capture.hold(size)
         return capture

@@ -43,18 +43,19 @@ class AnthropicMessages:
         for place, item in enumerate(items):
             _add(messages, item, f"messages.{place}")
         keys.skip("metadata", "service_tier")
-        choice = keys.take("tool_choice", dict, {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            keys.ignored.append("tool_choice")
-        tools = objects(keys.take("tools", list, []), "tools")
+        output = keys.take("output_config", dict, {})
+        keys.form(output.get("format"), "output_config.format")
+        keys.form(keys.take("output_format", dict), "output_format")  # its name while it was a beta
+        keys.ignored += [f"output_config.{clipped(name)}" for name in output if name != "format"]
         return Call(
             model=keys.take("model", str, ""),
             messages=tuple(messages),
-            tools=() if choice == "none" else tuple(_tool(item, i) for i, item in enumerate(tools)),
+            tools=keys.tools(_tool),
             max_tokens=keys.max_tokens("max_tokens"),
             stop=keys.stop("stop_sequences"),
             stream=keys.take("stream", bool, False),
             ignored=keys.rest(),
+            options=keys.options,
         )
 
     def body(self, answer: Answer, call: Call) -> Json:
@@ -89,6 +90,9 @@ class AnthropicMessages:
         parts += [("message_delta", {"delta": end, "usage": whole["usage"]}), ("message_stop", {})]
         for name, data in parts:
             yield name, {"type": name, **data}
+
+    def count(self, tokens: int) -> Json:
+        return {"input_tokens": tokens}
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -125,8 +129,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
         messages.append(Message(role="user", content="".join(texts)))
 
 
-def _tool(item: Json, place: int) -> ToolSpec:
-    where = f"tools.{place}"
+def _tool(item: Json, where: str) -> ToolSpec:
     if item.get("type", "custom") != "custom":
         raise InvalidRequest(
             f"{where}.type is {clipped(repr(item['type']))}; only custom is offered", where=f"{where}.type"

@@ -12,7 +12,6 @@ from task_app.captures.calls import (
     Keys,
     objects,
     parts_text,
-    refuse_form,
     role_of,
     text_at,
     tool_call,
@@ -34,20 +33,19 @@ class Responses:
         keys.refuse("previous_response_id", (), whole)
         keys.refuse("conversation", (), whole)
         keys.refuse("background", (False,), "wait for the answer")
-        refuse_form(keys.take("text", dict, {}).get("format"), "text.format")
+        text = keys.take("text", dict, {})
+        keys.form(text.get("format"), "text.format")
+        keys.ignored += [f"text.{clipped(name)}" for name in text if name != "format"]
         keys.skip("user", "metadata", "store", "include", "safety_identifier", "prompt_cache_key",
-                  "parallel_tool_calls", "stream_options", "truncation", "service_tier")  # fmt: skip
-        choice = keys.take("tool_choice", (str, dict), "auto")
-        if choice not in ("auto", "none"):
-            keys.ignored.append("tool_choice")
-        tools = objects(keys.take("tools", list, []), "tools")
+                  "stream_options", "truncation", "service_tier")  # fmt: skip
         return Call(
             model=keys.take("model", str, ""),
             messages=_messages(keys.take("instructions", str, ""), keys.take("input", (str, list), [])),
-            tools=() if choice == "none" else tuple(_tool(item, i) for i, item in enumerate(tools)),
+            tools=keys.tools(_tool),
             max_tokens=keys.max_tokens("max_output_tokens"),
             stream=keys.take("stream", bool, False),
             ignored=keys.rest(),
+            options=keys.options,
         )
 
     def body(self, answer: Answer, call: Call) -> Json:
@@ -80,6 +78,9 @@ class Responses:
         parts.append((end, {"response": whole}))
         for number, (name, data) in enumerate(parts):
             yield name, {"type": name, "sequence_number": number, **data}
+
+    def count(self, tokens: int) -> Json:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -124,8 +125,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
         messages.append(Message(role=role, content=text))
 
 
-def _tool(item: Json, place: int) -> ToolSpec:
-    where = f"tools.{place}"
+def _tool(item: Json, where: str) -> ToolSpec:
     if item.get("type") != "function":
         raise InvalidRequest(
             f"{where}.type is {clipped(repr(item.get('type')))}; only functions are offered here",

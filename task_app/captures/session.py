@@ -17,6 +17,7 @@ from itertools import takewhile
 
 from pydantic_core import to_json
 
+from shared_schemas.chat import RESPONSE_FORMAT
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import RewardPart, StepRewards
@@ -44,7 +45,9 @@ from task_app.held import Held
 from task_app.observing.spans import Spans
 from task_app.protocols import (
     AgentPolicy,
+    CountsTokens,
     DecisionOutcome,
+    FollowsOptions,
     Observation,
     PolicyObservation,
     RestorablePolicy,
@@ -108,10 +111,19 @@ class Capture:
 
     Args:
         held: what it holds counts there.
+        rejects_form: a call with a `response_format` that the policy does not follow is refused.
         clock: a monotonic clock in seconds.
     """
 
-    def __init__(self, spec: CaptureSpec, held: Held, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        held: Held,
+        *,
+        rejects_form: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rejects_form = rejects_form
         self.key = secrets.token_urlsafe(24)
         self.lock = SessionLock()
         self.capture_id = ""
@@ -158,6 +170,7 @@ class Capture:
             ContextLengthExceeded: the prompt does not fit; the agent may go on with a shorter one.
             PromptRefused: the model's server refuses what the agent sent; it may go on with something else.
             UnknownName: it asks for a model that the capture does not have.
+            InvalidRequest: it wants a form of the answer, which this service rejects.
             EpisodeFailed: the policy could not be asked, which fails the capture.
         """
         self._refuse(call)
@@ -168,9 +181,12 @@ class Capture:
         self._running += 1
         try:
             start_s = self._clock()
+            dropped = self._options_without_effect(branch.policy, call)
+            call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
             with boundary("the record of a call"):
-                return self._record(branch, call, keys, choice, action, policy_s=self._clock() - start_s)
+                answer = self._record(branch, call, keys, choice, action, policy_s=self._clock() - start_s)
+            return replace(answer, ignored=call.ignored, dropped=dropped)
         except BaseException as exc:
             # An answer that nobody heard may still be known at the gateway.
             branch.policy = self._successor(branch)
@@ -180,6 +196,20 @@ class Capture:
         finally:
             self._running -= 1
             branch.is_busy = False
+
+    async def count_tokens(self, call: Call) -> int:
+        """How many tokens the prompt of a call has; it takes no decision.
+
+        Raises:
+            InvalidRequest: the policy counts none.
+            EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
+        """
+        self._refuse_after_end()
+        policy = self._spec.make_policy(0)
+        if not isinstance(policy, CountsTokens):
+            raise InvalidRequest(f"the policy {policy_name(policy)!r} counts no tokens", where="model")
+        tools = [tool.model_dump(mode="json") for tool in call.tools]
+        return await policy.count_tokens(call.messages, tools)
 
     def reward(self, value: float, *, turn: int | None = None, response_id: str | None = None) -> int | None:
         """Reward a call, by its turn or by the id of its answer, or the episode; return the turn.
@@ -272,10 +302,14 @@ class Capture:
             warnings.append("nobody rewarded this episode or one of its calls")
         return tuple(warnings)
 
+    def refuse_model(self, name: str) -> None:
+        """Raise UnknownName where the agent may not ask for this model."""
+        if self._spec.models and name not in self._spec.models:
+            raise UnknownName("model", name, self._spec.models, where="model")
+
     def _refuse(self, call: Call) -> None:
         self._refuse_after_end()
-        if self._spec.models and call.model not in self._spec.models:
-            raise UnknownName("model", call.model, self._spec.models, where="model")
+        self.refuse_model(call.model)
         most = self._spec.limits.max_decisions
         if len(self.steps) + self._running >= most:
             self._refused = StopReason.MAX_DECISIONS
@@ -322,8 +356,21 @@ class Capture:
             policy.restore(branch.policy.snapshot())
         return policy
 
+    def _options_without_effect(self, policy: AgentPolicy, call: Call) -> tuple[str, ...]:
+        followed = policy.call_options if isinstance(policy, FollowsOptions) else frozenset()
+        dropped = sorted(call.options.keys() - followed)
+        if RESPONSE_FORMAT in dropped and self._rejects_form:
+            raise InvalidRequest(
+                "no form of the answer is enforced: a grammar would change the distribution that is trained",
+                where=RESPONSE_FORMAT,
+                hint="ask for it in the prompt, or let the operator set TURNWISE_STRUCTURED_OUTPUT=drop",
+            )
+        return tuple(dropped)
+
     async def _ask(self, branch: Branch, call: Call) -> tuple[Choice, Action]:
-        observation = PolicyObservation(call.messages, {}, max_tokens=call.max_tokens, stop=call.stop)
+        observation = PolicyObservation(
+            call.messages, {}, max_tokens=call.max_tokens, stop=call.stop, options=call.options
+        )
         tools = [tool.model_dump(mode="json") for tool in call.tools]
         rest_s = self._spec.limits.timeout_s - (self._clock() - self._start_s)
         try:

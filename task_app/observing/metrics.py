@@ -17,6 +17,7 @@ class Metrics:
         requests: what was answered over HTTP.
         rollouts_ended: by (status, reason): the stop reason of a finished one, the code of a failure.
         decisions, env_steps: by source, `rollout` (those of finished ones) or `session`.
+        options_dropped: settings of captured agents that the policy does not follow, by name.
         inference_retries: attempts to ask a model after the first.
     """
 
@@ -24,6 +25,7 @@ class Metrics:
     rollouts_ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
     env_steps: Counter[str] = field(default_factory=Counter)
+    options_dropped: Counter[str] = field(default_factory=Counter)
     inference_retries: int = 0
 
     def rollout_ended(self, status: str, reason: str, *, decisions: int, env_steps: int) -> None:

@@ -7,6 +7,7 @@ Source: 2-rollout-worker-and-gigpo.md, Task 2.2; shared_schemas/chat.py has our 
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypedDict
 
@@ -16,17 +17,18 @@ from pydantic import SecretStr
 from pydantic_core import to_json
 
 from service_kit.replies import ReplyTooLarge, read_bounded
-from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.chat import RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
-from task_app.errors import ContextLengthExceeded, PolicyUnavailable, PromptRefused
-from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
+from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
+from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
     Reply,
     WholeReplies,
     is_context_length,
     own_tokens,
     protocol_error,
+    read_count,
     read_reply,
     refusal,
     retry_after_s,
@@ -62,6 +64,13 @@ class Endpoint:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._timeout_s, self._max_reply_bytes = timeout_s, max_reply_bytes
 
+    def without_rollout(self, path: str | None = None) -> "Endpoint":
+        """The endpoint outside of the conversation, or another path of its server."""
+        other = copy(self)
+        other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
+        other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
+        return other
+
     async def post(self, data: bytes) -> tuple[int, bytes, float | None]:
         """Status, body, and the server's Retry-After in seconds, if it sends one."""
         try:
@@ -92,6 +101,8 @@ TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 # The server understood who asks for which model, and refuses the body of the request.
 OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
+# Settings of a captured agent that a server without recorded tokens may follow in its own way.
+_OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
@@ -180,8 +191,8 @@ class OpenAIAgentPolicy:
         sampling = self.sampling(self._turn, most=most)
         self._refuse_overrun(messages, sampling.max_tokens)
         body = self.request_body(messages, available_tools_specs or [], sampling)
-        if isinstance(observation, PolicyObservation) and observation.stop:
-            body["stop"] = list(observation.stop)
+        if isinstance(observation, PolicyObservation):
+            body |= self._asked_by_agent(observation)
         reply = await self._complete(body)
         self._check_reuse(reply.tokens)
         self._last = messages, reply
@@ -192,6 +203,42 @@ class OpenAIAgentPolicy:
     def max_model_length(self) -> int | None:
         """The limit of a prompt and its max_tokens together, if this policy has one."""
         return self.config.max_model_length
+
+    @property
+    def call_options(self) -> frozenset[str]:
+        """As `protocols.FollowsOptions`: where tokens are recorded, none for which a server uses a grammar.
+
+        Our gateway forces a call by the prompt alone.
+        """
+        if self.config.asks_gateway_of_ours:
+            return frozenset({"tool_choice"})
+        return _OF_AGENTS - {*self.config.leave_out} if self.config.exact_tokens != "vllm" else frozenset()
+
+    async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
+        """As `protocols.CountsTokens`. Our gateway and vLLM count; another server answers one token."""
+        can_count = self.config.asks_gateway_of_ours or self.config.exact_tokens == "vllm"
+        asked: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [one.model_dump(exclude_none=True) for one in messages],
+        }
+        if tools:
+            asked["tools"] = tools
+        if not can_count:
+            asked[self.config.max_tokens_name] = 1
+        try:
+            endpoint = self._endpoint.without_rollout("/tokenize" if can_count else None)
+            status, text, _ = await endpoint.post(to_json(asked))
+        except TryAgain as exc:
+            raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
+        if status != 200:
+            raise self._refusal(status, text)
+        return read_count(text, ("count",) if can_count else ("usage", "prompt_tokens"))
+
+    def _asked_by_agent(self, observation: PolicyObservation) -> dict[str, Any]:
+        """What the agent of a captured endpoint adds to the request; extra_body of the config precedes it."""
+        names = self.call_options & observation.options.keys() - self.config.extra_body.keys()
+        asked = {name: observation.options[name] for name in names}
+        return {**asked, "stop": list(observation.stop)} if observation.stop else asked
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
         """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
@@ -295,13 +342,16 @@ class OpenAIAgentPolicy:
             text = text.replace(self._key.encode(), b"[key]")
         if status == 200:
             return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
-        code, sentence = refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
-            raise TryAgain(sentence, after_s=after_s)
+            raise TryAgain(refusal(status, text, key=self._key)[1], after_s=after_s)
+        raise self._refusal(status, text)
+
+    def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
+        code, sentence = refusal(status, text, key=self._key)
         if is_context_length(code, sentence):
-            raise ContextLengthExceeded(sentence)
+            return ContextLengthExceeded(sentence)
         kind = PromptRefused if status in OF_THE_BODY else PolicyUnavailable
-        raise kind(f"the inference server refused: {sentence}", code="inference_refused")
+        return kind(f"the inference server refused: {sentence}", code="inference_refused")
 
     def _refuse_overrun(self, messages: tuple[Message, ...], max_tokens: int) -> None:
         """Refuse a prompt that is surely too long for a server that does not know `max_model_length`.

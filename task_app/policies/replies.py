@@ -80,6 +80,17 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
     )
 
 
+def read_count(body: bytes, path: Sequence[str]) -> int:
+    """Read the number of tokens below a path of keys of the body of a 200."""
+    value: Any = parse_object(body)
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    count = _count(value)
+    if count is None:
+        raise protocol_error(f"{'.'.join(path)} is {value!r:.80}; a number of tokens is needed")
+    return count
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)

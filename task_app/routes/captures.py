@@ -7,36 +7,38 @@ from typing import Any
 from fastapi import APIRouter, Path, Request
 from fastapi.routing import APIRoute
 from pydantic import Field, FiniteFloat, model_validator
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import JSON_BODY
+from service_kit.problems import problem_response
 from shared_schemas.base import Body
+from shared_schemas.chat import IGNORED_HEADER
 from shared_schemas.json_text import read_json, read_quotation
 from shared_schemas.rollouts import Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
 from shared_schemas.trajectory import StopReason, Trajectory
+from task_app.captures.call_errors import CLIENT_MISTAKE, split_path
 from task_app.captures.calls import Answer, Dialect, Event
 from task_app.captures.chat import ChatCompletions
 from task_app.captures.messages import AnthropicMessages
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import InvalidRequest, TaskAppError, UnknownName
+from task_app.errors import InvalidRequest, TaskAppError
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
-from task_app.routes.wire import LONGEST_ID, reply_body
+from task_app.routes.wire import LONGEST_ID, ReplyJSON, reply_body
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
 router = APIRouter(prefix="/captures", tags=["captures"])
 
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
-_CLIENT_MISTAKE = 400
 # Of a model call, for /openapi.json: the dialect's own documents say the rest.
 _OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _BODY: dict[str, Any] = {"requestBody": {"content": _OBJECT, "required": True}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": "in the form of the dialect", "content": _OBJECT}
-    for status in (_CLIENT_MISTAKE, 404, 429, 500, 502, 503)
+    for status in (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 429, 500, 502, 503, 504)
 }
 
 
@@ -77,6 +79,28 @@ class CaptureReward(Body):
 class CaptureRewarded(Body):
     turn: int | None
     reward: float
+
+
+class CaptureModel(Body):
+    """A model as OpenAI's clients read it, and as Anthropic's do."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "turnwise"
+    type: str = "model"
+    display_name: str
+    created_at: str = "1970-01-01T00:00:00Z"
+
+
+class CaptureModels(Body):
+    """The models of a capture, in both forms too."""
+
+    object: str = "list"
+    data: list[CaptureModel]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class CaptureState(Body):
@@ -143,12 +167,19 @@ async def forget(request: Request, capture_id: str = CaptureId) -> dict[str, boo
     return {"ok": True}
 
 
-@router.get("/{capture_id}/v1/models")
-async def models(request: Request, capture_id: str = CaptureId) -> dict[str, Any]:
+@router.get("/{capture_id}/v1/models", responses=_REFUSALS)
+async def models(request: Request, capture_id: str = CaptureId) -> CaptureModels:
     """The models that the agent may name."""
     names = _capture(request, capture_id).models
-    data = [{"id": name, "object": "model", "created": 0, "owned_by": "turnwise"} for name in names]
-    return {"object": "list", "data": data}
+    data = [CaptureModel(id=name, display_name=name) for name in names]
+    return CaptureModels(data=data, first_id=names[0], last_id=names[-1])
+
+
+@router.get("/{capture_id}/v1/models/{name:path}", responses=_REFUSALS)
+async def model(request: Request, name: str, capture_id: str = CaptureId) -> CaptureModel:
+    """A model that the agent may name."""
+    _capture(request, capture_id).refuse_model(name)
+    return CaptureModel(id=name, display_name=name)
 
 
 @router.post("/{capture_id}/v1/chat/completions", responses=_REFUSALS, openapi_extra=_BODY)
@@ -169,11 +200,33 @@ async def messages(request: Request, capture_id: str = CaptureId) -> Response:
     return await _answer_request(request, capture_id, "messages")
 
 
+@router.post("/{capture_id}/v1/responses/input_tokens", responses=_REFUSALS, openapi_extra=_BODY)
+async def input_tokens(request: Request, capture_id: str = CaptureId) -> Response:
+    """The tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
+    return await _count_tokens(request, capture_id, "responses")
+
+
+@router.post("/{capture_id}/v1/messages/count_tokens", responses=_REFUSALS, openapi_extra=_BODY)
+async def count_tokens(request: Request, capture_id: str = CaptureId) -> Response:
+    """The tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
+    return await _count_tokens(request, capture_id, "messages")
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "chat/completions": ChatCompletions(),
     "responses": Responses(),
     "messages": AnthropicMessages(),
 }
+_COUNTING = frozenset({"responses/input_tokens", "messages/count_tokens"})
+
+
+def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
+    """The dialect of a path behind /v1/; of another path that of the library that asks."""
+    is_anthropic = b"anthropic-version" in headers
+    default = "messages" if is_anthropic else "chat/completions"
+    return DIALECTS[next((name for name in DIALECTS if path.startswith(name)), default)]
+
+
 _ROUTES = {
     path: next(route for route in router.routes if isinstance(route, APIRoute) and route.path.endswith(path))
     for path in DIALECTS
@@ -203,11 +256,7 @@ class CallWay:
 
 def _place_of(scope: Scope) -> tuple[str, str]:
     """Capture and dialect in the path of a model call; both are empty for another request."""
-    path = scope.get("path", "")
-    if scope["type"] != "http" or scope["method"] != "POST" or not path.startswith("/captures/"):
-        return "", ""
-    capture_id, _, rest = path.removeprefix("/captures/").partition("/v1/")
-    return capture_id, rest
+    return split_path(scope) if scope["type"] == "http" and scope["method"] == "POST" else ("", "")
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
@@ -215,7 +264,8 @@ def read_body(scope: Scope, body: bytes) -> Any:
 
     A model call that cannot be read is an InvalidRequest here, which its dialect answers.
     """
-    return _read_call(body) if _place_of(scope)[1] in DIALECTS else read_json(body)
+    path = _place_of(scope)[1]
+    return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)
 
 
 def _read_call(body: bytes) -> Any:
@@ -233,23 +283,36 @@ async def _answer_request(request: Request, capture_id: str, path: str) -> Respo
 async def _answer(
     services: Services, capture_id: str, dialect: Dialect, body: Any, receive: Receive
 ) -> Response:
-    """Answer in the dialect of the call, refusals too."""
+    """Answer in the dialect of the call; `CallErrors` translates refusals."""
     try:
-        if isinstance(body, InvalidRequest):
-            raise body
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body is no JSON object", where="body")
-        call = dialect.read(body)
+        call = dialect.read(_object(body))
         capture = services.captures.sessions.get(capture_id, where="capture_id")
         answer = await _while_connected(capture.call(call), receive)
     except TaskAppError as error:
-        error.release_frames()  # a capture that failed keeps it
-        return _refusal(dialect, error)
+        return problem_response(error)
     if answer is None:
         return Response(status_code=499)  # nobody reads it
+    services.metrics.options_dropped.update(answer.dropped)
+    ignored = ", ".join(answer.ignored).encode("ascii", "backslashreplace").decode()
+    headers = {IGNORED_HEADER: ignored} if ignored else {}
     if call.stream:
-        return StreamingResponse(_stream(dialect.events(answer, call)), media_type="text/event-stream")
-    return Response(reply_body(dialect.body(answer, call)), media_type="application/json")
+        stream = _stream(dialect.events(answer, call))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    return Response(reply_body(dialect.body(answer, call)), media_type="application/json", headers=headers)
+
+
+async def _count_tokens(request: Request, capture_id: str, path: str) -> Response:
+    dialect = DIALECTS[path]
+    call = dialect.read(_object(_read_call(await request.body())))
+    return ReplyJSON(dialect.count(await _capture(request, capture_id).count_tokens(call)))
+
+
+def _object(body: Any) -> dict[str, Any]:
+    if isinstance(body, InvalidRequest):
+        raise body
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body is no JSON object", where="body")
+    return body
 
 
 async def _while_connected(work: Coroutine[Any, Any, Answer], receive: Receive) -> Answer | None:
@@ -277,16 +340,6 @@ async def _stream(events: Iterable[Event]) -> AsyncIterator[bytes]:
     for name, data in events:
         text = data.encode() if isinstance(data, str) else reply_body(data)
         yield (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % text
-
-
-def _refusal(dialect: Dialect, error: TaskAppError) -> Response:
-    """An error as the dialect's clients read it; a mistake of theirs is a 400, which they do not repeat."""
-    is_name = isinstance(error, UnknownName)
-    code = "model_not_found" if is_name else error.code
-    status = 404 if is_name else _CLIENT_MISTAKE if error.status in (409, 422) else error.status
-    place = f"{error.where}: " if error.where and not error.detail.startswith(error.where) else ""
-    sentence = f"{place}{error.detail}" + (f" ({error.hint})" if error.hint else "")
-    return JSONResponse(dialect.error(status, code, sentence, error.where), status)
 
 
 def _capture(request: Request, capture_id: str) -> Capture:

@@ -266,6 +266,14 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     yield rollouts
     yield _by_source("turnwise_decisions", "Decisions taken.", metrics.decisions)
     yield _by_source("turnwise_env_steps", "Env steps that ran.", metrics.env_steps)
+    dropped = CounterMetricFamily(
+        "turnwise_options_dropped",
+        "Settings of captured agents' calls that had no effect.",
+        labels=["option"],
+    )
+    for option, count in metrics.options_dropped.items():
+        dropped.add_metric([option], count)
+    yield dropped
     yield CounterMetricFamily(
         "turnwise_inference_retries",
         "Attempts to ask a model after the first.",

@@ -19,6 +19,7 @@ from trainer_backend.core.policies import policy_of
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.job.load import load_job
 from trainer_backend.models.folder import fingerprint
+from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.pages.report import write_report
 from trainer_backend.rundir.layout import FIXED_RECORD, open_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
@@ -51,16 +52,41 @@ def mixed(trained, tmp_path_factory):
     return train_job(job_of(trained), tmp_path_factory.mktemp("runs") / "mixed")
 
 
+OF_THE_OPERATOR = """\
+import numpy as np
+from trainer_backend.operator_plugins import aggregation, schedule
+
+@schedule("fixed_until")
+class FixedUntil:
+    def __init__(self, window):
+        self.window = window
+    def get_policy_choice(self, step):
+        return "fixed" if step < self.window else "actor"
+
+@aggregation("segment_mean")
+def segment_mean(segments):
+    return [np.full(n, 1 / (len(segments) * n)) for n in map(len, (part.logprobs for part in segments))]
+"""
+
+
 @pytest.fixture(scope="module")
 def by_iteration(trained, tmp_path_factory):
-    """The first iteration by a fixed policy, the second by the actor; as source 4 publishes it."""
+    """The first iteration by a fixed policy, the second by the actor; as source 4 publishes it.
+
+    The schedule and the aggregation are of a file of the operator's.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "mine.py").write_text(OF_THE_OPERATOR)
     job = job_of(
         trained,
+        job={"name": "tiny", "seed": 1, "trainer_plugins": [str(folder / "mine.py")]},
         rollout_only={"model_path": str(trained[0].path), "objective": "single_ratio"},
-        rollout_allocation_schedule={"type": "step", "switch_steps": [2]},
+        rollout_allocation_schedule={"type": "fixed_until", "window": 2},
         training__iterations=2,
+        training__aggregation="segment_mean",
     )
-    return train_job(job, tmp_path_factory.mktemp("runs") / "by_iteration")
+    yield train_job(job, folder / "by_iteration")
+    load_plugins([])
 
 
 def stored(directory, iteration):

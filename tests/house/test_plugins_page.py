@@ -22,9 +22,18 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 CHECKS = [name for name in dir(EnvironmentContract) if name.startswith("test_")]
 
 
-NAMES = ["guess.py", "halver.py", "lexicon.py", "medians.py", "riddles.py", "safe.py", "thrifty.py"]
-# An interaction has a file of its own, and estimators are the trainer's.
-OTHERS = {"medians.py", "riddles.py"}
+NAMES = [
+    "guess.py",
+    "halver.py",
+    "lexicon.py",
+    "medians.py",
+    "riddles.py",
+    "roots.py",
+    "safe.py",
+    "thrifty.py",
+]
+# An interaction has a file of its own, and estimators and aggregations are the trainer's.
+OTHERS = {"medians.py", "riddles.py", "roots.py"}
 # What an environment of the page needs beyond its defaults.
 CONFIGS = {"lexicon": {"prompt": "How many is a gross?"}}
 

@@ -1,13 +1,11 @@
-"""Estimators and losses from a file of the operator's: named in a job, checked, refused when they change."""
+"""Plug-ins of the operator's in the trainer: named in a job, checked, refused when their file changes."""
 
 import asyncio
 import json
 import re
 import shutil
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,12 +21,13 @@ from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once, load_packages, load_plugins
+from trainer_backend.operator_plugins import _load_packages_once, load_packages, load_plugins
 from trainer_backend.pages.compare import read_sides
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.stored import Frames
-from trainer_backend.plugins import ESTIMATORS, LOSSES, READS, estimator, policy_loss
+from trainer_backend.plugins import estimator, policy_loss
 
+pytestmark = pytest.mark.usefixtures("own_boards")
 PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
 OF_THE_PAGE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
 HEAD = (
@@ -40,15 +39,6 @@ MINE = HEAD + '@estimator("mine")\ndef mine(episodes, config):\n    return {}\n'
 ONES = "[[1.0] * len(episode.rewards_T) for episode in episodes]"
 EPISODES = [EpisodeRewards("a", "g", [1.0, 2.0, 4.0]), EpisodeRewards("b", "g", [0.0, 1.0])]
 MODEL = {"model": {"preset": "tiny-0.3m"}}
-
-
-@pytest.fixture(autouse=True)
-def _boards():
-    """No other test meets what these add."""
-    with ExitStack() as stack:
-        for board in (ESTIMATORS, LOSSES, _BY_FILE, *READS.values()):
-            stack.enter_context(patch.dict(board))
-        yield
 
 
 def job_with(folder: Path, code: str, *overrides: str):
@@ -166,7 +156,7 @@ def test_what_is_no_loss_is_refused(tmp_path, result, words):
         (MINE.replace("def mine", "async def mine").format(ONES), "write def without async"),
         ("raise SystemExit(3)", "mine.py raised SystemExit: 3"),
         ("1 / 0", "mine.py raised ZeroDivisionError: division by zero"),
-        ("x = 1", "marks nothing with @estimator(NAME) or @loss(NAME)"),
+        ("x = 1", "marks nothing with @estimator(NAME), @loss(NAME), @aggregation(NAME) or @schedule(NAME)"),
     ],
 )
 def test_a_file_that_cannot_be_taken_is_refused_with_its_reason(tmp_path, code, words):

@@ -18,6 +18,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
 Aggregation = Callable[[Sequence[Segment]], list[NDArray[Any]]]
+WeighedOver = Literal["step", "iteration", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,15 @@ class AggregationPlug:
         the number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan"
         are divided by what was planned, which nothing that is sampled changes; those of the steps of a pass
         add up to those of the whole.
-    takes: the keys of `[training]` that it reads.
     """
 
     weights: Aggregation
-    over: Literal["step", "iteration", "plan"] = "step"
-    takes: frozenset[str] = frozenset()
+    over: WeighedOver = "step"
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The keys of `[training]` that it reads."""
+        return frozenset({"constant_tokens"}) if self.over == "plan" else frozenset()
 
     @property
     def is_biased(self) -> bool:
@@ -105,18 +109,19 @@ def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the budget of a generation;
     DESIGN.md 4.6.
     """
-    _refuse_none(segments)
+    refuse_none(segments)
     return [np.ones(len(segment.logprobs)) for segment in segments]
 
 
-def _refuse_none(segments: Sequence[Segment]) -> None:
+def refuse_none(segments: Sequence[Segment]) -> None:
+    """Raise BatchError where no token was sampled."""
     if not any(len(segment.logprobs) for segment in segments):
         raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
 
 
 def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashable]) -> list[NDArray[Any]]:
     """Each unit weighs the same, and so does each token within it."""
-    _refuse_none(segments)
+    refuse_none(segments)
     spans = [
         [(unit(segment, span[2]), span[1] - span[0]) for span in segment.spans.tolist()]
         for segment in segments

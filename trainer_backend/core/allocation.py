@@ -12,12 +12,14 @@ Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any, Literal
 
-from service_kit.boundary import Boundary
+from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
@@ -102,6 +104,7 @@ def _most_promising(pulls: Mapping[str, Sequence[float]]) -> str:
     return max(pulls, key=bound)
 
 
+_LONGEST_ANSWER = 100  # of a schedule's, in an error
 _DRAWS = 2**53  # as many numbers as a float tells apart below 1
 # What is chosen for within a step: nothing (all of it), or the names of a group or a rollout in it.
 Unit = tuple[int | str, ...]
@@ -227,18 +230,33 @@ class StepSchedule(DrawnSchedule):
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen(DrawnSchedule):
-    """What a schedule chooses that does not draw itself: "fixed" is whichever of them `selection` draws."""
+class _Checked(DrawnSchedule):
+    """Draws by what a schedule answers, once that is checked: "fixed" is whichever `selection` draws.
+
+    A schedule with a `get_policy_choice` of its own is asked for that, any other one for alpha.
+    """
 
     by: RolloutAllocationSchedule
 
     def alpha_at(self, step: int) -> float:
-        where = f"{type(self.by).__name__}.get_policy_choice({step})"
-        with Boundary(where, JobError):
-            choice = self.by.get_policy_choice(step)
-        if choice not in (ACTOR, FIXED):
-            raise ValueError(f"{where} is {choice!r}{did_you_mean(str(choice), (ACTOR, FIXED))}")
+        by = self.by
+        if isinstance(by, DrawnSchedule) and type(by).get_policy_choice is DrawnSchedule.get_policy_choice:
+            where, alpha, shown = _answer(by, by.alpha_at, step)
+            if not isinstance(alpha, Real) or not 0.0 <= float(alpha) <= 1.0:
+                raise JobError(f"{where} is {shown}; alpha is a probability, a number in [0, 1]")
+            return float(alpha)
+        where, choice, shown = _answer(by, by.get_policy_choice, step)
+        if not isinstance(choice, str) or choice not in (ACTOR, FIXED):
+            raise JobError(f"{where} is {shown}{did_you_mean(shown, (ACTOR, FIXED))}")
         return float(choice == ACTOR)
+
+
+def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
+    """Return the call with its file and line for errors, what it answers, and how errors show that."""
+    call = f"{type(by).__name__}.{ask.__name__}({step})"
+    with Boundary(call, JobError, ask):
+        answer = ask(step)
+        return f"{call} ({describe_line(ask)})", answer, repr(answer)[:_LONGEST_ANSWER]
 
 
 def refuse_no_share(**found: float) -> None:
@@ -254,21 +272,42 @@ def _refuse_no_rate(**found: float) -> None:
             raise ValueError(f"{name} must be finite and not below 0, got {value}")
 
 
+# Arguments of a schedule's class that are no keys of the job.
+_GIVEN = frozenset({"seed", "selection", "history"})
+_UNNAMED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_NO_DEFAULT = Parameter.empty
+
+
 @dataclass(frozen=True, slots=True)
 class AllocationPlug:
     """A type of schedule on the plug board.
 
     Attributes:
-        kind: its class, whose arguments are the keys that a job names.
-        needs: keys that a job must give.
-        takes: keys that it may give beside them.
-        looks_back: its class takes the `history` of iterations that are over.
+        kind: its class, whose arguments are keys of the job's table. It may also take what no key gives:
+            `seed`, that of the job, and `history`, the iterations that are over.
     """
 
     kind: type[RolloutAllocationSchedule]
-    needs: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
-    looks_back: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Keys that a job must give: arguments without a default."""
+        arguments = self._arguments()
+        return frozenset(name for name in arguments.keys() - _GIVEN if arguments[name].default is _NO_DEFAULT)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """Keys that it may give beside them."""
+        return frozenset(self._arguments()) - _GIVEN - self.needs
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a choice depends on earlier iterations."""
+        return "history" in self._arguments()
+
+    def _arguments(self) -> dict[str, Parameter]:
+        named = signature(self.kind).parameters
+        return {name: item for name, item in named.items() if item.kind not in _UNNAMED}
 
     def schedule(
         self,
@@ -278,8 +317,12 @@ class AllocationPlug:
         selection: Selection,
         history: Sequence[Past] = (),
     ) -> DrawnSchedule:
-        """The schedule of a job that gives these keys; one that does not draw is drawn for."""
-        past = {"history": history} if self.looks_back else {}
-        if issubclass(self.kind, DrawnSchedule):
-            return self.kind(**keys, **past, seed=seed, selection=selection)
-        return _Chosen(self.kind(**keys, **past), seed=seed, selection=selection)
+        """The schedule of a job that gives these keys, whose answers are checked.
+
+        Raises:
+            JobError: its class refuses them.
+        """
+        given = {"seed": seed, "history": history}
+        given = {name: value for name, value in given.items() if name in self._arguments()}
+        with Boundary(f"{self.kind.__name__}(...)", JobError, self.kind.__init__):
+            return _Checked(self.kind(**keys, **given), seed=seed, selection=selection)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from shared_schemas.base import Body
+from shared_schemas.chat import RESPONSE_FORMAT
 from shared_schemas.tool_choice import chosen_tools, read_tool_choice
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
@@ -14,7 +15,6 @@ from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
 
 MOST_CHOICES = 64
-RESPONSE_FORMAT = "response_format"
 # What libraries send without being told to. A server for any client goes without it.
 OF_LIBRARIES = frozenset({RESPONSE_FORMAT, "parallel_tool_calls"})
 

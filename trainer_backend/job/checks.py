@@ -8,6 +8,7 @@ from shared_schemas.base import did_you_mean
 from shared_schemas.state_keys import is_state_key, state_keys_of
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.core.allocation import Weighted
+from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import RolloutTable
@@ -28,6 +29,7 @@ from trainer_backend.plugins import (
 Finding = tuple[str, str]  # a key, and a sentence about it
 _AGENT_PREFIX = "agent:"  # of the environments that a task app makes of its operator's AGENTS
 _SCHEDULE = "rollout_allocation_schedule"
+_MOST_ASKED = 1_000  # iterations for which a schedule is tried
 _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("behaviour_weight_")]
 
 
@@ -208,7 +210,7 @@ def mixture_findings(config: JobConfig) -> Iterator[Finding]:
         reason = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
         yield "rollout_only", f'{reason} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'
     if schedule is not None:
-        yield from _keys_of_the_type(schedule)
+        yield from _of_the_type(schedule, config.training.iterations, config.job.seed)
         yield from _selection(schedule, active)
         yield from _looking_back(schedule, config.training)
     all_remote = all(table.is_remote for table in active)
@@ -234,11 +236,32 @@ def _names(tables: Sequence[RolloutOnlyTable]) -> Iterator[Finding]:
         yield "rollout_only", f"two fixed policies are called {twice[0]!r}{hint}"
 
 
-def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
-    for key in sorted(allocation(table.type).needs):
-        if getattr(table, key) in (None, ()):
-            yield f"{_SCHEDULE}.{key}", f"{_SCHEDULE}.{key} is required with type = {table.type!r}"
-    yield from _bounds(table)
+def _of_the_type(table: AllocationTable, iterations: int, seed: int) -> Iterator[Finding]:
+    needs = allocation(table.type).needs
+    missing = sorted(needs - table.values(needs).keys())
+    faults = [
+        (f"{_SCHEDULE}.{key}", f"{_SCHEDULE}.{key} is required with type = {table.type!r}") for key in missing
+    ]
+    faults += _bounds(table)
+    yield from faults or _what_it_answers(table, iterations, seed)
+
+
+def _what_it_answers(table: AllocationTable, iterations: int, seed: int) -> Iterator[Finding]:
+    """Ask a schedule for each iteration, twice, since one of the operator's own may do anything."""
+    key = f"{_SCHEDULE}.type"
+    try:
+        first, again = (_alphas(table, iterations, seed, backwards=back) for back in (False, True))
+    except JobError as error:
+        yield key, f"{key} is {table.type!r}: {error}"
+        return
+    if other := [step for step, alpha in first.items() if again[step] != alpha]:
+        step = other[0]
+        yield (
+            key,
+            f"{key} is {table.type!r}, which answers otherwise when it is asked again: in step {step} alpha "
+            f"was {first[step]:g} and {again[step]:g}. A schedule goes by the step and its arguments alone, "
+            "so that a resumed run makes the same choices; an argument `seed` is the job's",
+        )
 
 
 def _bounds(table: AllocationTable) -> Iterator[Finding]:
@@ -408,7 +431,7 @@ def advice(config: JobConfig) -> list[str]:
             "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
         )
     findings += _unlike_the_paper(training, config.algorithm)
-    findings += _of_a_mixture(config.rollout_only, config.rollout_allocation_schedule, training.iterations)
+    findings += _of_a_mixture(config)
     usual, fall = TrainingTable.model_fields["learning_rate_final"].default, training.learning_rate_schedule
     unread = not_read("training.learning_rate_schedule", fall)
     if "training.learning_rate_final" in unread and training.learning_rate_final != usual:
@@ -528,20 +551,19 @@ def biases(config: JobConfig) -> list[str]:
     return findings
 
 
-def _of_a_mixture(
-    tables: Sequence[RolloutOnlyTable], schedule: AllocationTable | None, iterations: int
-) -> list[str]:
-    active = [item for item in tables if item.is_active]
+def _of_a_mixture(config: JobConfig) -> list[str]:
+    schedule, active = config.rollout_allocation_schedule, config.fixed_policies
     findings = [
         f"[rollout_only] {item.name!r} is not active and samples nothing: neither model_path nor "
         "inference_url is set"
-        for item in tables
+        for item in config.rollout_only
         if not item.is_active
     ]
     if schedule is None or not active:
         return findings
     prefix = "rollout_allocation_schedule: alpha, the actor's share, is"
-    alphas = _alphas(schedule, iterations)
+    by_step = _alphas(schedule, config.training.iterations, config.job.seed)
+    alphas = set() if allocation(schedule.type).looks_back else {*by_step.values()}
     if alphas == {1.0}:
         findings.append(f"{prefix} 1 in every iteration: no policy of [rollout_only] ever samples")
     if alphas == {0.0}:
@@ -557,18 +579,22 @@ def _of_a_mixture(
     return findings
 
 
-def _alphas(table: AllocationTable, iterations: int) -> set[float]:
-    """Return shares of the actor that include the lowest and highest; none if they depend on earlier
-    iterations.
+def _alphas(
+    table: AllocationTable, iterations: int, seed: int, *, backwards: bool = False
+) -> dict[int, float]:
+    """Return the share of the actor in each iteration; in a very long job, in those that tell most.
 
-    Between two switch steps, alpha never falls.
+    A schedule that looks back is asked for the first one alone.
+
+    Raises:
+        JobError: the schedule fails, or answers with something else.
     """
     plug = allocation(table.type)
-    if plug.looks_back or not iterations:
-        return set()
-    schedule = plug.schedule(table.values(plug.needs | plug.takes), seed=0, selection=Weighted())
-    switches = {step for step in table.switch_steps if step <= iterations}
-    return {schedule.alpha_at(step) for step in {1, iterations} | switches}
+    schedule = plug.schedule(table.values(plug.needs | plug.takes), seed=seed, selection=Weighted())
+    last = min(iterations, 1) if plug.looks_back else iterations
+    steps = {*range(1, min(last, _MOST_ASKED) + 1), last, *table.switch_steps}
+    asked = (step for step in sorted(steps, reverse=backwards) if 1 <= step <= last)
+    return {step: schedule.alpha_at(step) for step in asked}
 
 
 # Keys that get advice instead, or stand in every job so that jobs that differ in one name can be compared.

@@ -33,7 +33,7 @@ from trainer_backend.job.layers import (
 )
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
-from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES, refuse_unknown
+from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, refuse_unknown
 
 # Tables of other backends, which launchers send along; they have no meaning here.
 FOREIGN_TABLES = frozenset(
@@ -70,8 +70,9 @@ def load_job(
     Args:
         paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-        runs_plugins: False for who only looks at a job: none of its code runs, and an estimator or a loss may
-            have any name. Keys are then not compared with what a name reads that nobody knows.
+        runs_plugins: False for who only looks at a job: none of its code runs, and what plug-ins may add (an
+            estimator, a schedule) may have any name. Keys are then not compared with what an unknown name
+            reads.
     """
     document, places = merge(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
@@ -202,7 +203,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Load the operator's estimators and losses, whose names the job may then give, and note their digests.
+    """Load the operator's plug-ins, whose names the job may then give, and note their digests.
 
     Raises:
         JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
@@ -230,21 +231,26 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def _has_foreign_plugs(config: JobConfig) -> bool:
-    """Whether the job's estimator or loss may be one of its own files, or of a package."""
-    algorithm = config.algorithm
-    known = algorithm.advantage in ESTIMATORS and algorithm.loss in LOSSES
-    return bool(config.job.trainer_plugins) or not known
+    """Whether a name in the job may be one of its own files, or of a package."""
+    foreign = any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
+    return bool(config.job.trainer_plugins) or foreign
 
 
 def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
-    for key in BOARDS:
-        table, _, field = key.partition(".")
-        name = getattr(getattr(config, table), field, None)  # a table may be absent
+    for key, name in _names_in(config, BOARDS):
         try:
-            if name is not None:
-                refuse_unknown(key, name)
+            refuse_unknown(key, name)
         except JobError as error:
             raise JobError(f"{places.of(key)}: {error}") from error
+
+
+def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each key that takes a name of a board, with the job's name where it has one."""
+    for key in boards:
+        table, _, field = key.partition(".")
+        name = getattr(getattr(config, table), field, None)  # a table may be absent
+        if name is not None:
+            yield key, name
 
 
 def _place(key: str, sentence: str, places: Places) -> str:

@@ -189,4 +189,4 @@ class AllocationTable(Table):
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the values of the keys that the job sets."""
-        return {key: value for key in sorted(keys) if (value := getattr(self, key)) is not None}
+        return {key: value for key in sorted(keys) if (value := getattr(self, key)) not in (None, ())}

@@ -48,7 +48,8 @@ class JobTable(Table):
     trainer_plugins: tuple[Path, ...] = Field(
         default=(),
         max_length=64,
-        description="Python files with estimators or losses of your own (docs/plugins.md)",
+        description="Python files with estimators, losses, aggregations or schedules of your own "
+        "(docs/plugins.md)",
     )
     trainer_plugins_sha256: tuple[str, ...] = Field(
         default=(),

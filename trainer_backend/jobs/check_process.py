@@ -46,7 +46,7 @@ class CheckProcess:
         at_most_s: time limit of a call.
         at_most_bytes: memory limit of a call.
         at_most: maximum number of calls that run or wait.
-        plugins: files of estimators and losses, which the server imports once for all calls.
+        plugins: files of `job.trainer_plugins`, which the server imports once for all calls.
     """
 
     def __init__(

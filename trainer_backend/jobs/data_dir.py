@@ -45,7 +45,7 @@ class DataDir:
     Attributes:
         path: absolute, without links, so that comparisons of paths are safe.
         home: the name of this folder in a store that several services share.
-        plugins: the files of estimators and losses whose code the operator lets jobs run now.
+        plugins: the files of `job.trainer_plugins` whose code the operator lets jobs run now.
     """
 
     path: Path

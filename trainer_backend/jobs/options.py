@@ -73,7 +73,8 @@ class Flags:
         list[Path] | None,
         Option(
             "--plugins",
-            help="a Python file with estimators or losses that posted jobs may name; may be repeated",
+            help="a Python file with estimators, losses, aggregations or schedules that posted jobs may "
+            "name; may be repeated",
         ),
     ] = None
     clusters: Annotated[

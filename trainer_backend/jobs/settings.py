@@ -61,7 +61,7 @@ class Bounds:
         models: patterns of models on the hub, downloaded with the operator's access to the operator's disk.
         clusters: learners and Rays that its roles may be at, by learner.url and cluster.ray_address.
         gateway_host: the address of every job's gateway.
-        plugins: files of estimators and losses that every job has; a job may name no others.
+        plugins: files of `job.trainer_plugins` that every job has; a job may name no others.
     """
 
     data_dir: Path

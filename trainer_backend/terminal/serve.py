@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from service_kit.server import Listener
-from shared_schemas.chat import StructuredOutput
-from trainer_backend.inference.chat_request import OF_LIBRARIES, RESPONSE_FORMAT
+from shared_schemas.chat import RESPONSE_FORMAT, StructuredOutput
+from trainer_backend.inference.chat_request import OF_LIBRARIES
 from trainer_backend.inference.gateway import GatewayLimits
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig

@@ -124,11 +124,6 @@ REFUSED = [
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, "n = 2"),
     ("chat/completions", {"messages": []}, "messages is empty"),
     ("chat/completions", {"messages": [{"role": "owner", "content": "x"}]}, "'owner'"),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-        "no form is enforced",
-    ),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
     ("responses", {"input": "x", "previous_response_id": "resp_1"}, "the whole input"),
     ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "only functions"),
@@ -247,9 +242,9 @@ async def test_settings_without_effect_stand_in_the_warnings():
     async with captured(TEXT) as (client, _, capture):
         await sdk(client, capture).chat.completions.create(
             model="any", messages=[{"role": "user", "content": "x"}], temperature=0.1, seed=3,
-            tool_choice="required", user="me",
+            response_format={"type": "json_object"}, user="me",
         )  # fmt: skip
         state = (await client.post("end")).json()
         (ignored, unrewarded) = state["trajectory"]["warnings"]
-        assert ignored.endswith("apply: seed, temperature, tool_choice")
+        assert ignored.endswith("apply: response_format, seed, temperature")
         assert "nobody rewarded" in unrewarded

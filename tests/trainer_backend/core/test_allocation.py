@@ -185,13 +185,6 @@ def test_a_subclass_with_get_policy_choice_alone_schedules():
     assert set(schedule.choices(3, units)) == {"teacher", "early"}, "each unit draws which of them"
 
 
-def test_a_choice_that_is_neither_of_the_two_is_refused_by_the_name_of_its_class():
-    schedule = AllocationPlug(EveryThird).schedule({"first": "Actor"}, seed=0, selection=Weighted())
-    told = r"EveryThird.get_policy_choice\(2\) is 'Actor'; known: actor, fixed. Did you mean 'actor'"
-    with pytest.raises(ValueError, match=told):
-        schedule.choices(2, [()])
-
-
 def test_a_schedule_that_raises_is_named_with_its_line():
     schedule = AllocationPlug(EveryThird).schedule({}, seed=0, selection=Weighted())
     with pytest.raises(JobError, match=r"EveryThird.get_policy_choice\(a\) raised TypeError: .*\(test_alloc"):

@@ -1,27 +1,15 @@
-"""A name of an estimator or a loss that somebody has already: the refusal says who."""
+"""A name of a plug-in that another one has already: the refusal says who."""
 
-from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once, load_packages, load_plugins
-from trainer_backend.plugins import ESTIMATORS, LOSSES, READS
+from trainer_backend.operator_plugins import _load_packages_once, load_packages, load_plugins
 
-HEAD = "from trainer_backend.operator_plugins import estimator, loss\n"
+pytestmark = pytest.mark.usefixtures("own_boards")
+HEAD = "from trainer_backend.operator_plugins import aggregation, estimator, loss, schedule\n"
 MINE = HEAD + "@estimator('mine')\ndef mine(*_): return []\n"
-
-
-@pytest.fixture(autouse=True)
-def _boards():
-    """No other test meets what these add."""
-    with ExitStack() as stack:
-        for board in (ESTIMATORS, LOSSES, _BY_FILE, *READS.values()):
-            stack.enter_context(patch.dict(board))
-        yield
-    _load_packages_once.cache_clear()
 
 
 def refusal(*codes: str, folder: Path) -> str:
@@ -34,15 +22,19 @@ def refusal(*codes: str, folder: Path) -> str:
     return str(refused.value).removeprefix(f"job.trainer_plugins, {files[-1]}: ")
 
 
-def test_a_built_in_estimator_or_loss_has_it(tmp_path):
-    gae = MINE.replace("'mine'", "'gae'")
-    assert refusal(gae, folder=tmp_path) == (
-        "algorithm.advantage = 'gae' is there already (built in); choose another name"
-    )
-    clipped = HEAD + "@loss('clipped')\ndef mine(*_): return 0\n"
-    assert refusal(clipped, folder=tmp_path) == (
-        "algorithm.loss = 'clipped' is there already (built in); choose another name"
-    )
+@pytest.mark.parametrize(
+    ("mark", "key"),
+    [
+        ("@estimator('gae')", "algorithm.advantage = 'gae'"),
+        ("@loss('clipped')", "algorithm.loss = 'clipped'"),
+        ("@aggregation('token_mean')", "training.aggregation = 'token_mean'"),
+        ("@schedule('linear')", "rollout_allocation_schedule.type = 'linear'"),
+    ],
+)
+def test_a_built_in_one_has_it(mark, key, tmp_path):
+    code = f"{HEAD}{mark}\nclass Mine:\n    def get_policy_choice(self, step): return 'actor'\n"
+    told = refusal(code, folder=tmp_path)
+    assert told == f"{key} is there already (built in); choose another name"
 
 
 def test_another_file_has_it_or_the_same_one_twice(tmp_path):

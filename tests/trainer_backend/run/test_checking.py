@@ -1,6 +1,7 @@
 """What `turnwise check` tells beside the job, and that a fixed model which does not fit is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,22 @@ def test_a_fixed_policy_that_fits_is_told_with_its_folder(
     found = CliRunner().invoke(app, ["check", str(job_file(tmp_path, model_path=str(run)))])
     assert found.exit_code == 0
     assert f"fixed policy 'fixed': {run}/checkpoints/iteration_" in found.stderr.replace("\n", "")
+
+
+@pytest.mark.usefixtures("own_boards")
+def test_check_takes_the_schedule_of_the_page_as_the_page_says(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    page = (Path(__file__).parents[3] / "docs/mixture.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (command,) = re.findall(r"\$ turnwise (check .*)", page)
+    (tmp_path / "pulses.py").write_text(code)
+    job_file(tmp_path, model_path=str(trained[0].path))
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, [*command.split(), "--no-trial"])
+    assert found.exit_code == 0
+    assert 'type = "pulses"  # default: "constant"' in found.stdout
+    assert "rollout_allocation_schedule.alpha is not read by type = 'pulses'" in found.stderr
 
 
 def test_one_that_does_not_fit_is_told_by_the_first_difference(

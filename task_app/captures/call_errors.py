@@ -1,0 +1,84 @@
+"""ASGI middleware: every error below a capture's /v1 in the form that the caller's library reads.
+
+Also those of the gate and the router: a wrong key, a body that is too large, a route that is not there.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared_schemas.problem import PROBLEM_MEDIA_TYPE
+from task_app.captures.calls import Dialect
+from task_app.captures.door import PATH
+from task_app.errors import UnknownName
+
+CLIENT_MISTAKE = 400
+_MODELS = "/v1/"
+
+
+def split_path(scope: Scope) -> tuple[str, str]:
+    """The capture, and what follows /v1/, in the path of a request; both are empty for another one."""
+    path = scope.get("path", "")
+    if not path.startswith(PATH):
+        return "", ""
+    capture_id, slash, rest = path.removeprefix(PATH).partition(_MODELS)
+    return (capture_id, rest) if slash else ("", "")
+
+
+class CallErrors:
+    """Translates the problem bodies of answers below a capture's /v1.
+
+    Args:
+        dialect_of: the dialect of a path behind /v1/, or of the headers.
+    """
+
+    def __init__(self, app: ASGIApp, dialect_of: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:
+        self._app, self._dialect_of = app, dialect_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_call = scope["type"] == "http" and any(split_path(scope))
+        if is_call:
+            dialect = self._dialect_of(split_path(scope)[1], dict(scope["headers"]))
+            send = _Translation(dialect, send)
+        await self._app(scope, receive, send)
+
+
+class _Translation:
+    """The send channel of a call: it holds a problem back until its body is whole."""
+
+    def __init__(self, dialect: Dialect, send: Send) -> None:
+        self._dialect, self._send = dialect, send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and _is_problem(message):
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_translated(self._start, json.loads(self._body))
+
+    async def _send_translated(self, start: Message, problem: Mapping[str, Any]) -> None:
+        """A mistake of the caller's is a 400, which no library repeats."""
+        is_name = problem["code"] == UnknownName.code
+        code = "model_not_found" if is_name else problem["code"]
+        status = 404 if is_name else CLIENT_MISTAKE if start["status"] in (409, 422) else start["status"]
+        where, hint = problem.get("where"), problem.get("hint")
+        place = f"{where}: " if where and not problem["detail"].startswith(where) else ""
+        sentence = f"{place}{problem['detail']}" + (f" ({hint})" if hint else "")
+        body = json.dumps(self._dialect.error(status, code, sentence, where)).encode()
+        headers = MutableHeaders(raw=list(start["headers"]))
+        headers["Content-Type"], headers["Content-Length"] = "application/json", str(len(body))
+        await self._send({**start, "status": status, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_problem(start: Message) -> bool:
+    media_type: bytes = dict(start["headers"]).get(b"content-type", b"")
+    return media_type.startswith(PROBLEM_MEDIA_TYPE.encode())
