@@ -23,7 +23,7 @@ def _client(**options):
 
 def _asked(server, *answers, text="", **more):
     messages = [{"role": "user", "content": script(*answers, text=text)}]
-    return {"model": server.model, "max_tokens": 200, "messages": messages, **more}
+    return {"model": server.claude, "max_tokens": 200, "messages": messages, **more}
 
 
 @on("capture")
@@ -183,9 +183,9 @@ def count_tokens(server):
 @on("capture")
 def models(server):
     client = _client()
-    assert server.model in [model.id for model in client.models.list()]
-    model = client.models.retrieve(server.model)
-    assert (model.id, model.type) == (server.model, "model")
+    assert server.claude in [model.id for model in client.models.list()]
+    model = client.models.retrieve(server.claude)
+    assert (model.id, model.type) == (server.claude, "model")
     assert model.display_name and model.created_at
     _refused(anthropic.NotFoundError, lambda: client.models.retrieve("no-such"))
 

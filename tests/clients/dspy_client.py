@@ -29,7 +29,7 @@ def _models(server, **options):
     options = {"num_retries": 0, "cache": False, **options}
     yield dspy.LM(f"openai/{server.model}", api_base=server.openai_url, api_key=server.key, **options)
     if server.kind == "capture":
-        yield dspy.LM(f"anthropic/{server.model}", api_base=server.url, api_key=server.key, **options)
+        yield dspy.LM(f"anthropic/{server.claude}", api_base=server.url, api_key=server.key, **options)
         yield dspy.LM(
             f"openai/{server.model}",
             api_base=server.openai_url,

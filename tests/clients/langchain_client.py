@@ -35,7 +35,7 @@ def _models(server, **options):
     yield ChatOpenAI(model=server.model, **{"max_retries": 0, **options})
     if server.kind == "capture":
         yield ChatOpenAI(model=server.model, use_responses_api=True, **{"max_retries": 0, **options})
-        yield ChatAnthropic(model=server.model, **{"max_retries": 0, **options})
+        yield ChatAnthropic(model=server.claude, **{"max_retries": 0, **options})
 
 
 def plain(server):

@@ -22,7 +22,7 @@ def _ways(server):
     yield {"model": f"openai/{server.model}"}
     yield {"model": f"hosted_vllm/{server.model}", "api_base": server.openai_url, "api_key": server.key}
     if server.kind == "capture":
-        yield {"model": f"anthropic/{server.model}", "api_base": server.url}
+        yield {"model": f"anthropic/{server.claude}", "api_base": server.url}
 
 
 def _user(*answers, text=""):
@@ -103,7 +103,7 @@ def responses(server):
 @on("capture")
 async def anthropic_messages(server):
     reply = await litellm.anthropic.messages.acreate(
-        model=f"anthropic/{server.model}", api_base=server.url, max_tokens=100,
+        model=f"anthropic/{server.claude}", api_base=server.url, max_tokens=100,
         messages=[{"role": "user", "content": script("Two.")}],
     )  # fmt: skip
     assert reply["content"][0]["text"] == "Two."

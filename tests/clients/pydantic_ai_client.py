@@ -22,7 +22,7 @@ def _models(server):
     yield OpenAIChatModel(server.model)
     if server.kind == "capture":
         yield OpenAIResponsesModel(server.model)
-        yield AnthropicModel(server.model)
+        yield AnthropicModel(server.claude)
 
 
 def _add(a: int, b: int) -> int:

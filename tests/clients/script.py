@@ -1,6 +1,6 @@
 """What every client's file shares: it runs in the client's own environment, with the standard library alone.
 
-    python FILE '{"kind": "capture" or "serve", "url": ..., "key": ..., "model": ..., "results": PATH}'
+    python FILE '{"kind": "capture" or "serve", "url": ..., "key": ..., "model": ..., "results": PATH, ...}'
 
 runs the scenarios of FILE in order, and writes a line of JSON to PATH for each: name and error, or null.
 Each scenario has an address of its own, and in a capture's case a capture of its own.
@@ -37,6 +37,7 @@ class Server:
         kind: capture or serve.
         url: without /v1, as Anthropic's clients want it.
         model: the name under which it answers.
+        claude: another one, since libraries look up what a model of Anthropic's can do.
         service: the address of the whole service, and its key.
     """
 
@@ -46,6 +47,7 @@ class Server:
     model: str
     service: str
     service_key: str
+    claude = "claude-sonnet-4-5"
 
     @property
     def openai_url(self):
@@ -118,14 +120,10 @@ def _server(setting, name):
     base = f"{setting['url']}/s/{name}"
     if setting["kind"] == "serve":
         return Server("serve", base, setting["key"], setting["model"], base, setting["key"])
-    opened = post(
-        f"{base}/captures",
-        setting["key"],
-        {"policy": {"policy_name": "scripted"}, "models": ["gpt-4o", "claude-sonnet-4-5", "policy"]},
-    )
-    return Server(
-        "capture", f"{base}/captures/{opened['capture_id']}", opened["key"], "gpt-4o", base, setting["key"]
-    )
+    body = {"policy": setting["policy"], "models": [setting["model"], Server.claude]}
+    opened = post(f"{base}/captures", setting["key"], body)
+    url = f"{base}/captures/{opened['capture_id']}"
+    return Server("capture", url, opened["key"], setting["model"], base, setting["key"])
 
 
 def post(url, key, body):

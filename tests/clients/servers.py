@@ -1,4 +1,4 @@
-"""A task app whose captures a scripted policy answers, and a gateway with a scripted engine, on real ports.
+"""A task app and a gateway with a scripted engine, on real ports.
 
 The model writes what a client's script asks it to, wherever that stands in the prompt (see `script.py`), so
 every client meets the real services, and knows what a good model would have answered.
@@ -18,11 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service_kit.server import Listener, ServerThread
 from task_app.app import create_app
-from task_app.errors import ContextLengthExceeded as PromptTooLong
-from task_app.plugins import PlugBoards, PolicyPlugin
 from task_app.settings import Settings
 from tests.model_folders import make_qwen3, training_texts
-from tests.task_app.counting import NoConfig, boards
+from tests.task_app.counting import boards
 from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.chat_request import OF_LIBRARIES
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
@@ -55,33 +53,6 @@ class ScriptedModel:
         place = self._asked[name] = self._asked.get(name, 0) + 1
         answer: Answer = answers[min(place, len(answers)) - 1]
         return answer
-
-
-class ScriptedPolicy:
-    """The model as a policy of the task app."""
-
-    name = "scripted"
-
-    def __init__(self, model: ScriptedModel) -> None:
-        self._model = model
-
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        prompt = "\n".join(message.content or "" for message in observation)
-        if len(prompt) > LONGEST:
-            raise PromptTooLong(
-                f"This model's maximum context length is {LONGEST} tokens"
-            )  # a server's words
-        answer = self._model.answer(prompt)
-        text = answer.get("say", "")
-        if calls := answer.get("calls"):
-            made = [
-                {"id": f"call_{place}", "name": name, "arguments": json.dumps(arguments)}
-                for place, (name, arguments) in enumerate(calls)
-            ]
-            return {"type": "tool_call", "tool_calls": made, "content": text}, text, None, None
-        return {"type": "text", "content": text}, text, None, None
 
 
 class ScriptedEngine:
@@ -192,28 +163,37 @@ def _generation(tokens: list[SampledToken], reason: str, stop: str | None = None
     return Generation(tuple(ids), tuple(logprobs), reason, ((0, 0),), stop, likeliest=likeliest)
 
 
-@contextmanager
-def capture_service() -> Iterator[tuple[str, Recorder]]:
-    """A task app; the policy `scripted` of each capture is one model."""
-    model = ScriptedModel()
-    own = boards()
-    policies = {
-        **own.policies,
-        "scripted": PolicyPlugin(NoConfig, lambda config, context: ScriptedPolicy(model)),
-    }
-    app = create_app(Settings(api_keys=(KEY,)), boards=PlugBoards(own.environments, policies))
-    recorder = Recorder(app)
-    with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
-        yield url, recorder
+@dataclass(frozen=True)
+class Service:
+    """What a client's process is told of a service, and who keeps what it asked.
+
+    Attributes:
+        setting: see `script.py`.
+    """
+
+    setting: Mapping[str, Any]
+    recorder: Recorder
 
 
 @contextmanager
-def gateway_service(folder: Path) -> Iterator[tuple[str, Recorder]]:
-    """What `turnwise serve` serves, with a tokenizer and a template in Qwen3's form."""
+def services(folder: Path) -> Iterator[Mapping[str, Service]]:
+    """A task app whose captures ask a run's gateway, and a gateway as `turnwise serve` serves it.
+
+    Both have a scripted engine with a tokenizer and a template in Qwen3's form.
+    """
     make_qwen3(folder, training_texts())
     tokenizer = load_tokenizer(folder)
-    engine = ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel())
+    policies = {MODEL: ServedPolicy(ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel()), tokenizer)}
     limits = GatewayLimits(leaves_out=OF_LIBRARIES)
-    recorder = Recorder(create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY, limits=limits))
-    with ServerThread(recorder, Listener("127.0.0.1", 0)) as url:
-        yield url, recorder
+    served = Recorder(create_gateway(policies, key=KEY, limits=limits))
+    captured = Recorder(create_app(Settings(api_keys=(KEY,)), boards=boards()))
+    with (
+        ServerThread(create_gateway(policies, key=KEY), Listener("127.0.0.1", 0)) as inference_url,
+        ServerThread(served, Listener("127.0.0.1", 0)) as serve_url,
+        ServerThread(captured, Listener("127.0.0.1", 0)) as capture_url,
+    ):
+        config = {"inference_url": inference_url, "model": MODEL, "max_tokens": 1_000}
+        policy = {"policy_name": "openai", "config": config, "inference_key": KEY}
+        capture = {"kind": "capture", "url": capture_url, "key": KEY, "model": "gpt-4o", "policy": policy}
+        serve = {"kind": "serve", "url": serve_url, "key": KEY, "model": MODEL}
+        yield {"capture": Service(capture, captured), "serve": Service(serve, served)}

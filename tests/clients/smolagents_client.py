@@ -20,7 +20,7 @@ def add(a: int, b: int) -> int:
 def _models(server):
     yield OpenAIServerModel(server.model, api_base=server.openai_url, api_key=server.key)
     if server.kind == "capture":
-        yield LiteLLMModel(f"anthropic/{server.model}", api_base=server.url, api_key=server.key)
+        yield LiteLLMModel(f"anthropic/{server.claude}", api_base=server.url, api_key=server.key)
 
 
 def _messages(*answers):

@@ -6,12 +6,13 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.clients.servers import KEY, MODEL, Recorder, capture_service, gateway_service
+from tests.clients.servers import Service, services
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = os.environ.get("TURNWISE_TEST_CLIENTS")
@@ -33,29 +34,21 @@ LONGEST_RUN_S = 220
 
 pytestmark = pytest.mark.skipif(ENVIRONMENTS is None, reason="make test-clients builds their environments")
 
-Service = tuple[str, Recorder]
-
 
 @pytest.fixture(scope="module")
-def captures() -> Iterator[Service]:
-    with capture_service() as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with gateway_service(tmp_path_factory.mktemp("gateway") / "model") as service:
-        yield service
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Service]]:
+    with services(tmp_path_factory.mktemp("served") / "model") as both:
+        yield both
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_works_at_a_capture(client: str, captures: Service, tmp_path: Path) -> None:
-    fail_with(play(client, "capture", captures, tmp_path))
+def test_a_client_works_at_a_capture(client: str, both: Mapping[str, Service], tmp_path: Path) -> None:
+    fail_with(play(client, both["capture"], tmp_path))
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_works_at_the_gateway(client: str, gateway: Service, tmp_path: Path) -> None:
-    fail_with(play(client, "serve", gateway, tmp_path))
+def test_a_client_works_at_the_gateway(client: str, both: Mapping[str, Service], tmp_path: Path) -> None:
+    fail_with(play(client, both["serve"], tmp_path))
 
 
 def fail_with(failures: list[str]) -> None:
@@ -63,16 +56,11 @@ def fail_with(failures: list[str]) -> None:
         pytest.fail("\n\n".join(failures), pytrace=False)
 
 
-def play(client: str, kind: str, service: Service, folder: Path) -> list[str]:
+def play(client: str, service: Service, folder: Path) -> list[str]:
     """Play the scenarios of a client; each that failed, with its error and its last request and answer."""
-    url, recorder = service
     results = folder / "results.jsonl"
-    setting = {"kind": kind, "url": url, "key": KEY, "model": MODEL, "results": str(results)}
-    command = [
-        f"{ENVIRONMENTS}/{CLIENTS[client]}/bin/python",
-        str(HERE / f"{client}_client.py"),
-        json.dumps(setting),
-    ]
+    setting = json.dumps({**service.setting, "results": str(results)})
+    command = [f"{ENVIRONMENTS}/{CLIENTS[client]}/bin/python", str(HERE / f"{client}_client.py"), setting]
     process = subprocess.run(
         command,
         capture_output=True,
@@ -85,7 +73,8 @@ def play(client: str, kind: str, service: Service, folder: Path) -> list[str]:
     assert process.returncode == 0 and results.exists(), process.stderr[-4000:]
     outcomes = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     failed = [(one["scenario"], one["error"]) for one in outcomes if one["error"] is not None]
-    return [f"{name}: {error}\n{_last_asked(recorder, f'{client}_client.{name}')}" for name, error in failed]
+    asked = service.recorder.asked
+    return [f"{name}: {error}\n{_last(asked.get(f'{client}_client.{name}', ()))}" for name, error in failed]
 
 
 def _variables(home: Path) -> dict[str, str]:
@@ -93,6 +82,5 @@ def _variables(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home)}
 
 
-def _last_asked(recorder: Recorder, name: str) -> str:
-    asked = recorder.asked.get(name, ())
+def _last(asked: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps(asked[-1], indent=1)[:3000] if asked else "nothing was asked"
