@@ -14,7 +14,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from script import CALL, main, on, script
+from script import CALL, main, script
 
 set_tracing_disabled(True)
 CITY = '{"name": "Ulm", "people": 130}'
@@ -97,15 +97,17 @@ async def asynchronous(server):
         assert [run.final_output for run in runs] == ["No 0", "No 1", "No 2"]
 
 
-def retry_503(server):
-    agent, *_ = _agents(server)
-    assert _output(agent, "ok") == "ok"
-
-
 @on("capture")
-def retry_429(server):
-    *_, agent = _agents(server)
-    assert _output(agent, "ok") == "ok"
+def by_variables(server):
+    """The library's own default: Responses, and the settings that it has for the model's name."""
+    for model in (server.model, "gpt-5"):
+        agent = Agent(name="adder", instructions="Be short.", model=model, tools=[add])
+        assert _output(agent, CALL, "5") == "5"
+
+
+def retries(server):
+    for agent in _agents(server):
+        assert _output(agent, "ok") == "ok"
 
 
 if __name__ == "__main__":

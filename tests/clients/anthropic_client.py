@@ -162,12 +162,7 @@ async def asynchronous(server):
 
 
 @on("capture")
-def retry_429(server):
-    assert _client(max_retries=1).messages.create(**_asked(server, "ok")).content[0].text == "ok"
-
-
-@on("capture")
-def retry_529(server):
+def retries(server):
     assert _client(max_retries=1).messages.create(**_asked(server, "ok")).content[0].text == "ok"
 
 

@@ -31,7 +31,10 @@ def add(a: int, b: int) -> int:
 
 
 def _models(server, **options):
-    yield LLM(model=f"openai/{server.model}", base_url=server.openai_url, api_key=server.key, **options)
+    yield LLM(model=f"openai/{server.model}", **options)
+    if server.kind == "capture":
+        yield LLM(model=f"openai/{server.model}", api="responses", **options)
+        yield LLM(model=f"anthropic/{server.claude}", max_tokens=200, **options)
 
 
 def _crew(model, *answers, tools=(), **task):
@@ -107,7 +110,7 @@ async def asynchronous(server):
         assert [f"No {i}" in result.raw for i, result in enumerate(results)] == [True, True]
 
 
-def retry_503(server):
+def retries(server):
     for model in _models(server):
         assert model.call([{"role": "user", "content": script("ok")}]) == "ok"
 

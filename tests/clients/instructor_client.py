@@ -121,7 +121,15 @@ async def asynchronous(server):
     assert [city.people for city in cities] == [130] * 3
 
 
-def retry_503(server):
+@on("capture")
+def by_variables(server):
+    for name in (f"openai/{server.model}", "openai/gpt-5", f"anthropic/{server.claude}"):
+        client, asked = instructor.from_provider(name), _asked(server, CITY_CALL, max_tokens=200)
+        del asked["model"]
+        assert list(client.chat.completions.create(**asked)) == ULM
+
+
+def retries(server):
     client = instructor.from_openai(OpenAI(max_retries=1))
     assert list(client.chat.completions.create(**_asked(server, CITY_CALL))) == ULM
 

@@ -5,6 +5,7 @@ import warnings
 
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -173,15 +174,25 @@ def count_of_tokens(server):
     assert claude.get_num_tokens_from_messages([HumanMessage("Two.")]) > 0
 
 
-def retry_429(server):
-    model, *_ = _models(server, max_retries=1)
-    assert model.invoke(script("ok")).text == "ok"
-
-
 @on("capture")
-def retry_503(server):
-    *_, model = _models(server, max_retries=1)
-    assert model.invoke(script("ok")).text == "ok"
+def by_variables(server):
+    for name in (f"openai:{server.model}", "openai:gpt-5", f"anthropic:{server.claude}"):
+        graph = create_agent(name, [add])
+        assert graph.invoke({"messages": [("user", script(CALL, "5"))]})["messages"][-1].text == "5"
+
+
+def retries(server):
+    for model in _models(server, max_retries=1):
+        assert model.invoke(script("ok")).text == "ok"
+
+
+def too_long(server):
+    for model in _models(server):
+        try:
+            model.invoke(script("x", text="word " * 30_000))
+        except ContextOverflowError:
+            continue
+        raise AssertionError("a prompt that is too long was answered")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import asyncio
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, ToolOutput
-from pydantic_ai.exceptions import ModelHTTPError
+from pydantic_ai.exceptions import ModelContextWindowExceededError, ModelHTTPError
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from script import CALL, main, on, script
+from script import CALL, main, script
 
 CITY = '{"name": "Ulm", "people": 130}'
 CITY_VALUES = {"name": "Ulm", "people": 130}
@@ -127,15 +127,27 @@ def unknown_model(server):
             raise AssertionError("an unknown model answered")
 
 
-def retry_503(server):
-    agent, *_ = _agents(server)
-    assert agent.run_sync(script("ok")).output == "ok"
-
-
 @on("capture")
-def retry_429(server):
-    *_, agent = _agents(server)
-    assert agent.run_sync(script("ok")).output == "ok"
+def by_variables(server):
+    names = "openai:gpt-4o", "openai-chat:gpt-5", "openai-responses:gpt-5", f"anthropic:{server.claude}"
+    for name in names:
+        agent = Agent(name)
+        agent.tool_plain(_add, name="add")
+        assert agent.run_sync(script(CALL, "5")).output == "5"
+
+
+def retries(server):
+    for agent in _agents(server):
+        assert agent.run_sync(script("ok")).output == "ok"
+
+
+def too_long(server):
+    for agent in _agents(server):
+        try:
+            agent.run_sync(script("x", text="word " * 30_000))
+        except ModelContextWindowExceededError:
+            continue
+        raise AssertionError("a prompt that is too long was answered")
 
 
 if __name__ == "__main__":

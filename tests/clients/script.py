@@ -120,7 +120,7 @@ def _server(setting, name):
     base = f"{setting['url']}/s/{name}"
     if setting["kind"] == "serve":
         return Server("serve", base, setting["key"], setting["model"], base, setting["key"])
-    body = {"policy": setting["policy"], "models": [setting["model"], Server.claude]}
+    body = {"policy": setting["policy"], "models": [setting["model"], "gpt-5", Server.claude]}
     opened = post(f"{base}/captures", setting["key"], body)
     url = f"{base}/captures/{opened['capture_id']}"
     return Server("capture", url, opened["key"], setting["model"], base, setting["key"])

@@ -7,7 +7,7 @@ every client meets the real services, and knows what a good model would have ans
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service_kit.server import Listener, ServerThread
 from task_app.app import create_app
+from task_app.held import Held
 from task_app.settings import Settings
 from tests.model_folders import make_qwen3, training_texts
 from tests.task_app.counting import boards
-from trainer_backend.errors import ContextLengthExceeded
+from trainer_backend.errors import ContextLengthExceeded, EngineBusy
 from trainer_backend.inference.chat_request import OF_LIBRARIES
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
@@ -32,7 +33,6 @@ from trainer_backend.models.folder import load_tokenizer
 KEY = "the-key-of-the-clients"
 MODEL = "job/actor"
 LONGEST = 24_000
-_FAULT = re.compile(r"\.retry_(\d+)$")
 _SCRIPT = re.compile(r"SCRIPT-(\w+)-([A-Za-z0-9+/=]+)-END")
 
 Answer = Mapping[str, Any]
@@ -63,10 +63,16 @@ class ScriptedEngine:
     def __init__(self, renderer: ChatRenderer, model: ScriptedModel) -> None:
         self._renderer, self._model = renderer, model
         self.breakdown: Future[str] = Future()
+        self._is_overloaded = False
+
+    def overload(self, is_overloaded: bool) -> None:
+        self._is_overloaded = is_overloaded
 
     async def generate(
         self, ids: list[int], sampling: Any, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
+        if self._is_overloaded:
+            raise EngineBusy("too many requests wait")
         prompt = self._renderer.decode(ids)
         if len(ids) + sampling.max_tokens > LONGEST:
             raise ContextLengthExceeded(
@@ -101,12 +107,16 @@ def _written(answer: Answer) -> str:
 
 @dataclass
 class Recorder:
-    """ASGI middleware below /s/NAME/: it keeps what NAME asked, and fails its first calls if NAME says so.
+    """ASGI middleware below /s/NAME/, which keeps what NAME asked.
 
-    `retry_503` answers the first model call with 503, as an overloaded service does.
+    Of the scenario `retries` the first call of each dialect meets an overloaded service.
+
+    Attributes:
+        overload: whether the service has room, to be set.
     """
 
     app: ASGIApp
+    overload: Callable[[bool], None]
     asked: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,8 +124,10 @@ class Recorder:
             await self.app(scope, receive, send)
             return
         name, _, rest = scope["path"].removeprefix("/s/").partition("/")
-        asked = self.asked.setdefault(name, [])
-        record: dict[str, Any] = {"method": scope["method"], "path": f"/{rest}", "status": None}
+        path, asked = f"/{rest}", self.asked.setdefault(name, [])
+        is_first = "/v1/" in path and path not in [one["path"] for one in asked]
+        record: dict[str, Any] = {"method": scope["method"], "path": path, "status": None}
+        asked.append(record)
         body, answer = bytearray(), bytearray()
 
         async def received() -> Message:
@@ -129,25 +141,10 @@ class Recorder:
             answer.extend(message.get("body", b""))
             await send(message)
 
-        is_call = scope["method"] == "POST" and "/v1/" in f"/{rest}"
-        named = _FAULT.search(name)
-        fault = int(named[1]) if named and is_call and not any(one["call"] for one in asked) else None
-        record["call"] = is_call
-        asked.append(record)
-        if fault is not None:
-            record["status"] = fault
-            await _refuse(fault, send)
-            return
-        path = f"/{rest}"
+        self.overload(name.endswith(".retries") and is_first)
         await self.app({**scope, "path": path, "raw_path": path.encode()}, received, sent)
+        self.overload(False)
         record["body"], record["answer"] = _json(bytes(body)), _json(bytes(answer))
-
-
-async def _refuse(status: int, send: Send) -> None:
-    body = json.dumps({"error": {"message": "later", "type": "server_error", "code": "busy"}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"retry-after", b"0")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _json(text: bytes) -> Any:
@@ -183,10 +180,18 @@ def services(folder: Path) -> Iterator[Mapping[str, Service]]:
     """
     make_qwen3(folder, training_texts())
     tokenizer = load_tokenizer(folder)
-    policies = {MODEL: ServedPolicy(ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel()), tokenizer)}
+    engine = ScriptedEngine(ChatRenderer(tokenizer), ScriptedModel())
+    policies = {MODEL: ServedPolicy(engine, tokenizer)}
     limits = GatewayLimits(leaves_out=OF_LIBRARIES)
-    served = Recorder(create_gateway(policies, key=KEY, limits=limits))
-    captured = Recorder(create_app(Settings(api_keys=(KEY,)), boards=boards()))
+    served = Recorder(create_gateway(policies, key=KEY, limits=limits), engine.overload)
+    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
+    held: Held = app.state.services.captures.held
+    most = held.most
+
+    def fill(is_full: bool) -> None:
+        held.most = 0 if is_full else most
+
+    captured = Recorder(app, fill)
     with (
         ServerThread(create_gateway(policies, key=KEY), Listener("127.0.0.1", 0)) as inference_url,
         ServerThread(served, Listener("127.0.0.1", 0)) as serve_url,

@@ -69,7 +69,9 @@ async def asynchronous(server):
     assert [reply.choices[0].message.content for reply in replies] == ["No 0", "No 1", "No 2"]
 
 
-def retry_429(server):
+@on("capture")
+def retries(server):
+    """It repeats a 429, and no 503."""
     reply = _client(server).chat.completions.create(model=server.model, messages=_user("ok"))
     assert reply.choices[0].message.content == "ok"
 
