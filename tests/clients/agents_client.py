@@ -14,7 +14,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from script import CALL, main, script
+from script import CALL, main, on, script
 
 set_tracing_disabled(True)
 CITY = '{"name": "Ulm", "people": 130}'

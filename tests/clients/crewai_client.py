@@ -31,7 +31,9 @@ def add(a: int, b: int) -> int:
 
 
 def _models(server, **options):
-    yield LLM(model=f"openai/{server.model}", **options)
+    # A name that it does not know needs the address.
+    address = {"base_url": server.openai_url, "api_key": server.key} if server.kind == "serve" else {}
+    yield LLM(model=f"openai/{server.model}", **address, **options)
     if server.kind == "capture":
         yield LLM(model=f"openai/{server.model}", api="responses", **options)
         yield LLM(model=f"anthropic/{server.claude}", max_tokens=200, **options)

@@ -7,7 +7,7 @@ from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, ToolOut
 from pydantic_ai.exceptions import ModelContextWindowExceededError, ModelHTTPError
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from script import CALL, main, script
+from script import CALL, main, on, script
 
 CITY = '{"name": "Ulm", "people": 130}'
 CITY_VALUES = {"name": "Ulm", "people": 130}

@@ -240,7 +240,7 @@ async def test_a_wrong_model_name_is_a_404_where_names_are_listed():
 
 
 async def test_anthropic_s_library_is_told_in_its_own_words_that_no_thread_is_held():
-    # Its tool runner sends only what is new to a server that holds threads, and else, by this error, all of it.
+    # Its tool runner then sends the whole conversation each time, and not only what is new.
     body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     async with captured(TEXT) as (client, policy, _):
         answer = await client.post("v1/messages", json=body | {"thread": {"type": "create"}})
