@@ -56,11 +56,14 @@ test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through war
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
 
 # Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
-test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP and verifiers; installs openenv-core and verifiers into build/
-	for package in openenv-core verifiers; do \
+FOREIGN_PACKAGES := openenv-core verifiers textarena reasoning-gym
+test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP, verifiers, TextArena and reasoning-gym; installs them into build/
+	for package in $(FOREIGN_PACKAGES); do \
 		test -x build/$$package/bin/python || $(PYTHON) -m venv build/$$package || exit 1; \
 		build/$$package/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $$package || exit 1; done
 	TURNWISE_TEST_OPENENV_PYTHON=$(CURDIR)/build/openenv-core/bin/python TURNWISE_TEST_VERIFIERS_PYTHON=$(CURDIR)/build/verifiers/bin/python \
+		TURNWISE_TEST_TEXTARENA_PYTHON=$(CURDIR)/build/textarena/bin/python \
+		TURNWISE_TEST_REASONING_GYM_PYTHON=$(CURDIR)/build/reasoning-gym/bin/python \
 		$(BIN)/python -m pytest tests/task_app/environments/foreign
 
 # Libraries of which no environment holds all. What is missing there is skipped in `make test`.
@@ -138,7 +141,7 @@ study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste segment_cost gpu \
-		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
+		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch http_clients task_app_cpu \
 		idle_sessions many_apps gateway_conversations recovery_cost store_cost run_page dashboard_pages teacher_baseline; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 

@@ -146,6 +146,17 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
             return kept if not cut else kept + f" ... and {cut} more bytes\n".encode()
 
 
+def name_exit(code: int) -> str:
+    """Name how a process ended, by its exit code: `exit code 3`, or the signal that killed it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+    return f"{name} (often the system, short of memory)" if name == "SIGKILL" else name
+
+
 def last_line(log: Path) -> str:
     """The last line of a child's log that says something, from its last bytes; empty where there is none."""
     try:

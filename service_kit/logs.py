@@ -6,7 +6,7 @@ Bound ids stand in each line: `request_id` (service_kit.observed), and those tha
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import structlog
 from structlog.typing import Processor
@@ -59,7 +59,7 @@ def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
     configure_logs(level, form=_setting(environ, FORM_VARIABLE, "text", _RENDERERS))
 
 
-def _setting(environ: Mapping[str, str], variable: str, default: str, known: Iterable[str]) -> str:
+def _setting(environ: Mapping[str, str], variable: str, default: str, known: Collection[str]) -> str:
     value = environ.get(variable, "").strip() or default
     if value not in known:
         raise SettingsError(f"{variable} is {value[:40]!r}{did_you_mean(value[:40], known)}")

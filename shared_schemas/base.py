@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -91,9 +91,27 @@ def visible(text: str) -> str:
     return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; known: a, b. Did you mean 'a'?"`, the tail of every message about an unknown name."""
-    names = sorted(known)
-    close = get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
-    guess = f". Did you mean {close[0]!r}?" if close else ""
-    return f"; known: {', '.join(names)}{guess}"
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like an unknown one, or None if none is like it."""
+    close = get_close_matches(name[:_LONGEST_NAME], sorted(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """`". Did you mean 'a'? Known: a, b"`, the tail of every message to people about an unknown name.
+
+    The likely name comes first, since the list may be long, and may be cut. Without one: `"; known: a, b"`.
+    """
+    close = closest(name, known)
+    start = "; known" if close is None else f". Did you mean {close!r}? Known"
+    return f"{start}: {', '.join(sorted(known))}"
+
+
+def suggest_to_policy(name: str, known: Collection[str]) -> str:
+    """`"; known: a, b. Did you mean 'a'?"`, the same for a text that a policy reads in an environment.
+
+    Other words there would be another environment: its results could not be compared with earlier ones.
+    """
+    close = closest(name, known)
+    guess = "" if close is None else f". Did you mean {close!r}?"
+    return f"; known: {', '.join(sorted(known))}{guess}"

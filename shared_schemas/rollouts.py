@@ -242,6 +242,29 @@ class RolloutRequest(Body):
         return turns
 
 
+# Published names of what a rollout request holds under another one, for error messages.
+PUBLISHED_PLACES = {
+    "training": "step_rewards",
+    "step_rewards_enabled": "step_rewards.enabled",
+    "step_rewards_mode": "step_rewards.mode",
+    "event_rewards_kind": "step_rewards.kind",
+    "step_rewards_beta": "step_rewards.step_beta",
+    "step_rewards_indicator_lambda": "step_rewards.indicator_lambda",
+    "state_hashing_function": "state_keys",
+    "seed": "start.seed",
+    "resource_type": "env.env_name",
+    "base_resource_config": "env.config",
+    "env_config": "env.config",
+    "policy_config": "policy.config",
+    "inference_url": "policy.config",
+    "max_episode_steps": "limits.max_decisions",
+    "max_turns": "limits.max_decisions",
+    "max_assistant_turns": "limits.max_decisions",
+    "interaction_name": "interaction.name",
+    "interaction_kwargs": "interaction.kwargs",
+}
+
+
 class RolloutBatch(Body):
     """Body of POST /rollouts."""
 

@@ -1,6 +1,6 @@
 """Pure: turn pydantic's errors into one sentence with the place, the value and what is allowed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -16,18 +16,24 @@ def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
-def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] = ()) -> InvalidRequest:
+def invalid(
+    error: Mapping[str, Any], *, where: str = "", known: Collection[str] = (), meant: str | None = None
+) -> InvalidRequest:
     """An InvalidRequest from one of pydantic's errors.
 
     Args:
         error: an element of `ValidationError.errors()`.
         where: the body path that `error["loc"]` continues.
         known: field names, to suggest one for an unknown key.
+        meant: the place to suggest instead.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         name = clipped(str(error["loc"][-1]))
-        return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
+        if meant is None:
+            return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
+        told = f"{place}: unknown key {name!r}. Did you mean {meant!r}? Known: {', '.join(sorted(known))}"
+        return InvalidRequest(told, where=place)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "tuple_type":
         message = "a list is needed"

@@ -33,7 +33,7 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
@@ -65,9 +65,19 @@ class UnknownName(InvalidRequest):
 
     code = "unknown_name"
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        known: Collection[str],
+        *,
+        where: str | None = None,
+        like: str | None = None,
+        hint: str | None = None,
+    ) -> None:
         shown = clipped(name)
-        super().__init__(f"unknown {kind} {shown!r}{did_you_mean(shown, known)}", where=where)
+        guess = did_you_mean(shown if like is None else like, known)
+        super().__init__(f"unknown {kind} {shown!r}{guess}", where=where, hint=hint)
 
 
 class HostNotAllowed(InvalidRequest):

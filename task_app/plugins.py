@@ -9,6 +9,7 @@ import aiohttp
 from pydantic import AliasChoices, SecretStr, ValidationError
 
 from shared_schemas.base import Body
+from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
 from task_app.complaints import invalid, most_specific, validated
 from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
@@ -223,13 +224,23 @@ class PlugBoards:
         """The name on the board, also for an alias; a foreign environment's is its own."""
         if name not in self.environments and kind_of(name) is not None:
             return name
-        return _resolve_name(
-            "environment", name, self.environments, ENVIRONMENT_ALIASES, where=where + "env_name"
-        )
+        resolved = _resolve_name(name, self.environments, ENVIRONMENT_ALIASES)
+        if resolved is not None:
+            return resolved
+        prefix, colon, _ = name.partition(":")
+        kinds = [f"{kind}:" for kind in PREFIXES] if colon else []
+        raise UnknownName(
+            "environment", name, (*self.environments, *kinds), where=where + "env_name",
+            like=prefix + colon,
+            hint=f"Environments of other libraries have a prefix: {list_prefixes()} (docs/foreign.md).",
+        )  # fmt: skip
 
     def policy_name(self, name: str, *, where: str = "") -> str:
         """The name on the board, also for an alias."""
-        return _resolve_name("policy", name, self.policies, POLICY_ALIASES, where=where + "policy_name")
+        resolved = _resolve_name(name, self.policies, POLICY_ALIASES)
+        if resolved is None:
+            raise UnknownName("policy", name, self.policies, where=where + "policy_name")
+        return resolved
 
     def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
         plugin = self.reward_functions.get(name)
@@ -304,13 +315,10 @@ def _names_of_seed(config: type[Body]) -> set[str]:
     return {"seed"} if config.model_config.get("extra") == "allow" else set()
 
 
-def _resolve_name(
-    kind: str, name: str, board: Mapping[str, Any], aliases: Mapping[str, str], *, where: str
-) -> str:
+def _resolve_name(name: str, board: Mapping[str, Any], aliases: Mapping[str, str]) -> str | None:
+    """The name on the board, also for an alias; None if it has neither."""
     resolved = name if name in board else aliases.get(name.lower(), name)
-    if resolved not in board:
-        raise UnknownName(kind, name, board, where=where)
-    return resolved
+    return resolved if resolved in board else None
 
 
 def default_plug_boards() -> PlugBoards:

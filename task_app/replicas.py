@@ -4,7 +4,6 @@ They share settings and keys from the environment. A replica that dies is restar
 URL stays valid, after a bounded back-off.
 """
 
-import argparse
 import asyncio
 import json
 import signal
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from service_kit.children import PIPE, Child, when_parent_ends
+from task_app.options import Flags
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
@@ -119,35 +119,35 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-def run_replicas(options: argparse.Namespace, settings: Settings) -> int:
+def run_replicas(flags: Flags, settings: Settings) -> int:
     """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end."""
-    return asyncio.run(_run(options, settings))
+    return asyncio.run(_run(flags, settings))
 
 
-async def _run(options: argparse.Namespace, settings: Settings) -> int:
+async def _run(flags: Flags, settings: Settings) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if options.exit_with_parent:
+    if flags.exit_with_parent:
         when_parent_ends(lambda: _set_from_thread(loop, stop))
     replicas = [
         Replica(
-            index, _arguments(options, settings.state_dir, index), options.port and options.port + index,
+            index, _arguments(flags, settings.state_dir, index), flags.port and flags.port + index,
             end_s=settings.drain_s + _END_S,
         )
-        for index in range(options.replicas)
+        for index in range(flags.replicas or 0)
     ]  # fmt: skip
     return await supervise(replicas, stop, tell=lambda line: print(line, flush=True))
 
 
-def _arguments(options: argparse.Namespace, state_dir: Path | None, index: int) -> list[str]:
-    words = ["--exit-with-parent", "--host", options.host]
-    for host in options.allow_inference_host:
+def _arguments(flags: Flags, state_dir: Path | None, index: int) -> list[str]:
+    words = ["--exit-with-parent", "--host", flags.host]
+    for host in flags.inference_hosts or ():
         words += ["--allow-inference-host", host]
-    for file in options.plugins:
+    for file in flags.plugins or ():
         words += ["--plugins", str(file)]
-    if options.interactions is not None:
-        words += ["--interactions", str(options.interactions)]
+    if flags.interactions is not None:
+        words += ["--interactions", str(flags.interactions)]
     if state_dir is not None:
         words += ["--state-dir", str(state_dir / f"replica-{index}")]
     return words

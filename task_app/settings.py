@@ -17,6 +17,7 @@ from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.base import Body
 from shared_schemas.chat import StructuredOutput
+from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 from task_app.environments.foreign.peer import LOOPBACK, Reach
@@ -31,6 +32,8 @@ _LISTS = (
     "open_routes",
     "reward_variables",
 )  # fmt: skip
+# Ends the names of the settings that name a Python, after the library that it has.
+_PYTHON = "_python"
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
 
 
@@ -55,7 +58,7 @@ Variable = Annotated[
 ]
 
 
-Module = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+Module = Annotated[str, Field(max_length=200, pattern=MODULE)]
 
 
 class Settings(Body):
@@ -80,7 +83,14 @@ class Settings(Body):
         default=(), description="modules imported for the environments that they register with gymnasium"
     )
     verifiers_python: Path | None = Field(
-        default=None, description="the Python that has verifiers installed, for env_name verifiers:MODULE"
+        default=None,
+        description="the Python that has verifiers, for env_name verifiers:MODULE; absent: this one",
+    )
+    textarena_python: Path | None = Field(
+        default=None, description="the one that has textarena, for env_name textarena:ID"
+    )
+    reasoning_gym_python: Path | None = Field(
+        default=None, description="the one that has reasoning-gym, for env_name reasoning_gym:NAME"
     )
     verifiers_modules: tuple[Module, ...] = Field(
         default=(), description="tasksets that it may import; they run in its process"
@@ -245,7 +255,11 @@ class Settings(Body):
             modules=self.gymnasium_modules,
             tasksets=self.verifiers_modules,
             mcp_servers=self.mcp_servers,
-            python=None if self.verifiers_python is None else str(self.verifiers_python),
+            pythons={
+                name.removesuffix(_PYTHON): str(value)
+                for name, value in self
+                if name.endswith(_PYTHON) and value is not None
+            },
         )
 
     def with_hosts(self, hosts: Iterable[str]) -> "Settings":
@@ -262,7 +276,8 @@ class Settings(Body):
 
     def limits(self) -> dict[str, Any]:
         """The limits for `/info`, without keys and paths."""
-        hidden = {"api_keys", "state_dir", "interaction_config_path", "verifiers_python", "mcp_servers"}
+        hidden = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers"}
+        hidden |= {name for name in type(self).model_fields if name.endswith(_PYTHON)}
         return self.model_dump(mode="json", exclude=hidden)
 
 
@@ -279,7 +294,7 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
         variable = PREFIX + str(error["loc"][0]).upper()
-        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}", where=variable) from exc
+        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}") from exc
 
 
 def _check_spelling(environ: Mapping[str, str]) -> None:
@@ -288,7 +303,7 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         close = get_close_matches(name, ours, n=1, cutoff=0.9)
         if name.startswith(PREFIX) and name not in ours and close:
-            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?", where=name)
+            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
 
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:

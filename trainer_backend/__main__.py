@@ -18,6 +18,7 @@ from service_kit.errors import ServiceError
 from service_kit.release import modules_of_extra, version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.truth import noise_of
+from trainer_backend.job.environments import describe_environments
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.checkpoint_paths import run_of
@@ -126,19 +127,34 @@ def check(
     trial: Annotated[
         bool, typer.Option(help="try environment and policies at a task app that is started for it")
     ] = True,
+    every_key: Annotated[
+        bool, typer.Option("--all", help="print the keys that have their defaults too")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Print a job with every default filled in, and mark what differs from it; nothing is written.
+    """Check a job, and print as TOML what differs from the defaults; nothing is written.
 
     A job's own task app is started for a moment, and tries environment, policies and their configs.
     """
-    from trainer_backend.terminal.check_command import lines_before_a_run, marked_job
+    from trainer_backend.terminal.check_command import lines_before_a_run, own_choices, whole_job
 
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
     for line in lines_before_a_run(loaded.config, trial=trial):
         tell(_err, line)
-    print(marked_job(loaded.config), end="")
+    for toml, mark in whole_job(loaded.config) if every_key else own_choices(loaded.config):
+        if _out.is_terminal:
+            _out.print(Text.assemble(toml, (mark, "dim")), soft_wrap=True)
+        else:
+            print(toml + mark)
+    if not every_key:
+        tell(_err, "all other keys have their defaults; --all prints them too")
+
+
+@app.command()
+def info() -> None:
+    """Print the names that rollout.env_name may have here, and how modules of other libraries are named."""
+    print("\n".join(describe_environments()))
 
 
 @app.command("init")

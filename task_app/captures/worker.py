@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from service_kit.children import name_exit
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
@@ -13,7 +14,6 @@ from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, AgentProces
 from task_app.captures.door import Captures
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, InvalidRequest, UnknownId
-from task_app.reward_functions.process import exit_of
 
 
 class AgentWorker:
@@ -85,10 +85,10 @@ class AgentWorker:
             return
         # After a refusal by a limit many an agent ends by an exception, which is not its fault.
         if capture.refused is None and exit_code not in self._environment.agent.exit_codes:
-            raise AgentFailed(f"{name} ended with {exit_of(exit_code)}{_after(output)}")
+            raise AgentFailed(f"{name} ended with {name_exit(exit_code)}{_after(output)}")
         if not capture.steps:
             raise AgentFailed(
-                f"{name} ended with {exit_of(exit_code)} and had no model call answered{_after(output)}"
+                f"{name} ended with {name_exit(exit_code)} and had no model call answered{_after(output)}"
             )
         capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
 

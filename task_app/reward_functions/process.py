@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service_kit.children import without_keys
+from service_kit.children import name_exit, without_keys
 from service_kit.output import Output
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
@@ -135,7 +135,7 @@ class RewardProcess:
             # Its own watchdog ended it; only the deadline of a call triggers that.
             if loop.time() - start_s >= deadline_s:
                 raise self._late(failure, deadline_s)
-            raise self._error(f"ended its process ({exit_of(code)}) before it answered")
+            raise self._error(f"ended its process with {name_exit(code)} before it answered")
         try:
             reply: dict[str, Any] = json.loads(line)
         except ValueError as exc:
@@ -156,8 +156,3 @@ class RewardProcess:
 def environment_of(ours: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
     """The child's environment variables: those without keys, the operator's own, and PYTHONPATH."""
     return without_keys(ours, more) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def exit_of(code: int) -> str:
-    """How a process ended, by its return code."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

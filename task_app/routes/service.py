@@ -19,7 +19,9 @@ from service_kit.keys import presented_keys
 from service_kit.observed import metrics_response
 from shared_schemas.base import Body
 from shared_schemas.messages import ToolSpec
+from shared_schemas.prefixes import PREFIXES
 from task_app.environment_calls import list_tools, reset_environment
+from task_app.environments.foreign.kinds import FOREIGN
 from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.observing.metrics import Metrics
@@ -99,6 +101,15 @@ async def info(request: Request) -> dict[str, Any]:
         "limits": services.settings.limits(),
         "environments": {
             name: plugin.config.model_json_schema() for name, plugin in services.boards.environments.items()
+        },
+        "environment_prefixes": {
+            name: {
+                "env_name": f"{name}:{prefix.argument}",
+                "plays": prefix.plays,
+                "how": prefix.how,
+                "config": FOREIGN[name].config.model_json_schema(),
+            }
+            for name, prefix in PREFIXES.items()
         },
         "policies": {
             name: plugin.config.model_json_schema() for name, plugin in services.boards.policies.items()

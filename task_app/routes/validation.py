@@ -1,6 +1,5 @@
 """The reply to a body, query or path that does not fit its route: a problem that names the place."""
 
-from collections.abc import Iterable
 from types import GenericAlias
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from service_kit.problems import problem_response
+from shared_schemas.rollouts import PUBLISHED_PLACES, RolloutBatch
 from task_app.complaints import invalid, most_specific
 from task_app.routes.wire import MISSPELT
 
@@ -26,18 +26,31 @@ async def validation_response(request: Request, exc: Exception) -> Response:
         error["msg"] += "; send it as JSON with Content-Type: application/json"
     elif place[0] in ("body", "query", "path", "header"):
         error["loc"] = place[1:] or place
-    return problem_response(invalid(error, known=_known_fields(request, place)))
+    model = _model_around(request, place)
+    known = model.model_fields if model is not None else ()
+    return problem_response(invalid(error, known=known, meant=_meant_place(model, place)))
 
 
-def _known_fields(request: Request, place: tuple[Any, ...]) -> Iterable[str]:
-    """The keys that are allowed next to the one at `place`, from the body's model."""
+def _model_around(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | None:
+    """The model of the body, or of the part of it, that holds the key at `place`."""
     route = request.scope.get("route")
     body = route.body_field if isinstance(route, APIRoute) else None
     model = _model_in(body.field_info.annotation) if body is not None else None
     for part in place[1:-1]:
         if model is not None and isinstance(part, str) and part in model.model_fields:
             model = _model_in(model.model_fields[part].annotation)
-    return model.model_fields if model is not None else ()
+    return model
+
+
+def _meant_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
+    """The place of a published name in a rollout request, or of a key that a part of this model has."""
+    if model is None:
+        return None
+    name = str(place[-1])
+    if name in PUBLISHED_PLACES and (model is RolloutBatch or place[1:2] == ("rollouts",)):
+        return ("rollouts.0." if model is RolloutBatch else "") + PUBLISHED_PLACES[name]
+    parts = {part: _model_in(field.annotation) for part, field in model.model_fields.items()}
+    return next((f"{part}.{name}" for part, own in parts.items() if own and name in own.model_fields), None)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import suggest_to_policy
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.errors import clipped
 
@@ -44,7 +44,7 @@ class FunctionTool:
         place = clipped(".".join(map(str, error["loc"])))
         if error["type"] == "extra_forbidden":
             known = self._arguments.model_fields
-            guess = did_you_mean(place, known) if known else "; it takes none"
+            guess = suggest_to_policy(place, known) if known else "; it takes none"
             return f"{name} has no argument {place!r}{guess}"
         if error["type"] == "missing":
             return f"{name} needs the argument {place!r}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import suggest_to_policy
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import ToolSpec
 from task_app.errors import clipped
@@ -56,7 +56,7 @@ class Toolbox:
         tool = self._tools.get(call.name)
         if tool is None:
             name = clipped(call.name)
-            return Answer.of_refusal(f"there is no tool {name!r}{did_you_mean(name, self._tools)}")
+            return Answer.of_refusal(f"there is no tool {name!r}{suggest_to_policy(name, self._tools)}")
         if call.arguments is None:
             excerpt = clipped(call.raw_arguments)
             return Answer.of_refusal(f"the arguments of {call.name} are no JSON object: {excerpt!r}")

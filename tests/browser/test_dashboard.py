@@ -7,9 +7,12 @@ import httpx
 import pytest
 
 from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
+from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import settings_for
+from tests.trainer_backend.pages.hand_made import empty_run
 from tests.trainer_backend.pages.shown import numbered_run
+from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -29,10 +32,13 @@ def browser():
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory, trained):
-    """A run that was trained for real, and one whose texts are attacks."""
+    """A run that was trained for real, one whose texts are attacks, and one with long words that failed."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(trained[0].path, folder / "trained")
     numbered_run(folder / "attacks")
+    word = "a_word_without_a_blank" * 6
+    empty_run(tiny_job(job__name=word[:50], services__task_plugins=[f"/{word}.py"]), folder / "long")
+    write_state(folder / "long", RunState("failed", 17, code="advantage_undefined", detail=f"{word}: {word}"))
     with on_a_port(settings_for(folder)) as (url, service):
         service.watcher.look(everything=True)
         yield url, service
@@ -48,16 +54,36 @@ def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_els
     run = f"/runs/{ids['trained']}"
     paths = [
         "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
-        f"{run}?with={ids['attacks']}", "/new",
+        f"{run}?with={ids['attacks']}", f"/runs/{ids['long']}", f"/runs/{ids['long']}/config",
+        "/new", "/runs/no",
     ]  # fmt: skip
     for viewport, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
-        seen = Watched(browser, service[0], viewport=viewport, color_scheme=scheme)
+        seen = Watched(browser, service[0], viewport=viewport, color_scheme=scheme, refused=(404,))
         for path in paths:
             seen.go(path)
             seen.page.wait_for_load_state("networkidle")
             assert seen.fits(), path
+            assert viewport == DESKTOP or seen.too_small() == [], path
             assert seen.page.locator("h1").count() == 1, path
         assert (seen.complaints, seen.elsewhere) == ([], [])
+
+
+def test_all_advantages_of_an_episode_are_drawn_from_one_zero_on_one_scale(browser, service, ids):
+    for viewport in (DESKTOP, PHONE):
+        seen = Watched(browser, service[0], viewport=viewport)
+        seen.go(f"/runs/{ids['trained']}/rollouts/train/1/0/0")
+        at = "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.width])"
+        bars = seen.page.locator(".advantage rect").evaluate_all(at)
+        numbers = seen.page.locator("tr:has(.advantage) td:last-child").all_inner_texts()
+        assert len({len(number) for number in numbers}) > 1
+        values = [float(number.replace("\N{MINUS SIGN}", "-")) for number in numbers]
+        longest, half = max(map(abs, values)), max(width for _, width in bars)
+        line = seen.page.locator(".spread").first.evaluate(
+            "one => one.getBoundingClientRect().left + parseFloat(getComputedStyle(one).backgroundPositionX)"
+        )
+        for value, (left, width) in zip(values, bars, strict=True):
+            assert left + width * (value < 0) == pytest.approx(line, abs=1)
+            assert width / half == pytest.approx(abs(value) / longest, abs=0.02)
 
 
 def test_what_a_rollout_says_is_shown_and_never_run(browser, service, ids):
@@ -178,9 +204,11 @@ def test_without_scripts_pages_can_be_read_and_paged(browser, service, ids):
 
 def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(browser, service):
     url, behind = service
-    seen = Watched(browser, url)
+    seen = Watched(browser, url, viewport=PHONE)
     page = seen.page
     seen.go("/new")
+    page.locator("text=This job can start").wait_for()
+    assert "`turnwise init`" in page.locator("textarea").input_value()
     page.locator("textarea").fill(JOB + "[training]\niteration = 3\n")
     page.locator("[data-line='6']").click()
     chosen = "text => text.value.slice(text.selectionStart, text.selectionEnd)"
@@ -195,6 +223,7 @@ def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(brows
             pass
         page.locator("#head", has_text=f"{number} of 3 iterations").wait_for()
         page.locator("[data-chart=outcome] .legend b", has_text=f"{number}.5").wait_for()
+    assert seen.fits() and seen.too_small() == []
     page.get_by_role("button", name="Cancel").click()  # the question whether to is answered with yes
     page.locator(".state.cancelled").wait_for()
     assert seen.complaints == ["Cancel this job? What it has trained so far stays."]
@@ -268,8 +297,9 @@ def test_a_page_whose_session_has_ended_asks_for_the_key_again(browser, tmp_path
 def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):
     key = "a-key-of-forty-characters-or-something"
     with on_a_port(settings_for(tmp_path, environ={"TRAINER_API_KEY": key})) as (url, _):
-        seen = Watched(browser, url, refused=(401,))
+        seen = Watched(browser, url, refused=(401,), viewport=PHONE)
         seen.go("/?state=ended")
+        assert seen.fits() and seen.too_small() == []
         seen.page.locator("input[name=key]").fill("wrong")
         seen.page.locator("button").click()
         assert "not the key" in seen.page.locator("[role=alert]").inner_text()

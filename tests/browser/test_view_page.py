@@ -1,15 +1,12 @@
 """The environment page in Chromium: it asks for the key, shows the game, and follows it by itself."""
 
-import os
-import shutil
-
 import pytest
 
+from tests.browser.watched import CHROMIUM, FITS, PHONE
 from tests.task_app.counting import KEY
 from tests.task_app.test_service_process import task_app
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
 
 
@@ -54,6 +51,8 @@ def test_the_page_follows_the_game_and_says_when_it_is_gone(browser, game):
     page.on("request", lambda request: elsewhere.append(request.url))
     page.goto(url)
     assert page.title() == "crafter, world 17"
+    page.set_viewport_size(PHONE)
+    assert page.evaluate(FITS)
     assert page.locator("img").evaluate("image => image.complete && image.naturalWidth") == 144
     assert page.locator(".first").inner_text() == "collect_wood"
     assert "CRAFTER GAME STATE" in page.locator("pre").inner_text()

@@ -5,6 +5,7 @@ import shutil
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 
 class Watched:
@@ -37,4 +38,20 @@ class Watched:
 
     def fits(self) -> bool:
         """Nothing is wider than the window."""
-        return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        return bool(self.page.evaluate(FITS))
+
+    def too_small(self) -> list[str]:
+        """The links, buttons and fields that a finger cannot hit: under 24 pixels, WCAG 2.5.8.
+
+        A link in a list of decisions is as large as its row; one in the middle of a text is let off.
+        """
+        return list(
+            self.page.evaluate(
+                """() => [...document.querySelectorAll("a, button, select, input, summary, textarea")]
+                .filter((one) => one.checkVisibility() && !one.matches(".skip, [type=hidden], .tokens a"))
+                .filter((one) => {
+                  const { width, height } = (one.closest(".decisions tr") ?? one).getBoundingClientRect();
+                  return width < 24 || height < 24;
+                }).map((one) => one.outerHTML)"""
+            )
+        )

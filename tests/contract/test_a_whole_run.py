@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.credit.credit import CreditAssignment
@@ -109,17 +109,27 @@ def test_a_stored_rollout_is_credited_again_to_the_same_numbers(trained):
     assert [list(item.advantages_T) for item in again.credits] == stored
 
 
-def test_a_checkpoint_is_a_hugging_face_folder(trained):
-    directory, _, _ = trained
-    model = AutoModelForCausalLM.from_pretrained(directory.checkpoints / "iteration_2", local_files_only=True)
-    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
-
-
 def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(trained):
     directory, _, _ = trained
     evaluations = rows_of(directory, "evaluation")
     best = max(evaluations, key=lambda row: row["eval/outcome_reward"])["iteration"]
     assert best_checkpoint(directory.checkpoints).name == f"iteration_{best}"
+
+
+def test_transformers_loads_the_best_checkpoint_and_computes_what_the_engine_did(trained):
+    directory, _, _ = trained
+    folder = directory.checkpoints / "best"
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    played = read_rollouts(directory.rollouts_file(f"evaluation_{iteration_of(folder.resolve())}"))
+    call = played[0].trajectory.steps[0].policy_logprobs
+    prompt, sampled = call.prompt_token_ids, call.token_ids
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1]
+    assert directory.job().rollout.temperature == 1.0
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(list(call.logprobs), abs=1e-4)
+    assert tokenizer.decode(prompt, skip_special_tokens=True).strip()
 
 
 def test_no_key_is_written_anywhere(trained):

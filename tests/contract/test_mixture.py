@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.__main__ import app
-from trainer_backend.core.policies import policy_of
+from trainer_backend.core.policies import player_of, policy_of
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.job.load import load_job
 from trainer_backend.models.folder import fingerprint
@@ -106,8 +106,11 @@ def test_siblings_are_sampled_by_several_policies_and_stored_with_them(mixed):
     assert progress.iteration == len(ITERATIONS)
     sampled = [policy for number in ITERATIONS for policy in choices(directory, number).values()]
     assert len(sampled) == 24 and set(sampled) == {"actor", "twin", "later"}
-    rows = finished_rows(directory.rollouts_file("iteration_1"), ["rollout_id", "model"])
+    rows = finished_rows(directory.rollouts_file("iteration_1"), ["rollout_id", "model", "policy_name"])
     assert {row["model"] for row in rows} <= {"tiny/actor", "tiny/twin", "tiny/later"}
+    # Who sampled stands in `model` alone: one class of the task app asks for all of them.
+    assert {row["policy_name"] for row in rows} == {"openai"}
+    assert len({player_of(row["model"], row["policy_name"]) for row in rows}) > 1
     assert all(
         step.policy_logprobs.logprobs for item in stored(directory, 1) for step in item.trajectory.steps
     )

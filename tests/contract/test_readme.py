@@ -32,7 +32,7 @@ SERVICE = "turnwise trainer"
 NAMED = {"ROLLOUT": "train/1/0/1", "RUN RUN": "runs/my runs/other"}
 # What each prints, among other lines.
 PRINTS = {
-    "turnwise check my.toml": 'name = "my"  # default: "job"',
+    "turnwise check my.toml": 'preset = "tiny-0.3m"',
     "turnwise train my.toml": "report: ",
     "turnwise eval runs/my": "unique achievements",
     "turnwise inspect ROLLOUT": "decision 1",

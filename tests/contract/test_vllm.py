@@ -66,7 +66,7 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
 
 # With [cluster] there is one server, which lives and fails every sample; rollouts wait until it was killed
 # and serves again. That job trains adapters, which the server merges into their base.
-@pytest.mark.parametrize(("cluster", "code"), [(None, 9), (ClusterTable(), -9)])
+@pytest.mark.parametrize(("cluster", "code"), [(None, "exit code 9"), (ClusterTable(), r"SIGKILL \(.*\)")])
 def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_end_with_it(
     cluster, code, model_folders, tmp_path
 ):
@@ -99,7 +99,7 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
     assert found == [*base, "start", "version_1", "version_2"]
     assert (directory.weights / "version_2" / "config.json").exists() == (lora is None)
     lines = "\n".join(reporter.lines)
-    (url,) = set(re.findall(rf"vLLM server (\S+) ended with exit code {code}; it is started anew", lines))
+    (url,) = set(re.findall(rf"vLLM server (\S+) ended with {code}; it is started anew", lines))
     assert f"replica {url} is lost" in lines
     for address in set(re.findall(r"http://127\.0\.0\.1:(\d+): vLLM 0\.32\.0", lines)):
         with pytest.raises(ConnectionRefusedError):

@@ -15,6 +15,7 @@ DOORS = {
     "PIL": ["task_app/observing/replaying.py"],
     "httpx": [
         "task_app/environments/foreign/wire.py",
+        "task_app/environments/foreign/children/verifiers_harness.py",
         "trainer_backend/terminal/jobs_client.py",
         "trainer_backend/run/learner_process.py",
     ],
@@ -27,6 +28,10 @@ DOORS = {
         "trainer_backend/pages",
         "trainer_backend/run/gateway.py",
     ],
+    **{
+        library: ["task_app/environments/foreign/children"]
+        for library in ("reasoning_gym", "textarena", "verifiers")
+    },
     "gymnasium": [
         "task_app/dialects",
         "task_app/environments/foreign",
@@ -48,7 +53,13 @@ DOORS = {
         "trainer_backend/data/records.py",
         "trainer_backend/terminal/export.py",
     ],
-    "typer": ["trainer_backend/__main__.py", "trainer_backend/terminal", "trainer_backend/jobs/options.py"],
+    "typer": [
+        "task_app/__main__.py",
+        "task_app/options.py",
+        "trainer_backend/__main__.py",
+        "trainer_backend/terminal",
+        "trainer_backend/jobs/options.py",
+    ],
     "fastapi": ["task_app", "trainer_backend/jobs", "trainer_backend/pages"],
     "starlette": [
         "service_kit",
@@ -144,6 +155,8 @@ def test_packages_keep_apart():
     forbidden = {
         "task_app": {"trainer_backend", "turnwise", "torch", "transformers", "tokenizers", "sqlalchemy"},
         "trainer_backend": {"task_app", "turnwise"},
+        # It runs in Pythons that have no Turnwise.
+        "task_app/environments/foreign/children": {"shared_schemas", "service_kit", "task_app", "pydantic"},
     }
     for package, libraries in forbidden.items():
         assert among(package, libraries) == {}

@@ -6,8 +6,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import tomli
 from pydantic import BaseModel
 
+from shared_schemas.rewards import TrainingSwitches
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.house.sources import PACKAGES, ROOT
@@ -91,6 +93,14 @@ def test_every_row_says_where_the_word_is_or_why_there_is_none():
 def test_what_the_page_names_is_there():
     entries = {entry for row in ROWS for entry in re.findall(r"`([^`]+)`", row[2])}
     assert sorted(entry for entry in entries if not is_there(entry)) == []
+
+
+def test_every_config_sets_the_published_switches_with_a_reason_for_each():
+    for path in (ROOT / "configs").glob("*.toml"):
+        text = path.read_text(encoding="utf-8")
+        assert TrainingSwitches.model_fields.keys() <= tomli.loads(text)["training"].keys(), path
+        for key in TrainingSwitches.model_fields:
+            assert re.search(rf"^{key} = \S+ +# \w", text, re.MULTILINE), f"{path}: {key} has no reason"
 
 
 def test_a_name_that_is_not_there_is_told_apart():

@@ -51,9 +51,9 @@ def test_what_is_below_the_level_is_not_written(written):
         (
             LEVEL_VARIABLE,
             "warn",
-            "TURNWISE_LOG_LEVEL is 'warn'; known: critical, debug, error, info, warning. Did",
+            "TURNWISE_LOG_LEVEL is 'warn'. Did you mean 'warning'? Known: critical, debug",
         ),
-        (FORM_VARIABLE, "jsn", "TURNWISE_LOG_FORMAT is 'jsn'; known: json, text. Did you mean 'json'?"),
+        (FORM_VARIABLE, "jsn", "TURNWISE_LOG_FORMAT is 'jsn'. Did you mean 'json'? Known: json, text"),
     ],
 )
 def test_a_value_that_is_none_names_its_variable_and_what_is_known(variable, value, told):

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 
 from service_kit.server import Listener, Server
-from task_app.__main__ import server_of
 from task_app.app import create_app
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards
+from task_app.process import server_of
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
 

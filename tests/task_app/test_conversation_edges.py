@@ -33,8 +33,7 @@ READER = {**DOCUMENTS, "interaction": None}
         (
             {**READER, "multi_turn": {"statelm_enabled": True, "context_tools": ["deleteContex"]}},
             "multi_turn.context_tools",
-            "unknown context tool 'deleteContex'; known: checkBudget, deleteContext, deletePart, "
-            "proposeDeletes, redoEdit, summarizeContext, undoEdit. Did you mean 'deleteContext'?",
+            "unknown context tool 'deleteContex'. Did you mean 'deleteContext'?",
         ),
         (
             {**READER, "multi_turn": {"statelm_enabled": True, "context_tools": ["undoEdit", "undoEdit"]}},

@@ -17,10 +17,14 @@ async def test_info_shows_the_service_its_limits_and_its_plug_ins():
     assert {"env", "policy", "rollout", "branch", "run"} <= set(info["service"]["endpoints"])
     assert "base_url" in info["inference"]
     assert info["limits"]["max_rollouts_per_request"] == 77
-    told_nobody = {"api_keys", "state_dir", "interaction_config_path", "verifiers_python", "mcp_servers"}
+    told_nobody = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers"}
+    told_nobody |= {"verifiers_python", "textarena_python", "reasoning_gym_python"}
     assert set(info["limits"]) == set(Settings.model_fields) - told_nobody
     assert info["environments"]["counting"]["properties"]["length"]["default"] == 1_000
     assert info["capabilities"]["policies"] == ["openai", "planned"]
+    textarena = info["environment_prefixes"]["textarena"]
+    assert textarena["env_name"] == "textarena:ID" and "game" in textarena["config"]["properties"]
+    assert "TURNWISE_TEXTARENA_PYTHON" in textarena["how"]
 
 
 async def test_every_endpoint_that_info_names_exists():

@@ -151,7 +151,8 @@ async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_p
 
 def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_path: Path, capsys):
     (tmp_path / "mine.py").write_text("1 / 0")
-    assert main(["--port", "0", "--plugins", str(tmp_path / "mine.py")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--port", "0", "--plugins", str(tmp_path / "mine.py")])
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("mine.py raised ZeroDivisionError: division by zero (mine.py:1)")
 

@@ -97,16 +97,17 @@ def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_a
 
 def test_arguments_that_cannot_be_are_refused_with_2(capsys):
     for arguments, told in (
-        (["--replicas", "0"], "'0' is no number of replicas; allowed: 1 to 256"),
+        (["--replicas", "0"], "'--replicas': Input should be greater than or equal to 1"),
         (["--replicas", "2", "--port", "65535"], "2 replicas from port 65535 on go beyond port 65535"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
-        assert told in capsys.readouterr().err
+        assert told in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
 def test_a_replica_that_cannot_start_says_why_and_ends_all_with_2(capfd):
-    assert main(["--replicas", "1", "--port", "0", "--plugins", "no_such.py"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--replicas", "1", "--port", "0", "--plugins", "no_such.py"])
     printed = capfd.readouterr()
     assert "no_such.py" in printed.err and "Traceback" not in printed.err
     assert printed.out == ""

@@ -1,7 +1,10 @@
 """What is wrong with a rollout request is said before anything runs, with its place."""
 
+from typing import Any, get_args
+
 import pytest
 
+from shared_schemas.rollouts import PUBLISHED_PLACES, RolloutRequest
 from tests.task_app.counting import rollout, running_app
 
 OPENAI = {"policy_name": "openai", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
@@ -48,10 +51,17 @@ async def test_a_bad_field_is_named_with_its_place(place):
     ("request_body", "words"),
     [
         (rollout("a", env={"env_name": "countin"}), "Did you mean 'counting'?"),
-        (rollout("a", policy={"policy_name": "opnai"}), "known: openai, planned. Did you mean 'openai'?"),
+        (rollout("a", policy={"policy_name": "opnai"}), "Did you mean 'openai'? Known: openai, planned"),
         (rollout("a", limits={"termination_regex": "(done"}), "unclosed group"),
         (rollout("a", limits={"termination_regex": "[ab]{300}"}), "is 2700, and may be 2000 at most"),
         (rollout("a", limts={}), "Did you mean 'limits'?"),
+        (rollout("a", training={"step_rewards_enabled": True}), "Did you mean 'step_rewards'? Known: "),
+        (
+            rollout("a", step_rewards={"step_rewards_mode": "off"}),
+            "Did you mean 'step_rewards.mode'? Known: ",
+        ),
+        (rollout("a", max_turns=3), "Did you mean 'limits.max_decisions'? Known: "),
+        (rollout("a", termination_regex="x"), "Did you mean 'limits.termination_regex'? Known: "),
         (rollout("a", limits={"max_decision": 3}), "Did you mean 'max_decisions'?"),
         (rollout("a", **openai(temprature=1.0)), "Did you mean 'temperature'?"),
         (rollout("a", start={"seed": 2**31}), "found 2147483648"),
@@ -61,6 +71,14 @@ async def test_the_likely_intent_is_said(request_body, words):
     async with running_app() as client:
         answer = await client.post("/rollouts", json={"rollouts": [request_body]})
     assert words in answer.json()["detail"]
+
+
+def test_every_published_name_leads_to_a_key_of_a_request():
+    for place in PUBLISHED_PLACES.values():
+        model: Any = RolloutRequest
+        for part in place.split("."):
+            model = model.model_fields[part].annotation
+            model = next((kind for kind in get_args(model) if kind is not type(None)), model)
 
 
 async def test_a_refused_ground_truth_is_not_repeated():

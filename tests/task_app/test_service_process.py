@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.metadata import version
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from task_app.__main__ import main
+from task_app.__main__ import app, main
 from tests.task_app.counting import KEY
 
 READY = "listening on "
@@ -116,19 +118,34 @@ def _times(steps):
 def test_a_taken_port_is_one_clear_line_and_exit_code_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["--port", str(port)]) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main(["--port", str(port)])
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
-    assert line == f"task_app: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert line.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use. ")
 
 
 def test_settings_that_cannot_be_are_refused_with_2(capsys, monkeypatch):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--port", "70000"])
-    assert "'70000' is no port; allowed: 0 to 65535" in capsys.readouterr().err
-    assert main(["--host", "no.such.host.invalid"]) == 2
-    assert "cannot listen on no.such.host.invalid:8001" in capsys.readouterr().err
+    def refusal(*arguments: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "'--port': Input should be less than or equal to 65535" in refusal("--port", "70000")
+    unreachable = refusal("--host", "no.such.host.invalid")
+    assert unreachable.startswith("error: cannot listen on no.such.host.invalid:8001")
     monkeypatch.setenv("TURNWISE_MAX_SESSIONS", "many")
-    assert main([]) == 2
-    assert "TURNWISE_MAX_SESSIONS is 'many'" in capsys.readouterr().err
+    assert refusal().startswith("error: TURNWISE_MAX_SESSIONS is 'many'")
+
+
+def test_help_and_mistakes_are_told_before_any_environment_is_loaded():
+    code = "import sys, task_app.__main__; sys.exit('crafter' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_tells_its_version_and_its_name_as_the_other_commands_do():
+    told = CliRunner().invoke(app, ["--version"]).stdout
+    assert told == f"turnwise {version('turnwise')}\n"
+    usage = CliRunner().invoke(app, ["--help"], prog_name="turnwise task-app").stdout
+    assert "Usage: turnwise task-app [OPTIONS]" in usage and "╭─ Options" in usage

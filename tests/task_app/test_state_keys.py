@@ -228,5 +228,5 @@ def test_every_key_that_an_environment_has_is_listed_for_jobs_and_pages(env_name
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones():
-    with pytest.raises(UnknownName, match=r"unknown state key 'nearst'; known: .* Did you mean 'nearest'"):
+    with pytest.raises(UnknownName, match=r"unknown state key 'nearst'\. Did you mean 'nearest'\? Known: "):
         select_keys(["text", "nearst"], {**STATE_KEYS, **CRAFTER_STATE_KEYS}, where="state_keys")

@@ -14,14 +14,15 @@ import tomli
 from click.testing import Result
 from typer.testing import CliRunner
 
+from shared_schemas.prefixes import PREFIXES
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
-from trainer_backend.job.load import dump_job
+from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.rundir.layout import create_run, open_run
 from trainer_backend.rundir.state import read_log
-from trainer_backend.terminal.check_command import marked_job
+from trainer_backend.terminal.check_command import own_choices, whole_job
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'
 
@@ -39,46 +40,62 @@ def turnwise(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
-    (tmp_path / "job.toml").write_text(GOOD + "[vllm]\nx = 1\n")
+def test_check_prints_what_differs_or_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
+    (tmp_path / "job.toml").write_text(GOOD + "[training]\niterations = 20\n[vllm]\nx = 1\n")
     done = turnwise("check", "job.toml", "--no-trial", cwd=tmp_path)
     assert done.returncode == 0
-    printed = tomli.loads(done.stdout)
-    assert (printed["model"]["preset"], printed["training"]["group_size"]) == ("tiny-0.3m", 8)
-    warning, biased = done.stderr.splitlines()
-    assert warning == "warning: [vllm] is for other backends and is not read"
+    assert tomli.loads(done.stdout) == {"model": {"preset": "tiny-0.3m"}}
+    warning, biased, others = done.stderr.splitlines()
+    assert others == "all other keys have their defaults; --all prints them too"
+    whole = turnwise("check", "job.toml", "--no-trial", "--all", cwd=tmp_path)
+    assert tomli.loads(whole.stdout) == tomli.loads(dump_job(load_job(tmp_path / "job.toml").config))
+    assert whole.stderr.splitlines() == [warning, biased]
+    assert warning.startswith("warning: [vllm] is for other backends and is not read")
     assert biased.startswith("expected policy gradient, biased by: training.aggregation = 'token_mean' (")
 
 
 def test_check_marks_what_differs_from_its_default_and_nothing_else(tmp_path: Path):
     changed = "rollout = { env_config = { text = 'compact' }, max_turns = 9 }\nevaluation.seeds = [4, 5]\n"
     (tmp_path / "mine.toml").write_text(changed + GOOD + "[warmup]\nepisodes = 480\n[lora]\nrank = 3\n")
-    printed = turnwise("check", "mine.toml", "--no-trial", cwd=tmp_path).stdout
-    marked = [line for line in printed.splitlines() if "  # default: " in line]
-    assert marked == [
-        'name = "mine"  # default: "job"',
-        'preset = "tiny-0.3m"  # default: none',
-        "max_turns = 9  # default: 50",
-        "[rollout.env_config]  # default: {}",
-        "rank = 3  # default: 16",
-        "seeds = [  # default: []",
-    ]
-    assert tomli.loads(printed)["evaluation"]["seeds"] == [4, 5]
+    for arguments in ((), ("--all",)):
+        printed = turnwise("check", "mine.toml", "--no-trial", *arguments, cwd=tmp_path).stdout
+        marked = [line for line in printed.splitlines() if "  # default: " in line]
+        assert marked == [
+            'name = "mine"         # default: "job"',
+            'preset = "tiny-0.3m"  # default: none',
+            "max_turns = 9         # default: 50",
+            "[rollout.env_config]  # default: {}",
+            "[lora]                # default: none",
+            "rank = 3              # default: 16",
+            "[warmup]              # default: none",
+            "seeds = [             # default: []",
+        ]
+        assert tomli.loads(printed)["evaluation"]["seeds"] == [4, 5]
 
 
 def test_check_marks_each_of_several_tables_by_its_own_values():
     policies = [{"name": "a", "model_path": "a", "weight": 2.0}, {"name": "b", "model_path": "b"}]
     schedule = {"type": "constant", "alpha": 0.5}
     job = tiny_job(rollout_only=policies, rollout_allocation_schedule=schedule)
-    lines = [line for line in marked_job(job).splitlines() if line.startswith("weight = ")]
-    assert lines == ["weight = 2.0  # default: 1.0", "weight = 1.0"]
+    lines = [" ".join((toml + mark).split()) for toml, mark in whole_job(job)]
+    assert [line for line in lines if "weight = " in line] == ["weight = 2.0 # default: 1.0", "weight = 1.0"]
+    own = "\n".join(toml for toml, _ in own_choices(job))
+    assert tomli.loads(own)["rollout_only"] == policies
+    assert own.count("[[rollout_only]]") == 2
+
+
+def test_info_lists_the_prefixes_and_how_modules_are_named(tmp_path: Path):
+    told = turnwise("info", cwd=tmp_path).stdout
+    assert "built in: babyai, crafter, " in told
+    assert all(f"\n{name}:{prefix.argument}: {prefix.plays}\n" in told for name, prefix in PREFIXES.items())
+    assert 'services.gymnasium_modules = ["module"]' in told
 
 
 def test_check_asks_the_own_task_app_and_says_of_another_that_it_was_not_asked(tmp_path: Path):
     (tmp_path / "job.toml").write_text(GOOD)
     done = turnwise("check", "job.toml", "--set", "rollout.env_name=craftr", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: rollout.env_name: unknown environment 'craftr'; known: babyai, ")
+    assert done.stderr.startswith("error: rollout.env_name: unknown environment 'craftr'. Did you ")
     done = turnwise("check", "job.toml", "--set", "services.task_url=http://there:1", cwd=tmp_path)
     assert done.stderr.startswith("not tried: environment and policies are of http://there:1\n")
 
@@ -121,8 +138,8 @@ def test_a_mistake_that_only_a_task_app_sees_is_told_before_anything_is_played(t
     )
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert done.stderr.startswith(
-        "error: rollout.env_config.txt: unknown key 'txt'; known: history, length, max_actions, text. "
-        "Did you mean 'text'? (says the task app at http://127.0.0.1:"
+        "error: rollout.env_config.txt: unknown key 'txt'. Did you mean 'text'? "
+        "Known: history, length, max_actions, text (says the task app at http://127.0.0.1:"
     )
     assert done.stdout.endswith(f"{run} is removed again: nothing was done in it\n")
     assert list((tmp_path / "runs").iterdir()) == []

@@ -27,9 +27,9 @@ from trainer_backend.collect.trial import try_job, unborn_gateway
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
-from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.terminal.environment_jobs import JOBS
 from trainer_backend.terminal.templates import COMMON, Choices, job_text, toml_value, write_job
@@ -53,7 +53,7 @@ FRESH = [
     "openenv:http://127.0.0.1:9",
     "maze",
 ]
-TRAINED = [*FRESH, "agent:riddle", "verifiers:gsm8k_v1"]
+TRAINED = [*FRESH, "agent:riddle", "reasoning_gym:chain_sum", "textarena:Sudoku-v0", "verifiers:gsm8k_v1"]
 CHOICES = [
     *(Choices(env) for env in FRESH),
     *(Choices(env, model="Qwen/Qwen3-0.6B") for env in TRAINED),
@@ -75,6 +75,9 @@ def installed(monkeypatch: pytest.MonkeyPatch):
         ("mazee", "Did you mean 'maze'?"),
         ("gymnasum:CartPole-v1", "Did you mean 'gymnasium:'?"),
         ("gymnasium", "Did you mean 'gymnasium:'?"),
+        ("gym:CartPole-v1", "Did you mean 'gymnasium:'? For one that only a task app has"),
+        ("BabyAI", "Did you mean 'babyai'?"),
+        ("crafter:", "Did you mean 'crafter'?"),
         ("gymnasium:", "after the colon stands which one"),
         ("x:y", "set rollout.env_name"),
         ("", "--env is ''"),
@@ -255,7 +258,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
     ("choices", "told"),
     [
         (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
-        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'; known: "),
+        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'. Did you mean "),
         (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
         (
             Choices(env="verifiers:gsm8k_v1"),

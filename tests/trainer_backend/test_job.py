@@ -27,8 +27,8 @@ def test_a_job_needs_no_more_than_a_model():
 
 def test_a_misspelt_key_is_refused_with_its_place_and_what_was_meant():
     message = refusal({"training": {"step_reward_mode": "off"}})
-    assert message.startswith("job.toml: training.step_reward_mode is not a key; known: ")
-    assert message.endswith("Did you mean 'step_rewards_mode'?")
+    meant = "training.step_reward_mode is not a key. Did you mean 'step_rewards_mode'? Known: aggregation, "
+    assert message.startswith(f"job.toml: {meant}")
 
 
 def test_a_misspelt_table_is_refused_with_what_was_meant():
@@ -38,8 +38,8 @@ def test_a_misspelt_table_is_refused_with_what_was_meant():
 def test_a_misspelt_value_is_refused_with_the_known_ones():
     message = refusal({"training": {"step_rewards_mode": "decision_step"}})
     assert message == (
-        "job.toml: training.step_rewards_mode is 'decision_step'; known: decision_stepwise, env_sparse, off. "
-        "Did you mean 'decision_stepwise'?"
+        "job.toml: training.step_rewards_mode is 'decision_step'. Did you mean 'decision_stepwise'? "
+        "Known: decision_stepwise, env_sparse, off"
     )
 
 
@@ -95,7 +95,7 @@ def test_what_contradicts_the_processes_of_a_job_is_refused():
     told = refusal({"learner": {"timeout_s": 30}})
     assert "learner.timeout_s is of the learner's own process, and without [cluster] it has none" in told
     assert refusal({"cluster": {"launcher": "locl"}}).endswith(
-        "cluster.launcher is 'locl'; known: external, local, ray. Did you mean 'local'?"
+        "cluster.launcher is 'locl'. Did you mean 'local'? Known: external, local, ray"
     )
     external: dict[str, object] = {"cluster": {"launcher": "external"}}
     assert "cluster.launcher = 'external' needs learner.url, the address of" in refusal(external)
@@ -206,8 +206,8 @@ def test_what_a_job_may_ask_for_is_what_a_task_app_accepts(key: str, limit: str)
         (
             "dialogue",
             {"algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_0"}},
-            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_0'; known: default, "
-            "text, text_history, text_last_n. Did you mean 'text_last_n'?",
+            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_0'. Did you mean "
+            "'text_last_n'? Known: default, text, text_history, text_last_n",
         ),
     ],
 )
@@ -227,8 +227,7 @@ def test_a_job_may_name_text_last_n_with_any_n():
 
 def test_an_unknown_preset_is_refused_with_what_was_meant():
     message = refusal({"model": {"preset": "tiny-0.3"}})
-    assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: small-26m, tiny-0.3m, tiny-0.8m")
-    assert message.endswith("Did you mean 'tiny-0.3m'?")
+    assert message.startswith("job.toml: model.preset is 'tiny-0.3'. Did you mean 'tiny-0.3m'?")
 
 
 def test_a_response_must_leave_room_for_a_prompt():
@@ -333,11 +332,6 @@ def test_two_homes_may_agree_but_not_differ():
     assert parse_job({**MODEL, **both}, where="job.toml").config.training.step_rewards_beta == 0.1
     message = refusal({"training": {"step_rewards_beta": 0.1}, "rollout": {"step_rewards_beta": 0.2}})
     assert "training.step_rewards_beta = 0.1, rollout.step_rewards_beta = 0.2" in message
-
-
-def test_tables_of_other_backends_are_accepted_with_a_warning_that_names_them():
-    loaded = parse_job({**MODEL, "compute": {"gpu_type": "H100"}}, where="job.toml")
-    assert loaded.warnings == ("[compute] is for other backends and is not read",)
 
 
 def test_beta_that_looks_into_the_future_is_told():

@@ -8,9 +8,9 @@ from trainer_backend.core.advantages.grpo import grpo
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.losses import clipped_policy_loss
 from trainer_backend.errors import JobError
-from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 
 
 def test_a_name_of_a_plug_board_gives_its_entry():
@@ -22,12 +22,16 @@ def test_a_name_of_a_plug_board_gives_its_entry():
 @pytest.mark.parametrize(
     ("pick", "name", "message"),
     [
-        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'; .* Did you mean 'stepwise'?"),
-        (plugins.policy_loss, "clip", "algorithm.loss is 'clip'; known: cispo, clipped"),
+        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'. Did you mean 'stepwise'?"),
+        (
+            plugins.policy_loss,
+            "clip",
+            "algorithm.loss is 'clip'. Did you mean 'clipped'.* Known: cispo, clipped",
+        ),
         (
             plugins.aggregation,
             "token",
-            "training.aggregation is 'token'; known: constant, decision_mean, episode_equal",
+            "training.aggregation is 'token'. Did you mean 'token_mean'",
         ),
     ],
 )

@@ -237,8 +237,10 @@ async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked
 async def test_a_best_mark_that_a_kill_prevented_is_made_by_the_next_start(tmp_path: Path):
     run = run_of(tmp_path)
     progress = await train(run, Progress(), asyncio.Event())
-    (run.directory.checkpoints / "best").unlink()
+    for name in ("best", "best.json"):
+        (run.directory.checkpoints / name).unlink()
     await train(run, progress, asyncio.Event())
+    assert (run.directory.checkpoints / "best").resolve().name == "iteration_0"
     assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"  # the first of equals
 
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from service_kit.children import Child, last_line
+from service_kit.children import Child, last_line, name_exit
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.urls import is_loopback
@@ -52,6 +52,7 @@ class EmbeddedTaskApp:
         interactions: the file of its interactions, or None.
         body_bytes: size limit of a request, unless the variable for it is set.
         api_key: its key; None: a fresh one.
+        variables: further environment variables, which settings of the job become.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EmbeddedTaskApp:
         interactions: Path | None = None,
         body_bytes: int = OWN_BODY_BYTES,
         api_key: SecretStr | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._log_file = log_file
         self._arguments = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
@@ -70,6 +72,7 @@ class EmbeddedTaskApp:
         if interactions is not None:
             self._arguments += ["--interactions", str(interactions)]
         self._environment = {_BODY_BYTES: os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))}
+        self._environment |= variables or {}
         self.api_key = api_key or SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._child: Child | None = None
@@ -106,7 +109,7 @@ class EmbeddedTaskApp:
         except NotReady as error:
             if error.code == _REFUSAL:
                 # Its last line names the fault; the log's folder may be deleted with the run.
-                word = last_line(self._log_file).removeprefix("task_app: ")
+                word = last_line(self._log_file).removeprefix("error: ")
                 raise JobError(f"the job's own task app did not start: {word}") from error
             raise TaskAppError(
                 f"the embedded task app {error}", hint=f"Its log is {self._log_file}."
@@ -156,6 +159,7 @@ async def task_apps(
                     interactions=job.multi_turn.interaction_config_path,
                     body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
                     api_key=key,
+                    variables=table.task_app_variables,
                 )
                 for number in range(table.task_apps)
             ]
@@ -168,7 +172,7 @@ async def task_apps(
         except TaskAppError as error:
             codes = [] if table.task_url else [app.exit_code for app in own if app.exit_code is not None]
             if codes:
-                error.hint = f"The job's own task app ended by itself, with exit code {codes[0]}."
+                error.hint = f"The job's own task app ended by itself, with {name_exit(codes[0])}."
             raise
 
 

@@ -28,6 +28,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.protocols import CreditedEpisode, Reporter
+from trainer_backend.rundir.checkpoint_paths import model_in
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory, open_run
@@ -378,6 +379,7 @@ def recredit_run(
     for warning in loaded.left_out.values():  # other estimators of the table read these keys
         reporter.say(warning)
     job = loaded.config
+    checkpoint = None if checkpoint is None else model_in(checkpoint)
     for name in names:
         estimator(name)
     file = None if truth is None else _truth_of(truth, run, job, iterations)

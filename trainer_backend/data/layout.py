@@ -34,8 +34,7 @@ def files_of(path: Path, split: str) -> Sequence[Path]:
         raise DataError(f"no such file or folder{_similar_path(path)}", where=str(path))
     splits = _splits(path, split)
     if split not in splits:
-        hint = did_you_mean(split, splits).replace("; known", "; there are")
-        raise DataError(f"has no split {split!r}{hint}", where=str(path))
+        raise DataError(f"has no split {split!r}{did_you_mean(split, splits)}", where=str(path))
     formats = sorted({file.suffix for file in splits[split]})
     if len(formats) > 1:
         raise DataError(f"split {split!r} is there as {' and as '.join(formats)}; keep one", where=str(path))

@@ -29,7 +29,7 @@ from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.rundir.checkpoint_paths import STATE_FILE, whole_checkpoints
+from trainer_backend.rundir.checkpoint_paths import STATE_FILE, model_in, whole_checkpoints
 from trainer_backend.rundir.data_record import DataRecord, read_run_data, refuse_changes
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
@@ -215,7 +215,7 @@ def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Sourc
         raise RunDirectoryError(f"{run.path}: no rollouts of any iteration are stored")
     if options.checkpoint is not None:
         number = options.iteration or stored[-1]
-        return Source(number, _by_actor(run, job, number), options.checkpoint)
+        return Source(number, _by_actor(run, job, number), model_in(options.checkpoint))
     checkpoints = dict(whole_checkpoints(run.checkpoints))
     newest_first = reversed(stored) if options.iteration is None else [options.iteration]
     for number in newest_first:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+from service_kit.boundary import describe_error
 from trainer_backend.errors import BadChatRequest, EngineBusy, EngineStopped, InferenceError
 from trainer_backend.inference.request import Request
 
@@ -27,7 +28,7 @@ class Order:
         except InferenceError as error:
             self.future.set_exception(error)
         except BaseException as error:
-            self.future.set_exception(EngineStopped(f"{type(error).__name__}: {error}"))
+            self.future.set_exception(EngineStopped(describe_error(error)))
             raise
         else:
             self.future.set_result(None)

@@ -24,7 +24,7 @@ from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import embedding_rows, load_tokenizer
-from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
 from trainer_backend.models.sources import remember_chat_settings
 
 
@@ -56,7 +56,8 @@ class PolicyFacts:
         refuse_incomplete(folder)
         refuse_untrainable(folder)
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = base_folder(folder) or folder
+            config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
             generation = _generation_config(folder, config)
         except Exception as error:  # a dozen types for a value that the library does not take
             raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error

@@ -9,6 +9,7 @@ from typing import TypeVar
 import structlog
 import torch
 
+from service_kit.boundary import describe_error
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
 from trainer_backend.inference.batch import RunningBatch, SampledTokens, first_of_siblings
 from trainer_backend.inference.inbox import Inbox
@@ -76,7 +77,7 @@ class EngineWorker:
                 while self.inbox.wait(running=bool(self.batch.rows), paused=self.paused):
                     self.turn()
         except BaseException as error:
-            reason = f"its thread ended on {type(error).__name__}: {error}"
+            reason = f"its thread ended on {describe_error(error)}"
             log.exception("engine_thread_ended")
             self.breakdown.set_result(reason)
         self._fail_all(f"the engine does not run: {reason}", reason)

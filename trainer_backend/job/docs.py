@@ -14,8 +14,9 @@ from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
-from trainer_backend.job.load import FOREIGN_TABLES
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.plugins import BOARDS, READS
 
 _HEAD = """\
@@ -23,7 +24,8 @@ _HEAD = """\
 
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
-`turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
+`turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its default filled in;
+`--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. Only `[model]` is required. Without `[warmup]` there is no
 warm-up, without `[data]` the environment makes its own worlds, and without `[rollout_only]` the actor samples
 everything; several fixed policies are several `[[rollout_only]]`. The task app checks `env_config` and
@@ -32,11 +34,12 @@ everything; several fixed policies are several `[[rollout_only]]`. The task app 
 
 Several files are merged key by key; an empty table inside a table removes what is below it (`--set
 model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, as if no file gave it: there
-is then no warm-up. A later file overrides an earlier one, and `--set` overrides all files; a
-reward switch overrides the same switch in every place. Where a later file or `--set` makes a choice
+is then no warm-up; `--set 'training.kl_coef={}'` removes a key, which then has its default. A later file
+overrides an earlier one, and `--set` overrides all files; a reward switch overrides the same switch in every
+place. Where a later file or `--set` makes a choice
 (estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
 with a warning; in one file they are errors. A relative path (`model.path`,
-`rollout_only.model_path`, `services.task_plugins`, `inference.vllm_python`, the paths of `[data]`) starts at
+`rollout_only.model_path`, `inference.vllm_python`, the paths of `[services]` and `[data]`) starts at
 the folder of its file if something is there; otherwise, as with `--set`, it starts at the working directory.
 A run stores absolute paths. `job.runs_dir` always starts at the working directory.
 """
@@ -63,6 +66,19 @@ def _lines() -> Iterator[str]:
             yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
+    yield from _other_systems()
+
+
+def _other_systems() -> Iterator[str]:
+    yield "\n## Names of other systems\n"
+    yield (
+        "An error about one of these names, in a file or in `--set`, suggests the key in the second column. "
+        "A name is recognised at the end of a longer one: `rollout.n` is also `actor_rollout_ref.rollout.n`. "
+        "Keys that are called the same here are not listed."
+    )
+    for system, names in SYSTEMS.items():
+        yield f"\n| {system} | here |\n|---|---|"
+        yield from (f"| `{name}` | {ours} |" for name, ours in names.items())
 
 
 def _what_is_read() -> Iterator[str]:
@@ -97,12 +113,6 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
         cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
-
-
-def table_model(field: FieldInfo) -> type[BaseModel]:
-    """Return the model class of a field of JobConfig."""
-    options = (field.annotation, *get_args(field.annotation))
-    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+from pydantic.fields import FieldInfo
 
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import JobError
+from trainer_backend.job.tables import table_model
 
 REWARD_KEYS = (
     "step_rewards_enabled",
@@ -37,11 +39,13 @@ DIGESTS = {
     "services.task_plugins": "services.task_plugins_sha256",
     "multi_turn.interaction_config_path": "multi_turn.interaction_config_sha256",
 }
+# One switch in several places.
+_SWITCHES = tuple(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS)
 # Alternatives: a later file or --set that gives one of them removes the others.
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
-    *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
+    *_SWITCHES,
 )
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
@@ -49,6 +53,10 @@ PATHS = (
     "inference.vllm_python",
     "rollout_only.model_path",
     "services.task_plugins",
+    "services.verifiers_python",
+    "services.textarena_python",
+    "services.reasoning_gym_python",
+    "services.mcp_servers",
     "job.trainer_plugins",
     "data.path",
     "data.evaluation_path",
@@ -74,10 +82,12 @@ class Places:
     Attributes:
         files: in their given order.
         owners: the place of each value and each empty table, by dotted key.
+        idle: a warning of each --set that was to remove a table which no file has.
     """
 
     files: Sequence[str]
     owners: Mapping[str, str] = field(default_factory=dict)
+    idle: Sequence[str] = ()
 
     def of(self, *keys: str) -> str:
         """Return the places of a key or table, or of the table that lacks the key.
@@ -145,40 +155,71 @@ def _name_by_file(tables: dict[str, Any], path: Path) -> None:
 
 
 def merge(
-    files: Sequence[Layer], overrides: Sequence[str], tables: Collection[str]
+    files: Sequence[Layer], overrides: Sequence[str], tables: Mapping[str, FieldInfo]
 ) -> tuple[dict[str, Any], Places]:
     """Merge layers from left to right into one document.
 
     Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list or an
-    empty table inside a table of the job. The
-    value of an override replaces even a table.
+    empty table inside a table of the job. The value of an override replaces even a table.
 
     Args:
-        overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}`
-            removes a table of the job, as if no file gave it.
-        tables: the names of a job's tables; `name={}` of another one stays, and the schema refuses it.
+        overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}` and
+            `table.key={}` remove a table or a key of the job, as if no file gave it.
+        tables: the tables of a job. `{}` of a name that neither they nor the files have stays, and the schema
+            refuses it.
     """
     document: dict[str, Any] = {}
-    layers = list(files)
+    layers, idle = list(files), []
     for layer in layers:
         document = _lay_over(document, layer.tables)
     for override in overrides:
-        keys, value = _read_override(document, override)
+        keys, value = _read_override(document, override, tables)
         home = _home_of(document, keys)
+        if value == {} and (_is_known(keys, tables) or _holds_a_value(home, keys)):
+            if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
+                idle.append(_nothing_removed(keys[0]))
+            document = without(document, _same_as(".".join(keys)))
+            continue
         if home is not None:
             del home[keys[-1]]
         for key in reversed(keys):
             value = {key: value}
         layers.append(Layer(f"--set {'.'.join(keys)}=…", value))
-        if len(keys) > 1 or keys[0] not in tables:
-            document = _lay_over(document, value)
+        document = _lay_over(document, value)
     # With one layer every key has the same place.
     paths = _paths(document) if len(layers) > 1 else ()
     owners = {
         ".".join(path): next(layer.place for layer in reversed(layers) if _home_of(layer.tables, path))
         for path in paths
     }
-    return document, Places([layer.place for layer in files], owners)
+    return document, Places([layer.place for layer in files], owners, idle)
+
+
+def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
+    """Return whether the job has this table, this key in a table, or this place of a switch."""
+    if any(".".join(keys) in places for places in _SWITCHES):
+        return True
+    if keys[0] not in tables or len(keys) > 2:
+        return False
+    return len(keys) == 1 or keys[1] in table_model(tables[keys[0]]).model_fields
+
+
+def _holds_a_value(home: Mapping[str, Any] | None, keys: Sequence[str]) -> bool:
+    """Return whether a file gives it, and it is a table that no job has, or a value."""
+    return home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
+
+
+def _same_as(dotted: str) -> Iterator[str]:
+    """Yield what goes with a key: the same switch in other places, the digests of its files."""
+    yield from next((places for places in _SWITCHES if dotted in places), (dotted,))
+    yield from (digests for files, digests in DIGESTS.items() if files == dotted)
+
+
+def _nothing_removed(table: str) -> str:
+    return (
+        f"--set {table}={{}} removes a table, and no file has [{table}]; to have it with its defaults, set "
+        "one of its keys"
+    )
 
 
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -234,12 +275,17 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
             yield (*inside, key)
 
 
-def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str], Any]:
-    """Split `table.key=value` into keys and value."""
+def _read_override(
+    document: Mapping[str, Any], override: str, tables: Mapping[str, FieldInfo]
+) -> tuple[list[str], Any]:
+    """Split `table.key=value` into keys and value; a name that is no table's is for the schema to refuse."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     value = _read_value(text)
-    if not equals or not all(keys) or (len(keys) < 2 and value != {}):
+    is_list = keys[0] in tables and tables[keys[0]].default == ()
+    if len(keys) == 1 and is_list and value == []:
+        value = {}
+    if not equals or not all(keys) or (keys[0] in tables and len(keys) == 1 and value != {}):
         raise JobError(
             f"--set {dotted!r}: expected table.key=value, such as training.group_size=4, or table={{}}, "
             "which removes the table"
@@ -310,7 +356,8 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError as error:
-        raise JobError(f"{path}: no such file") from error
+        meant = f". Did you mean --set '{path}'?" if "=" in path.name and "." in path.name else ""
+        raise JobError(f"{path}: no such file{meant}") from error
     except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error
 

@@ -1,6 +1,6 @@
 """Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, get_args
 import tomli_w
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import closest, did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.job.checks import (
     advice,
@@ -20,6 +20,7 @@ from trainer_backend.job.checks import (
     unknown_state_keys,
     unread_keys,
 )
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key
 from trainer_backend.job.layers import (
     REWARD_HOMES,
     REWARD_KEYS,
@@ -34,12 +35,6 @@ from trainer_backend.job.layers import (
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, refuse_unknown
-
-# Tables of other backends, which launchers send along; they have no meaning here.
-FOREIGN_TABLES = frozenset(
-    {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
-)
-
 
 # The most findings in one error: each lists the allowed keys and compares them.
 MOST_FINDINGS = 20
@@ -91,7 +86,7 @@ def parse_job(
 
 
 def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
-    foreign = sorted(FOREIGN_TABLES & document.keys())
+    foreign = sorted(FOREIGN_TABLES.keys() & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     nulls = [*_nulls_in_lists(tables, "")]
     if nulls:
@@ -107,12 +102,12 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     try:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
-        findings = _explain(error, JobConfig, tables)
+        findings = [*_findings(error, tables)]
+        explained = ((".".join(path), _explain_one(item, path, JobConfig)) for item, path in findings)
         raise join_findings(
-            (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in findings),
-            error.error_count(),
+            (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in explained), len(findings)
         ) from error
-    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
+    warnings = [*places.idle, *(_warn_of_table(name) for name in foreign)]
     if not runs_plugins and _has_foreign_plugs(config):
         return LoadedJob(config, tuple(warnings), places)
     _refuse_unknown_plugs(config, places)
@@ -152,7 +147,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
         left_out = _parse(document, places, runs_plugins=False).left_out
     except JobError:
         left_out = {}  # the service says what is wrong
-    return tomli_w.dumps(without(document, left_out)), (*left_out.values(),)
+    return tomli_w.dumps(without(document, left_out)), (*places.idle, *left_out.values())
 
 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
@@ -338,13 +333,70 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
     return dict(table)
 
 
-def _explain(
-    error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence for each finding of pydantic, in the terms of the TOML file."""
-    for item in error.errors(include_url=False, include_context=True):
+def _warn_of_table(name: str) -> str:
+    place = FOREIGN_TABLES[name]
+    return f"[{name}] is for other backends and is not read{f'; here it is {place}' if place else ''}"
+
+
+def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[tuple[Any, list[str]]]:
+    """Yield each finding of pydantic with its path in the TOML file.
+
+    A table of another system, such as verl's `actor_rollout_ref`, is a finding for each of its keys.
+    """
+    items = error.errors(include_url=False, include_context=True)
+    # An unknown key stands before the missing one that was probably meant.
+    for item in sorted(items, key=lambda item: item["type"] == "missing"):
         path = _document_path(item["loc"], document)
-        yield ".".join(path), _explain_one(item, path, model)
+        keys = [path]
+        if item["type"] == "extra_forbidden" and isinstance(item["input"], dict):
+            inside = [*_keys_in(path, item["input"])]
+            keys = inside if any(_other_names(key) for key in inside) else keys
+        yield from ((item, key) for key in keys)
+
+
+def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the paths of a table's keys, to any depth; its own if the table has another name here."""
+    if not table or find_our_key(".".join(path)):
+        yield path
+        return
+    for key, value in table.items():
+        yield from _keys_in([*path, key], value) if isinstance(value, dict) else [[*path, key]]
+
+
+def _other_names(path: Sequence[str]) -> list[str]:
+    """Return our keys for an unknown one: the end of its path, or what it is in another system."""
+    for start in range(1, len(path) - 1):
+        home = _model_at(JobConfig, path[start:-1])
+        if home is not None and path[-1] in home.model_fields:
+            return [".".join(path[start:])]
+    ours = find_our_key(".".join(path))
+    if ours is None:
+        return []
+    home = _model_at(JobConfig, path[:-1]) if len(path) > 1 else None
+    key = ours.rpartition(".")[2]
+    if home is not None and key in home.model_fields:
+        return [".".join([*path[:-1], key])]
+    return [f"[{ours}]" if ours in JobConfig.model_fields else ours]
+
+
+def _homes_of(name: str) -> list[str]:
+    """Return the keys of that name in any table, and the table of that name."""
+    tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
+    homes = [f"{table}.{name}" for table, model in tables.items() if model and name in model.model_fields]
+    return [f"[{name}]"] * (name in tables) + homes
+
+
+def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) -> str:
+    """Say what an unknown key may be meant to be, and then which keys its table has."""
+    others = _other_names(path)
+    if not others:
+        others, close = _homes_of(path[-1]), closest(path[-1], keys)
+        if close and (len(path) > 1 or not others):  # a key outside of all tables is none of their names
+            others = [repr(close), *others]
+    known = f"nown: {', '.join(sorted(keys))}" if keys else ""
+    if others:
+        return f"{dotted} is not a key. Did you mean {' or '.join(others)}?{known and f' K{known}'}"
+    return f"{dotted} is not a key{f'; k{known}' if known else ', and no key here is like it: leave it out'}"
 
 
 def _document_path(place: Sequence[int | str], document: Any) -> list[str]:
@@ -365,7 +417,7 @@ def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> s
     if kind == "extra_forbidden":
         table = _model_at(model, path[:-1])
         keys = table.model_fields if table else {}
-        return f"{dotted} is not a key{did_you_mean(path[-1], keys)}"
+        return _explain_unknown(path, dotted, keys)
     if kind == "missing":
         return f"{dotted} is required"
     if kind == "literal_error":

@@ -3,11 +3,14 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from shared_schemas.base import Body
+from shared_schemas.prefixes import MODULE
+from shared_schemas.urls import HOST_OR_IPV6
 from trainer_backend.job.addresses import fault_in, http_parts
 
 # What every table of a job is.
@@ -82,6 +85,15 @@ class ModelTable(Table):
         return self
 
 
+# Keys of [services] that are settings of the task app, under its own names.
+TASK_APP_SETTINGS = (
+    "gymnasium_modules", "verifiers_modules", "verifiers_python", "textarena_python",
+    "reasoning_gym_python", "mcp_servers", "allowed_environment_hosts",
+)  # fmt: skip
+Module = Annotated[str, Field(max_length=200, pattern=MODULE)]
+Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
+
+
 class ServicesTable(Table):
     """[services]"""
 
@@ -108,6 +120,29 @@ class ServicesTable(Table):
         default=(),
         max_length=64,
         description="SHA-256 of each file of task_plugins; a run refuses a file with another one",
+    )
+    gymnasium_modules: tuple[Module, ...] = Field(
+        default=(),
+        max_length=64,
+        description="modules that the task app that the job starts imports for the environments that they "
+        "register with gymnasium; like the next six, absent: as its environment variable says "
+        "(docs/foreign.md)",
+    )
+    verifiers_modules: tuple[Module, ...] = Field(
+        default=(), max_length=64, description="tasksets that it may play as `verifiers:MODULE`"
+    )
+    verifiers_python: Path | None = Field(
+        default=None, description="the Python of the environment that has verifiers"
+    )
+    textarena_python: Path | None = Field(
+        default=None, description="the one that has textarena, for `textarena:ID`"
+    )
+    reasoning_gym_python: Path | None = Field(
+        default=None, description="the one that has reasoning-gym, for `reasoning_gym:NAME`"
+    )
+    mcp_servers: Path | None = Field(default=None, description="the file of MCP servers, for `mcp:NAME`")
+    allowed_environment_hosts: tuple[Host, ...] = Field(
+        default=(), max_length=64, description="hosts (or host:port) that the URL in an env_name may name"
     )
     task_apps: int = Field(
         default=1,
@@ -155,8 +190,25 @@ class ServicesTable(Table):
             raise ValueError(f"task_url names {duplicates[0]} twice, and each task app is asked once")
         return urls
 
+    @property
+    def task_app_variables(self) -> dict[str, str]:
+        """The environment variables of the task app that the job starts, for the keys that are given."""
+        variables = {}
+        for name in TASK_APP_SETTINGS:
+            value = getattr(self, name)
+            if value:
+                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                variables[f"TURNWISE_{name.upper()}"] = text
+        return variables
+
     @model_validator(mode="after")
     def _keys_of_our_own_task_apps(self) -> "ServicesTable":
+        if self.task_url and (variables := self.task_app_variables):
+            variable = next(iter(variables))
+            raise ValueError(
+                f"{variable.removeprefix('TURNWISE_').lower()} is for the task app that the job starts "
+                f"itself, and task_url names others: start those with {variable} in their environment"
+            )
         if self.task_url and self.task_plugins:
             raise ValueError(
                 "task_plugins are for the task app that the job starts itself, and task_url names others: "
@@ -507,3 +559,9 @@ class RetentionTable(Table):
         description="the run directory keeps the rollout files of this many newest iterations and of "
         "evaluations; older ones are deleted there and in the database",
     )
+
+
+def table_model(field: FieldInfo) -> type[BaseModel]:
+    """Return the model class of a field of JobConfig."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
+from service_kit.children import name_exit
 from service_kit.console import utf8_output
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import WITHHELD
@@ -112,9 +113,8 @@ class CheckProcess:
         if exit_code == -signal.SIGALRM:
             return CheckEnded(f"checking the job took longer than {self._at_most_s:g} s, and was ended")
         if exit_code < 0:
-            name = signal.Signals(-exit_code).name
-            return CheckEnded(f"checking the job was ended by {name}, which may be for want of memory")
-        return RuntimeError(f"the process that checks a job ended with exit code {exit_code}; see stderr")
+            return CheckEnded(f"checking the job was ended by {name_exit(exit_code)}")
+        return RuntimeError(f"the process that checks a job ended with {name_exit(exit_code)}; see stderr")
 
     def _exchange(self, request: bytes) -> tuple[str, Any]:
         """Send a request and wait for its outcome, on the thread."""

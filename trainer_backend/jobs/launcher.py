@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shared_schemas.base import OpenBody
 from trainer_backend.errors import JobError
-from trainer_backend.job.rollout_table import SAMPLING_KEYS
+from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
@@ -40,17 +40,6 @@ NOT_READ = {
         "weight_sync",
         "async_semaphore_max",
     ),
-}
-# Published keys that have another name or table here.
-NEW_NAMES = {
-    "training.lora": "lora",
-    "lora.r": "lora.rank",
-    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in (*SAMPLING_KEYS, "max_tokens")},
-    "rollout.env_config.step_rewards.enabled": "training.step_rewards_enabled",
-    "rollout.env_config.step_rewards.mode": "training.step_rewards_mode",
-    "rollout.env_config.step_rewards.kind": "training.event_rewards_kind",
-    "rollout.env_config.step_rewards.indicator_lambda": "training.step_rewards_indicator_lambda",
-    "rollout.env_config.step_rewards.step_beta": "training.step_rewards_beta",
 }
 # Published values for how a decision is rewarded; all mean what the trainer does.
 STRATEGIES = frozenset({"consistent", "simple", "consistent_stepwise", "decision_consistent"})

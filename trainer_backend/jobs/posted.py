@@ -25,7 +25,7 @@ from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_j
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
-from trainer_backend.job.tables import ServicesTable, SinksTable
+from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable, SinksTable
 from trainer_backend.jobs.settings import Bounds
 from trainer_backend.rundir.new_job import refuse_missing_parts
 
@@ -278,7 +278,7 @@ def _refuse_key(document: Mapping[str, Any]) -> None:
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     """Fill in the operator's addresses and folder where the job names none.
 
-    A default counts as none, because the job.toml of a run and `turnwise check` write every key.
+    A default counts as none, because the job.toml of a run and `turnwise check --all` write every key.
     """
     services = _table(document.get("services", {}), "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
@@ -310,8 +310,15 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
         yield f"job.runs_dir is the service's own to choose ({bounds.data_dir}); leave it out"
     if config.services.gateway_host != bounds.gateway_host:
         yield "services.gateway_host is the service's own to choose (--gateway-host); leave it out"
+    # They import modules and start programs.
+    settings = [f"services.{name}" for name in TASK_APP_SETTINGS if getattr(config.services, name)]
+    for key in settings:
+        yield (
+            f"{key} is for jobs of `turnwise train`; for those of this service its operator sets "
+            f"TURNWISE_{key.partition('.')[2].upper()} in the service's environment; leave it out"
+        )
     for key, path in paths_of(config):
-        if key == "job.trainer_plugins":  # the operator's own
+        if key == "job.trainer_plugins" or key in settings:  # the operator's own, or refused
             continue
         roots = ", ".join(map(str, _roots(key, bounds)))
         if not may_name(key, path, bounds):

@@ -5,16 +5,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service_kit.children import Child
 from service_kit.keys import TRAINER_KEY
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
-from trainer_backend.rundir.state import ERROR, RunState, read_state
+from trainer_backend.pages.facts import clip
+from trainer_backend.rundir.files import now
+from trainer_backend.rundir.state import DONE, ERROR, FINAL, RunState, append_log, read_state, write_state
 from trainer_backend.store.rows import JobRow, tables_of
 
 PROCESS_LOG = "process.log"
-_LAST_BYTES = 8192
+_LAST_BYTES = 65_536
+_MOST_SHOWN = 300
+# How faulthandler begins to tell of a signal such as SIGSEGV.
+_CRASH = "Fatal Python error: "
 # The service's secrets, which jobs do not need; one whose learner is somebody else's has that key.
 _OWN_KEYS = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
 WITHHELD = _OWN_KEYS | KEYS_OF_THE_LEARNER
@@ -32,9 +41,11 @@ class JobProcess(Child):
     Attributes:
         is_stopping: whether a signal to stop was sent.
         late: whether it had to be killed after that.
+        log_start: the bytes of process.log that earlier processes of the job wrote.
     """
 
     is_stopping = late = False
+    log_start = 0
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
@@ -68,31 +79,65 @@ async def start_process(
 ) -> JobProcess:
     """Start the process of a job. It ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
-        return await JobProcess.start(
+        start = log.tell()  # before it shares the position
+        process = await JobProcess.start(
             command(run_dir),
             stdout=log,
             stderr=log,
             env=environment,
         )
+        process.log_start = start
+    return process
 
 
-def last_words(job: JobRow, process: JobProcess) -> tuple[RunState | None, str | None]:
-    """Read the last state and the last error that this process wrote (job_process.py); None: it wrote none.
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What a process wrote (job_process.py) before it ended; what earlier ones of the job wrote is left out.
 
-    The state of an earlier process of the job does not count.
+    Attributes:
+        state: its last state; None: it wrote none.
+        error: the error that it printed at its end; None: it printed none.
+        line: the last line that it printed, or the one with which Python tells a crash; may be empty.
     """
-    folder = None if job.run_dir is None else Path(job.run_dir)
-    if folder is None:
-        return None, None
+
+    state: RunState | None = None
+    error: str | None = None
+    line: str = ""
+
+
+def last_words(job: JobRow, process: JobProcess) -> LastWords:
+    if job.run_dir is None:
+        return LastWords()
+    folder = Path(job.run_dir)
     state = read_state(folder)
-    return state if state is not None and state.pid == process.pid else None, _printed_error(folder)
+    own = state if state is not None and state.pid == process.pid else None
+    lines = _printed_lines(folder, process.log_start)
+    last = lines[-1] if lines else ""
+    error = last.removeprefix(ERROR) if last.startswith(ERROR) else None
+    # After that line come the stacks of all threads.
+    line = next((line for line in lines if line.startswith(_CRASH)), last)
+    return LastWords(own, error, clip(line.strip(), _MOST_SHOWN))
 
 
-def _printed_error(folder: Path) -> str | None:
+def _printed_lines(folder: Path, start: int) -> list[str]:
     try:
         with (folder / PROCESS_LOG).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            return file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
-        return None
-    return lines[-1].removeprefix(ERROR) if lines and lines[-1].startswith(ERROR) else None
+        return []
+
+
+def record_death(job: JobRow, ending: Ending) -> None:
+    """Write why a process ended that could not write it itself, for readers of the run's files."""
+    wrote = ending.state is not None and ending.state.state in FINAL
+    if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):
+        return
+    folder, (code, detail) = Path(job.run_dir), explain(ending)
+    state = read_state(folder)
+    if state is None or (state.code, state.detail) == (code, detail):  # the second: by an interrupted round
+        return
+    with suppress(RunDirectoryError):  # a disk without room may be why it ended
+        end = replace(state, state="failed", stage="", done=0, total=0, code=code, detail=detail)
+        write_state(folder, replace(end, since=now()))
+        append_log(folder, f"failed: {detail}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from trainer_backend.jobs.processes import JobProcess
+from trainer_backend.jobs.processes import JobProcess, LastWords
 from trainer_backend.jobs.states import Ending, is_crash
-from trainer_backend.rundir.state import FAULTY, RunState
+from trainer_backend.rundir.state import FAULTY
 from trainer_backend.store.database import StoreUnavailable
 
 
@@ -59,17 +59,17 @@ class Slot:
             self.lock_deadline_s = now_s + lock_wait_s
         return now_s < self.lock_deadline_s
 
-    def record_end(
-        self, exit_code: int, state: RunState | None, error: str | None = None, code: str | None = None
-    ) -> Ending:
+    def record_end(self, exit_code: int, words: LastWords, code: str | None = None) -> Ending:
         """Record how its process ended; repeated calls count a crash once."""
         if self.ending is None:
-            iteration = state.iteration if state is not None else 0
+            iteration = words.state.iteration if words.state is not None else 0
             if iteration > self.iteration:
                 self.crashes, self.faults, self.iteration = 0, 0, iteration
             self.crashes += is_crash(exit_code)
             self.faults += exit_code == FAULTY
-            self.ending = Ending(exit_code, state, self.crashes, error, code, self.faults)
+            self.ending = Ending(
+                exit_code, words.state, self.crashes, words.error, code, self.faults, words.line
+            )
         return self.ending
 
     def wait_for_restart(self, until_s: float) -> None:

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from trainer_backend.rundir.state import DONE, FAULTY, REFUSED, STOPPED, RunState, RunStatus
+from service_kit.children import name_exit
+from trainer_backend.rundir.state import (
+    DONE,
+    FAULTY,
+    FULL,
+    REFUSED,
+    STOPPED,
+    RunState,
+    RunStatus,
+    describe_place,
+)
 from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import Changes, state_of_run
 from trainer_backend.store.rows import ENDED, JobRow
@@ -27,6 +37,7 @@ class Ending:
         error: the last error that it printed, or why it could not start; None: there is none.
         code: the code of the error that prevented its start; None: it started.
         faults: as `crashes`, but of the job's data or of code.
+        last_line: what it printed last; may be empty.
     """
 
     exit_code: int
@@ -35,6 +46,7 @@ class Ending:
     error: str | None = None
     code: str | None = None
     faults: int = 0
+    last_line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,7 @@ def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: floa
         restarts: how often a job is restarted that crashes without an iteration in between.
         first_wait_s: before the first restart.
     """
-    code, detail = _reason(ending)
+    code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late
         return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": None})
     if ending.state is not None and ending.state.state == "ended":  # a finished run stays finished
@@ -108,26 +120,23 @@ def without_process(job: JobRow, now: datetime) -> Changes | None:
     return None
 
 
-def _reason(ending: Ending) -> tuple[str, str]:
+def explain(ending: Ending) -> tuple[str, str]:
     """Return a code and a sentence that say why the process did not start, failed, or was killed."""
     if ending.code is not None:
         return ending.code, ending.error or ""
+    place = describe_place(ending.state)
+    # A SIGKILL leaves no time for words: what was printed before is about something else.
+    words = "" if ending.exit_code == -signal.SIGKILL else ending.last_line
+    said = f"; process.log says: {words!r}" if words else ""
     if ending.exit_code < 0:
-        name = _signal_name(-ending.exit_code)
-        hint = "; often the system, short of memory" if name == "SIGKILL" else ""
-        return "killed", f"its process was killed by {name}{hint}"
+        return "killed", f"its process was killed by {name_exit(ending.exit_code)}{place}{said}"
     if ending.state is not None and ending.state.state == "failed":
         return ending.state.code or "crashed", ending.state.detail
     if ending.error is not None:  # it failed before it opened its run, so state.json is not its own
         return ("refused" if ending.exit_code == REFUSED else "crashed"), ending.error
-    return "crashed", f"its process ended with exit code {ending.exit_code}; process.log may say why"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if ending.exit_code == FULL:
+        return "disk_full", f"its disk is full: no file could be written, not even one that says which{place}"
+    return "crashed", f"its process ended with {name_exit(ending.exit_code)}{place}{said}"
 
 
 # Pause, resume and cancel store the wanted state; the supervisor makes the process follow it.

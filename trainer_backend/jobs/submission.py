@@ -18,6 +18,7 @@ from trainer_backend.pages.stored import Frames
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
+from trainer_backend.terminal.templates import Choices, job_text
 
 # Takes a resolved job's TOML; returns warnings or raises JobError.
 Trial = Callable[[str], Awaitable[tuple[str, ...]]]
@@ -155,9 +156,14 @@ def dashboard_of(service: Service) -> page.Dashboard:
     jobs = JobsForPages(service) if service.supervisor is not None else None
     bounds = service.settings.bounds
     return page.Dashboard(
-        service.store, jobs, service.store.clock, examples_in(bounds.roots),
+        service.store, jobs, service.store.clock, (_written_by_init(), *examples_in(bounds.roots)),
         frames=Frames(may_run=lambda file: may_name("services.task_plugins", file, bounds)),
     )  # fmt: skip
+
+
+def _written_by_init() -> tuple[str, str]:
+    """The job that the form opens with: that of the command, which needs no file beside it."""
+    return "turnwise init", job_text(Choices().values())
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:

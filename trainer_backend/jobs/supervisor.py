@@ -18,9 +18,11 @@ from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.processes import (
     Command,
     JobProcess,
+    LastWords,
     environment_of,
     job_command,
     last_words,
+    record_death,
     start_process,
 )
 from trainer_backend.jobs.settings import Rules
@@ -230,7 +232,7 @@ class Supervisor:
             await self._fail(job_id, code, str(error))
         else:
             slot.ending = None  # of the previous process; it is stored already
-            await self._write_down(job_id, slot, slot.record_end(FAILED, None, str(error), code))
+            await self._write_down(job_id, slot, slot.record_end(FAILED, LastWords(error=str(error)), code))
 
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
@@ -246,8 +248,10 @@ class Supervisor:
         """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
         exit_code = await process.ended()
         row = await self._books.job(job_id)
-        ending = slot.record_end(exit_code, *await self._line.ask(last_words, row, process))
-        # First: a client that sees the end must then find all results.
+        ending = slot.record_end(exit_code, await self._line.ask(last_words, row, process))
+        # First: a client that sees the end must then find all results, and in the files why it came to that.
+        if not self._closing:
+            await self._line.ask(record_death, row, ending)
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
         except (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from service_kit.children import PIPE, Child, last_line
+from service_kit.children import PIPE, Child, last_line, name_exit
 
 # The name of the learner's role.
 LEARNER = "learner"
@@ -171,5 +171,5 @@ async def address_of(process: Process, log_file: Path, within_s: float) -> str:
         raise NotReady(f"did not start within {within_s:g} s; the last line of its log: {word!r}") from error
     if address is None:
         code = await process.ended()
-        raise NotReady(f"ended with exit code {code} before it was ready: {last_line(log_file)!r}", code)
+        raise NotReady(f"ended with {name_exit(code)} before it was ready: {last_line(log_file)!r}", code)
     return address

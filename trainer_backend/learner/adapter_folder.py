@@ -1,12 +1,13 @@
 """The adapters of a checkpoint on disk, in the layout of peft, and the linear layer that they change."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -58,6 +59,46 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
         name.removeprefix(_OF_THE_WRAPPER).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
         for name, tensor in stored.items()
     }
+
+
+def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
+    """Write adapters into `folder` as transformers with peft loads them, over the plain model of `base`.
+
+    That model, W + d_0, has the adapters of `base` merged, so what is written is the rest, d_n - d_0, as
+    adapters of twice the rank and the same scale:
+
+        B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
+
+    Where there was no warm-up, B_0 is 0, and the adapters are written as they are.
+
+    Args:
+        own: the folder of the adapters, as `Adapter.save` wrote it.
+        base: the checkpoint with the plain model; its path is written down whole, since transformers would
+            read a relative one from its working folder.
+    """
+    stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
+    settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))
+    if any(bool(before[name].any()) for name in before if ".lora_B." in name):
+        stored = {
+            name: torch.cat((tensor, -before[name]), 1)
+            if ".lora_B." in name
+            else torch.cat((tensor, before[name]), 0)
+            for name, tensor in stored.items()
+        }
+        settings |= {"r": 2 * settings["r"], "lora_alpha": 2 * settings["lora_alpha"]}
+    settings["base_model_name_or_path"] = str(base.resolve())
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def refuse_adapters(checkpoint: Path) -> None:
+    """Refuse a checkpoint of a run with [lora] for a job without it, whose moments are of other weights."""
+    if (checkpoint / FOLDER).is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: it has adapters, but the job has no [lora]",
+            hint="A run goes on with the tables that it was started with; `turnwise merge` writes the model "
+            "for a new run.",
+        )
 
 
 def refuse_other_settings(folder: Path, ours: LoraConfig) -> None:

@@ -31,7 +31,7 @@ from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import computes_by_kernels, gates_are_known
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
 
@@ -367,7 +367,8 @@ def _folder_config(folder: Path) -> Any:
     refuse_incomplete(folder)
     refuse_untrainable(folder)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = base_folder(folder) or folder
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a dozen types for a value that the library does not take
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
 

@@ -1,7 +1,8 @@
 """Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program;
-                                   with [lora] after iteration_0 the weights are left out
+                                   with [lora] after iteration_0 in their place adapter_model.safetensors and
+                                   adapter_config.json, for any with peft, over the model of iteration_0
                                state.json    how far training is
                                digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
@@ -12,7 +13,8 @@
                                adapter/    with [lora], in peft's layout: a model beside it has it merged
                                base.json    without a model beside it: the checkpoint with the model that the
                                             adapters are over, and its digest
-    checkpoints/best           the checkpoint with the best evaluation so far, and its mean outcome
+    checkpoints/best           a link to the checkpoint with the best evaluation so far, else to the latest
+    checkpoints/best.json      which one was marked as the best, and its mean outcome
 
 Nothing is pickled. A folder with the final name is whole: the rename is the commit.
 """
@@ -31,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
-from trainer_backend.learner.adapter_folder import FOLDER
+from trainer_backend.learner.adapter_folder import FOLDER, write_for_transformers
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
@@ -39,7 +41,7 @@ from trainer_backend.learner.shares import restore_moments, save_moments, weight
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import save_settings
-from trainer_backend.models.layout import BASE
+from trainer_backend.models.layout import BASE, CONFIG
 from trainer_backend.protocols import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of, digests_of
@@ -69,11 +71,14 @@ def save_checkpoint(
     def begin() -> None:
         if base is not None:
             save_settings(aside, model, tokenizer)
+            (aside / CONFIG).unlink()  # with it, transformers would look for the base's weights in here
             named = {"folder": base.name, "digest": digest_of(base)}
             (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
         if adapter is not None:
             adapter.save(aside / FOLDER)
+            if base is not None:
+                write_for_transformers(aside, aside / FOLDER, base)
         own.mkdir()
         if critic is not None:
             critic.save(own)

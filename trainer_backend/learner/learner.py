@@ -26,7 +26,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
-from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
+from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.capacity import less_memory
@@ -169,6 +169,7 @@ class LocalLearner:
 
         def make() -> LocalLearner:
             if config.lora is None:
+                refuse_adapters(checkpoint)
                 loaded, adapters = load_checkpoint(config.model, checkpoint), None
             else:
                 checked_base(checkpoint)

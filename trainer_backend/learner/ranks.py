@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from service_kit.boundary import describe_error
 from service_kit.release import version
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
@@ -133,7 +134,7 @@ class Ranks:
         except TrainerError as error:
             own = error
         except Exception as error:
-            own = LearnerFailed(f"rank {self.index}: {type(error).__name__}: {error}")
+            own = LearnerFailed(f"rank {self.index}: {describe_error(error)}")
             own.__cause__ = error
         bodies = self.of_every_rank(None if own is None else ErrorBody.of(own))
         failed = next((index for index, body in enumerate(bodies) if body is not None), None)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from service_kit.boundary import describe_error
 from trainer_backend.errors import LearnerFailed, LearnerLost, TrainerError, UpdateStopped
 from trainer_backend.learner.calls import CALLS, ErrorBody
 from trainer_backend.learner.ranks import Ranks
@@ -195,8 +196,8 @@ def call_error(error: Exception, name: str) -> TrainerError:
     if isinstance(error, Halted):
         return LearnerFailed(f"{name!r} was stopped")
     log.error("call_failed", call=name, exc_info=error)
-    text = f"{type(error).__name__}: {error}"
-    is_bare = type(error) is RuntimeError and any(word in text.lower() for word in ("gloo", "nccl"))
+    text = describe_error(error)
+    is_bare = type(error) is RuntimeError and any(word in str(error).lower() for word in ("gloo", "nccl"))
     if is_bare or isinstance(error, dist.DistError):
         return LearnerLost(f"the ranks of the learner have lost each other in {name!r}: {text}")
     return LearnerFailed(f"an error inside the learner in {name!r}: {text}")

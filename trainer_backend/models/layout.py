@@ -29,9 +29,10 @@ def refuse_incomplete(folder: Path) -> None:
         raise ModelFolderError(
             "no such folder", where=str(folder), hint="A path to a local folder is needed."
         )
-    if not (folder / CONFIG).is_file():
-        raise ModelFolderError(f"no {CONFIG} in this folder", where=str(folder))
-    weight_files(base_folder(folder) or folder)
+    model = base_folder(folder) or folder
+    if not (model / CONFIG).is_file():
+        raise ModelFolderError(f"no {CONFIG} in this folder", where=str(model))
+    weight_files(model)
 
 
 def base_folder(folder: Path) -> Path | None:
@@ -113,8 +114,8 @@ def refuse_own_tokenizer(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """config.json as it stands; ModelFolderError as `read_object`."""
-    return read_object(folder / CONFIG)
+    """config.json as it stands, for adapters alone that of their base; ModelFolderError as `read_object`."""
+    return read_object((base_folder(folder) or folder) / CONFIG)
 
 
 def read_object(path: Path) -> Mapping[str, Any]:

@@ -142,11 +142,13 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 FILE = "comparison.html"
-# Henderson et al. 2018 (arXiv:1709.06560): two runs of one setting differ by their seeds alone.
+# Henderson et al. 2018 (arXiv:1709.06560): averages of runs of one setting, by their seeds alone, differ as
+# much as those of two settings may.
 ONE_SEED = (
-    "each run is trained with one seed; the intervals are over the held-out worlds alone and do not include "
-    "how much another training seed changes the outcome"
+    "each setting is trained with one seed; the intervals are over the held-out worlds alone and do not "
+    "include how much another training seed changes the outcome"
 )
+_NO_SETTINGS = ("job.name", "job.seed", "job.runs_dir")
 _NONE = "-"
 
 
@@ -212,8 +214,29 @@ def doubts(sides: Sequence[Side]) -> list[str]:
                 "another task, and the difference is not the policy's alone"
             )
         sentences += [f"{side.name} against {first}: {reason}" for reason in difference.mismatch]
-    evaluated = sum(side.last is not None for side in sides)
-    return [*sentences, *([ONE_SEED] if evaluated > 1 else [])]
+    return [*sentences, *_seed_sentences([side for side in sides if side.last is not None])]
+
+
+def _seed_sentences(sides: Sequence[Side]) -> list[str]:
+    """Say that no interval includes training seeds, and which runs show how much these change."""
+    groups: list[list[Side]] = []
+    for side in sides:
+        home = next((group for group in groups if _are_of_one_setting(group[0], side)), None)
+        groups += [[side]] if home is None else []
+        if home is not None:
+            home.append(side)
+    several = [group for group in groups if len({side.story.job.job.seed for side in group}) > 1]
+    if not several:
+        return [ONE_SEED] if len(sides) > 1 else []
+    return [
+        f"{', '.join(side.name for side in group)} are of one setting with different seeds: they are as far "
+        "apart as training seeds make them; the intervals, over the held-out worlds alone, include none of it"
+        for group in several
+    ]
+
+
+def _are_of_one_setting(one: Side, other: Side) -> bool:
+    return all(key.startswith(_NO_SETTINGS) for key, _ in setting_differences([one, other]))
 
 
 def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import tomli_w
 from pydantic_core import PydanticUndefined
 
-from trainer_backend.job.docs import table_model
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.pages.figures import NONE, duration
 from trainer_backend.store.rows import ENDED, JobRow, tables_of
 

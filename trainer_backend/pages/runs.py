@@ -23,7 +23,7 @@ LATEST = (
     "eval/outcome_reward_high",
 )
 SPARK = "episode/outcome_reward"
-_TEXT = 140  # characters of a detail; the run's own page has all of it
+_TEXT = 400  # characters of a detail; the run's own page has all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
+from shared_schemas.prefixes import PREFIXES
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, Trajectory
@@ -97,7 +98,7 @@ _ENVIRONMENTS = 100  # in the cache: those of runs, that draw nothing
 
 # Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
 WORDS = ("dialogue", "documents", "orders")
-PREFIXES_OF_WORDS = ("agent:", "mcp:", "openenv:", "verifiers:")
+PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
 
 
 def why_undrawn(rollout: Rollout) -> str:

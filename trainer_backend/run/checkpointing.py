@@ -14,6 +14,7 @@ from trainer_backend.rundir.checkpoint_paths import (
     BestMark,
     best_mark,
     is_whole,
+    link_best,
     mark_best,
     prune_checkpoints,
 )
@@ -118,6 +119,7 @@ class Saving:
         """As `save`, on this thread; then remove what only the last checkpoint needed."""
         started = time.monotonic()
         self.learner.save(self.folder(progress.iteration), progress)
+        link_best(self.directory.checkpoints)
         self.directory.remove_spools(progress.iteration)
         prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
         self._spent_s += time.monotonic() - started
@@ -152,6 +154,8 @@ class Saving:
             marks.insert(0, standing)
         if marks:
             mark_best(max(marks, key=lambda mark: mark.score))
+        else:
+            link_best(self.directory.checkpoints)
         return notes
 
     def _outcomes(self, iteration: int) -> Outcomes:

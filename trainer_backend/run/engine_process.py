@@ -7,6 +7,7 @@ Exit codes: 0 stopped, 2 the policy cannot be served, 3 the engine has failed; t
 why.
 """
 
+from service_kit.boundary import describe_error
 from service_kit.children import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
@@ -82,7 +83,7 @@ class EngineHost:
         except TrainerError as error:
             self._line.say(number, "error", ErrorBody.of(error))
         except Exception as error:
-            kind = EngineStopped(f"the engine's process met {type(error).__name__}: {error}")
+            kind = EngineStopped(f"the engine's process met {describe_error(error)}")
             self._line.say(number, "error", ErrorBody.of(kind))
         else:
             self._line.say(number, "done", result, counts_of(self._engine.counters))

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.children import READY, last_line
+from service_kit.children import READY, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.server import Listener
 from shared_schemas.base import Body
@@ -193,11 +193,11 @@ class Gateway:
             in_vain = 0 if served else in_vain + 1
             if in_vain == _MOST_IN_VAIN:
                 return (
-                    f"{self.name} ended {in_vain} times without answering a request, with exit code {code}; "
+                    f"{self.name} ended {in_vain} times without answering a request, with {name_exit(code)}; "
                     f"{self._log_file} ends with: {self._last_words}"
                 )
             self.restarts += 1
-            word = f"ended with exit code {code}, and is started again"
+            word = f"ended with {name_exit(code)}, and is started again"
             self._tell(f"{self.name} {word}")
             self._report("starting", word)
 

@@ -8,7 +8,7 @@ Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be s
 it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
 """
 
-from service_kit.children import READY, begin_imports, end_imports, end_with_parent
+from service_kit.children import READY, begin_imports, end_imports, end_with_parent, name_exit
 
 if __name__ == "__main__":
     begin_imports()
@@ -139,7 +139,7 @@ class ProcessActor:
         if code is None:
             return
         if code not in (REFUSAL, BREAKDOWN):
-            print(f"the engine's process ended with exit code {code}", file=sys.stderr, flush=True)
+            print(f"the engine's process ended with {name_exit(code)}", file=sys.stderr, flush=True)
             code = LOST
         os._exit(code)
 

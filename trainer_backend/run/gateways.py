@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import SecretStr
 
+from service_kit.boundary import describe_error
 from service_kit.server import Listener, is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
@@ -124,7 +125,7 @@ class Gateways:
                 self._broken.set_exception(error)
                 self._broken.exception()  # or asyncio would log it where nobody asks the gateways again
                 return
-            self._broken.set_result(keeper.result() if error is None else f"{type(error).__name__}: {error}")
+            self._broken.set_result(keeper.result() if error is None else describe_error(error))
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

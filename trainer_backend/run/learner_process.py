@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 import httpx
 
-from service_kit.children import last_line
+from service_kit.children import last_line, name_exit
 from service_kit.release import version
 from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
 from shared_schemas.problem import Problem
@@ -69,6 +70,8 @@ _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 # Ranks are ready once all have joined; one alone has its imports.
 _START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
+# For the exit code of a process that has broken its connections.
+_EXIT_S = 2.0
 _CONNECT_S = 10.0
 # Of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
@@ -86,14 +89,19 @@ class LearnerConnection:
         silence_s: a process that says nothing for so long in a call is lost.
         log_file: of the process, for errors; None: whoever started it has it.
         session: the name of this orchestrator; the process serves the first one alone.
+        wait_for_exit: returns the exit code of a process that nobody reaches any more; None: it is not known.
 
     Raises (every call):
         LearnerLost: the process has ended, or is silent.
         TrainerError: what the call itself raised, of its own class.
     """
 
-    def __init__(self, url: str, key: str, *, silence_s: float, log_file: Path | None, session: str) -> None:
+    def __init__(
+        self, url: str, key: str, *, silence_s: float, log_file: Path | None, session: str,
+        wait_for_exit: Callable[[], int | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.url, self._log_file, self._silence_s, self._number = url, log_file, silence_s, 0
+        self._wait_for_exit = wait_for_exit
         self._turn = threading.Lock()
         self._client = httpx.Client(
             base_url=url,
@@ -124,7 +132,9 @@ class LearnerConnection:
             try:
                 return self._attempt(name, body, progress, silence_s)
             except httpx.ConnectError as error:
-                raise self._lost(name, "has ended") from error
+                code = self._wait_for_exit()
+                how = "" if code is None else f" with {name_exit(code)}"
+                raise self._lost(name, f"has ended{how}") from error
             except httpx.TimeoutException as error:
                 raise self._lost(name, f"said nothing for {silence_s:g} s (learner.timeout_s)") from error
             except httpx.TransportError:
@@ -328,6 +338,7 @@ class LearnerProcess:
         self._watch: asyncio.Task[None] | None = None
         self._process: Process | None = None
         self._end_is_known = False
+        self._exit_code: Future[int] = Future()
         self._connection: LearnerConnection | None = None
 
     @property
@@ -358,6 +369,7 @@ class LearnerProcess:
             await self._address(self._process), key, silence_s=self._job.learner.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
             session=session_of(self._directory.run_id, secrets.token_hex(8)),
+            wait_for_exit=self._wait_for_exit,
         )  # fmt: skip
         self._watch = asyncio.ensure_future(self._tell_of_its_end(self._process))
         await self._meet(self._connection)
@@ -470,11 +482,18 @@ class LearnerProcess:
     async def _tell_of_its_end(self, process: Process) -> None:
         """Read what libraries print, which nobody needs and which would block it, until it ends."""
         code = await process.ended()
+        self._exit_code.set_result(code)
         if not self._end_is_known:
             self._end_is_known = True
-            line = f"the learner's process ended with exit code {code}{_last_words(self._log_file)}"
+            line = f"the learner's process ended with {name_exit(code)}{_last_words(self._log_file)}"
             self._reporter.say(line)
             self._report("lost", line)
+
+    def _wait_for_exit(self) -> int | None:
+        """The exit code, on the thread of a call, which learns of the end before the event loop does."""
+        with suppress(TimeoutError):
+            return self._exit_code.result(_EXIT_S)
+        return None
 
     def _report(self, state: str, word: str = "") -> None:
         self._reporter.process("learner", role="learner", state=state, word=word)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import SecretStr
 
+from service_kit.boundary import describe_error
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, ServerThread
 from trainer_backend.collect.plan import Inference
@@ -294,7 +295,7 @@ async def first_breakdown(
 
     def report_watch(watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:
-            settle(f"{type(error).__name__}: {error}")
+            settle(describe_error(error))
 
     for watch in watches:
         watch.add_done_callback(report_watch)

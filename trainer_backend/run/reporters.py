@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from service_kit.boundary import Boundary
+from service_kit.boundary import Boundary, describe_error
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError, TrainerError
 from trainer_backend.job.tables import SinksTable
@@ -79,7 +79,7 @@ class RecordingReporter:
             recording.end("failed", code=error.code, detail=str(error))
             raise
         except Exception as error:
-            recording.end("failed", code=_CRASHED, detail=f"{type(error).__name__}: {error}")
+            recording.end("failed", code=_CRASHED, detail=describe_error(error))
             raise
         except BaseException as error:  # cancelled, or interrupted
             recording.end("stopped", detail=f"stopped by {type(error).__name__}")

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from service_kit.children import last_line
+from service_kit.children import last_line, name_exit
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
@@ -237,7 +237,7 @@ class VllmServers:
             if not ready.done():
                 await self._end(server)
                 raise JobError(
-                    f"a vLLM server ended with exit code {end.result()} before it was ready: "
+                    f"a vLLM server ended with {name_exit(end.result())} before it was ready: "
                     f"{last_line(server.log_file) or 'its log is empty'}",
                     where=str(server.log_file),
                 )
@@ -254,7 +254,7 @@ class VllmServers:
             if server.child is not None:
                 code = await server.child.ended()
                 await self._end(server)
-                self._tell(f"vLLM server {server.url} ended with exit code {code}; it is started anew")
+                self._tell(f"vLLM server {server.url} ended with {name_exit(code)}; it is started anew")
             lasted = time.monotonic() - start > _LONGEST_PAUSE_S
             pause = _PAUSE_S if lasted else min(2 * pause, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)

@@ -1,5 +1,7 @@
 """The checkpoint folders of a run, and which of them is the best. Paths only, without torch."""
 
+import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +14,9 @@ from trainer_backend.rundir.files import replace_text, write_errors
 STATE_FILE = "state.json"
 # The checkpoint that RL started from: adapters are over its model, and a KL pulls towards it.
 STARTED_FROM = "iteration_0"
+BEST, _MARK = "best", "best.json"
+# Of a disk that knows no links.
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
 # file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
@@ -42,7 +47,7 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
 
 
 class BestMark(NamedTuple):
-    """The content of the file `best`: a checkpoint, and the mean outcome of its evaluation."""
+    """The content of best.json: a checkpoint, and the mean outcome of its evaluation."""
 
     folder: Path
     score: float
@@ -51,9 +56,13 @@ class BestMark(NamedTuple):
 def best_mark(checkpoints: Path) -> BestMark | None:
     """Return the mark, or None if there is none or its checkpoint is gone."""
     try:
-        name, score = (checkpoints / "best").read_text(encoding="utf-8").split()
+        if (checkpoints / _MARK).exists():
+            stored = json.loads((checkpoints / _MARK).read_bytes())
+            name, score = str(stored["checkpoint"]), stored["outcome_reward"]
+        else:  # of a run from before the link, whose name a text had
+            name, score = (checkpoints / BEST).read_text(encoding="utf-8").split()
         mark = BestMark(checkpoints / name, float(score))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return mark if is_whole(mark.folder) else None
 
@@ -70,7 +79,8 @@ def model_in(folder: Path) -> Path:
     A run's best checkpoint, otherwise the folder itself.
     """
     if run_of(folder) != folder:
-        return folder
+        # Under its own name: errors and files tell which iteration it is of.
+        return folder.parent / os.readlink(folder) if folder.name == BEST and folder.is_symlink() else folder
     best = best_checkpoint(folder / "checkpoints")
     if best is None:
         raise RunDirectoryError(f"{folder} has no checkpoint yet")
@@ -78,8 +88,32 @@ def model_in(folder: Path) -> Path:
 
 
 def mark_best(mark: BestMark) -> None:
-    """Point `best` at a checkpoint. The file holds the score too, because rows of metrics can be lost."""
-    replace_text(mark.folder.parent / "best", f"{mark.folder.name}\n{mark.score!r}\n")
+    """Mark a checkpoint as the best. The file holds the score too, because rows of metrics can be lost."""
+    stored = {"checkpoint": mark.folder.name, "outcome_reward": mark.score}
+    replace_text(mark.folder.parent / _MARK, json.dumps(stored) + "\n")
+    link_best(mark.folder.parent)
+
+
+def link_best(checkpoints: Path) -> None:
+    """Let the link `best` lead to the best checkpoint, so that other programs load it by this name.
+
+    No command of ours needs the link; a disk without links, such as a bucket, has best.json alone.
+    """
+    best, link = best_checkpoint(checkpoints), checkpoints / BEST
+    if best is None or (link.is_symlink() and os.readlink(link) == best.name):
+        return
+    with write_errors(link):
+        aside = link.with_name(f".{BEST}.tmp")
+        aside.unlink(missing_ok=True)
+        try:
+            os.symlink(best.name, aside)  # relative: a run may be moved
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return
+            raise
+        if not link.is_symlink() and is_whole(link):  # a copy of the run that followed the link
+            shutil.rmtree(link)
+        os.replace(aside, link)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:

@@ -70,7 +70,8 @@ def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = 
     if not folder.is_dir():
         meant = _folder_meant(folder, guess_name=guess_name)
         raise JobError(f"{place}: {key} is {str(folder)!r}, which is no folder{meant}")
-    if not (folder / "config.json").is_file():
+    # A checkpoint of adapters alone has a base.json in place of a config.json.
+    if not any((folder / name).is_file() for name in ("config.json", "base.json")):
         raise JobError(f"{place}: {key} is {str(folder)!r}, which holds no model: config.json is missing")
 
 

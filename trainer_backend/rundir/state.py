@@ -121,6 +121,15 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: encodable(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
+def describe_place(state: RunState | None) -> str:
+    """Say, in a sentence about the end of its process, how far a run was; empty where nobody knows."""
+    if state is None or state.state in FINAL:
+        return ""
+    if state.stage:
+        return f"; its last stage: {state.stage}"
+    return f"; it was after iteration {state.iteration}" if state.state != "starting" else "; it was starting"
+
+
 def write_state(folder: Path, state: RunState) -> None:
     """Replace state.json."""
     # Written every second for observers: not worth a flush.
@@ -142,20 +151,20 @@ STOPPED = 3
 # An error of the job's data or of code. It may depend on what was sampled, so one more start is worth a try.
 FAULTY = 4
 
+# As FAILED, of a disk without room: the code alone may say so, since all other words need room.
+FULL = 5
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Temporary shortages of the machine or its disk, whichever file was opened.
-_PASSING = frozenset(
-    {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.EAGAIN,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
-)
+_PASSING = _NO_ROOM | {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
 
 
 def is_final(error: ServiceError) -> bool:
@@ -168,6 +177,9 @@ def is_final(error: ServiceError) -> bool:
 
 def exit_code_of(error: Exception) -> int:
     """Return the exit code of a process that this error ended."""
+    cause = error.__cause__ if isinstance(error, ServiceError) else error
+    if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
+        return FULL
     if isinstance(error, ServiceError):
         if is_final(error):
             return REFUSED

@@ -10,7 +10,7 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from trainer_backend.rundir.state import RunStatus
+from trainer_backend.rundir.state import RunStatus, describe_place
 from trainer_backend.store.database import (
     IdempotencyConflict,
     JobChanged,
@@ -275,7 +275,7 @@ _AFTER: dict[JobState, frozenset[JobState]] = {
 }
 
 _OF_RUNS: dict[str, JobState] = {"ended": "succeeded", "stopped": "paused", "failed": "failed"}
-_GONE = "its process ended without a word; turnwise train --resume goes on"
+_GONE = "its process was killed, or had no room on its disk to write why it ended"
 
 
 def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
@@ -283,7 +283,7 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
-        return "failed", "killed", _GONE
+        return "failed", "killed", f"{_GONE}{describe_place(status.state)}; turnwise train --resume goes on"
     if status.state is None:  # written by a version without a state file
         return "paused", None, None
     return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None

@@ -1,13 +1,15 @@
-"""`turnwise check`: the job with its own choices marked, and a trial of it at its own task app."""
+"""`turnwise check`: what the job chooses, with the defaults, and a trial of it at its own task app."""
 
 import asyncio
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import tomli
+import tomli_w
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -18,30 +20,78 @@ from trainer_backend.collect.trial import try_job, unborn_gateway
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.checks import biases
-from trainer_backend.job.docs import table_model
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.terminal.templates import toml_value
 
 _TABLE = re.compile(r"\[+([^\]]+)\]+")
 _KEY = re.compile(r"([\w-]+) = ")
+# The defaults stand right of lines up to this length, and behind longer ones.
+_COLUMN = 44
 
 
-def marked_job(job: JobConfig) -> str:
-    """Write the resolved job as TOML, and the default behind each value that is another one."""
-    table, lines, headers = "", [], Counter[str]()
+class MarkedLine(NamedTuple):
+    """A line of TOML, and behind it the default that its value is not; empty: it is."""
+
+    toml: str
+    mark: str
+
+
+def own_choices(job: JobConfig) -> list[MarkedLine]:
+    """Write what differs from the defaults as TOML, which is the same job where it is read again."""
     defaults = dict(_other_defaults(job))
-    for line in dump_job(job).splitlines():
+    return _marked(_without_defaults(tomli.loads(dump_job(job)), defaults), defaults)
+
+
+def whole_job(job: JobConfig) -> list[MarkedLine]:
+    """Write the job with every default filled in as TOML."""
+    return _marked(tomli.loads(dump_job(job)), dict(_other_defaults(job)))
+
+
+def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> dict[str, Any]:
+    """Leave out the keys that are not among `others`, and tables that are empty then and always there."""
+    rest: dict[str, Any] = {}
+    for name, table in document.items():
+        if isinstance(table, list):
+            rest[name] = [
+                {key: value for key, value in item.items() if f"{name}.{number}.{key}" in others}
+                for number, item in enumerate(table)
+            ]
+        else:
+            kept = {key: value for key, value in table.items() if f"{name}.{key}" in others}
+            if kept or name in others:
+                rest[name] = kept
+    return rest
+
+
+def _texts(document: Mapping[str, Any]) -> Iterator[str]:
+    """Write each table; tomli_w alone would write a list of short ones as one value above all others."""
+    for name, tables in document.items():
+        if isinstance(tables, list):
+            for table in tables:
+                yield f"[[{name}]]\n" + tomli_w.dumps({name: table}).removeprefix(f"[{name}]\n")
+        else:
+            yield tomli_w.dumps({name: tables})
+
+
+def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[MarkedLine]:
+    """Write TOML with the default behind each value that is another one, all in one column."""
+    table, marks, headers = "", list[tuple[str, str]](), Counter[str]()
+    for line in "\n".join(_texts(document)).splitlines():
         if header := _TABLE.fullmatch(line):
-            table = dotted = header.group(1)
-            if line.startswith("[["):
-                table = f"{table}.{headers[table]}"
-                headers[dotted] += 1
+            table = header.group(1)
+            name, dot, inner = table.partition(".")
+            headers[name] += line.startswith("[[")
+            if headers[name]:
+                table = f"{name}.{headers[name] - 1}{dot}{inner}"
+            dotted = table
         else:
             key = _KEY.match(line)  # of an array on several lines, the first line alone has a key
             dotted = f"{table}.{key.group(1)}" if key else ""
-        lines.append(f"{line}  # default: {defaults[dotted]}" if dotted in defaults else line)
-    return "\n".join(lines) + "\n"
+        marks.append((line, f"  # default: {defaults[dotted]}" if dotted in defaults else ""))
+    width = max((len(line) for line, mark in marks if mark and len(line) <= _COLUMN), default=0)
+    return [MarkedLine(line.ljust(width) if mark else line, mark) for line, mark in marks]
 
 
 def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
@@ -120,7 +170,8 @@ async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str
 def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield the dotted key of each value that is not its default, and the default.
 
-    In a list of tables the key has the table's number: `rollout_only.0.weight`.
+    In a list of tables the key has the table's number: `rollout_only.0.weight`. A table that a job may lack
+    is a choice too: `warmup`.
     """
     for name, field in JobConfig.model_fields.items():
         tables = getattr(job, name)
@@ -129,6 +180,8 @@ def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
             for number, table in enumerate(tables):
                 yield from _of_a_table(f"{name}.{number}", table, model)
         elif tables is not None:
+            if field.default is None:
+                yield name, "none"
             yield from _of_a_table(name, tables, model)
 
 

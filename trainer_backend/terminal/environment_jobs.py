@@ -295,7 +295,9 @@ JOBS: Mapping[str, EnvironmentJob] = {
     "openenv:": _SERVER,
     # Answers in words, and prompts of an agent's own: no policy shows a fresh model how to answer.
     "agent:": EnvironmentJob(common=_BY_ENVIRONMENT, fresh=None),
-    "verifiers:": EnvironmentJob(common=_CONVERSATION, fresh=None),
+    **dict.fromkeys(
+        ("reasoning_gym:", "textarena:", "verifiers:"), EnvironmentJob(common=_CONVERSATION, fresh=None)
+    ),
 }
 
 

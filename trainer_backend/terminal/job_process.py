@@ -5,7 +5,9 @@ input, a pipe whose end ends this process at once; SIGTERM, which makes it save 
 code (rundir/state.py). All its messages are in the run directory.
 """
 
+import faulthandler
 import gc
+import os
 import sys
 import traceback
 
@@ -16,8 +18,10 @@ if __name__ == "__main__":
     end_with_parent()
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from service_kit.boundary import describe_error
 from service_kit.errors import ServiceError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import DONE, ERROR, STOPPED, exit_code_of
@@ -27,6 +31,7 @@ from trainer_backend.terminal.train_command import RunPlan, train_one
 
 def main(arguments: Sequence[str]) -> int:
     """Train, and return the exit code."""
+    faulthandler.enable()  # what ends Python, such as a SIGSEGV in a library, is told in process.log
     # Wide, because logs show these lines, and table rows must not be folded there.
     console = TextConsole(width=200, force_terminal=False)
     try:
@@ -37,14 +42,22 @@ def main(arguments: Sequence[str]) -> int:
         with LastingStreams.opened() as streams:
             finished = train_one(console, plan, streams, report=True)
     except ServiceError as error:
-        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
+        _print_error(str(error))
         return exit_code_of(error)
     except Exception as error:
-        traceback.print_exc()
-        reason = (str(error).splitlines() or [""])[0]
-        print(f"{ERROR}{type(error).__name__}: {reason}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            traceback.print_exc()
+        _print_error(describe_error(error))
         return exit_code_of(error)
     return DONE if finished else STOPPED
+
+
+def _print_error(text: str) -> None:
+    try:
+        print(f"{ERROR}{text}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk: the exit code still says so, unless what waits in a buffer fails at exit
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="table.key=value, the value in TOML; may be repeated",
+        help="table.key=value, the value in TOML; {} removes a key or a table; may be repeated",
     ),
 ]

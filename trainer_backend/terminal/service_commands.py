@@ -67,7 +67,7 @@ def serve_model(
 
 
 def task_app(context: typer.Context) -> None:
-    """Serve a task app alone: `turnwise task-app --host 127.0.0.1 --port 8001`."""
+    """Serve environments over HTTP: a task app alone; Ctrl-C ends it."""
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 

@@ -23,10 +23,11 @@ from service_kit.plugin_file import entry_points_of
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
-from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
+from trainer_backend.job.docs import alternatives, meaning, quoted
 from trainer_backend.job.environments import environment_names
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.terminal.environment_jobs import JOBS, Values, environment_job, union
 
@@ -45,7 +46,8 @@ COMMON: Mapping[str, tuple[str, ...]] = {
         "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",
         "learning_rate_final", "update_passes", "batch_decisions", "row_tokens", "micro_batch_tokens",
         "target_kl", "skip_flat_groups", "kl_coef", "entropy_coef", "checkpoint_every",
-        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind",
+        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind", "step_rewards_beta",
+        "step_rewards_indicator_lambda",
     ),
 }  # fmt: skip
 
@@ -81,20 +83,20 @@ class Choices:
 
 def _refuse_unknown_environment(env: str) -> None:
     """Refuse a name that is neither installed here nor begins with the prefix of a kind."""
-    prefixes = {name for name in JOBS if name.endswith(":")}
+    policies = entry_points_of("turnwise.policies").names
+    teachers = {name.removesuffix("_teacher") for name in policies if name.endswith("_teacher")}
+    known = {*JOBS, *environment_names(), *teachers}
     prefix, colon, rest = env.partition(":")
-    if prefix + colon in prefixes and rest:
+    kind = prefix + colon
+    if (kind if rest else env) in known and not env.endswith(":"):
         return
-    packages = {name for name in entry_points_of("turnwise.policies").names if name.endswith("_teacher")}
-    names = {*JOBS, *environment_names(), *(name.removesuffix("_teacher") for name in packages)} - prefixes
-    if env in names:
-        return
-    if prefix + colon in prefixes:
+    if colon and kind in known:
         raise JobError(f"turnwise init: --env is {env!r}; after the colon stands which one")
-    told = did_you_mean(prefix + colon, {*names, *prefixes})
+    # `gym:` is less like `gymnasium:` than a slip of the pen would be.
+    begun = (name for name in sorted(known) if prefix and name.startswith(prefix.lower()))
     raise JobError(
-        f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{told}. For one that only a task app has, write the "
-        "job of another and set rollout.env_name"
+        f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{did_you_mean(next(begun, kind.lower()), known)}",
+        hint="For one that only a task app has, write the job of another and set rollout.env_name",
     )
 
 
@@ -222,7 +224,7 @@ def _suggestion(name: str) -> str:
 _WIDTH = 100
 _HEAD = """\
 # A job of Turnwise, as `turnwise init` writes it. A key behind # has its default; to set it, take the # away.
-# `turnwise check FILE` prints the job with every default; docs/configuration.md describes the other keys.
+# `turnwise check FILE --all` prints it with every default; docs/configuration.md describes the other keys.
 """
 
 

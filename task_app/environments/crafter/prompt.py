@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import suggest_to_policy
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from task_app.protocols import PastDecision, ToolRequest
@@ -169,12 +169,16 @@ def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_acti
 
 def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) -> list[str]:
     if call.name != TOOL_NAME:
-        raise InvalidCall(f"unknown tool {_clip(call.name)!r}{did_you_mean(call.name[:CLIP], [TOOL_NAME])}")
+        raise InvalidCall(
+            f"unknown tool {_clip(call.name)!r}{suggest_to_policy(call.name[:CLIP], [TOOL_NAME])}"
+        )
     if call.arguments is None:
         raise InvalidCall(f"the arguments of {TOOL_NAME} are no JSON object: {_clip(call.raw_arguments)!r}")
     extra = sorted(str(key) for key in call.arguments if key != "actions")
     if extra:
-        raise InvalidCall(f"unknown argument {_clip(extra[0])!r}{did_you_mean(extra[0][:CLIP], ['actions'])}")
+        raise InvalidCall(
+            f"unknown argument {_clip(extra[0])!r}{suggest_to_policy(extra[0][:CLIP], ['actions'])}"
+        )
     return _check_names(call.arguments.get("actions"), known=known, max_actions=max_actions)
 
 
@@ -187,7 +191,7 @@ def _check_names(actions: Any, *, known: Sequence[str], max_actions: int) -> lis
         if not isinstance(action, str):
             raise InvalidCall(f"'actions' must hold names, not {_clip(repr(action))}")
         if action not in known:
-            raise InvalidCall(f"unknown action {_clip(action)!r}{did_you_mean(action[:CLIP], known)}")
+            raise InvalidCall(f"unknown action {_clip(action)!r}{suggest_to_policy(action[:CLIP], known)}")
     return list(actions)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shared_schemas.base import Body, did_you_mean
+from shared_schemas.base import Body, suggest_to_policy
 from task_app.tools.toolbox import MAX_RESULT_CHARS
 
 MAX_NOTES = 100
@@ -82,7 +82,7 @@ class Notes:
         return f"noted. {self.index()}"
 
     def _unknown(self, key: str) -> str:
-        return f"error: there is no note {key!r}{did_you_mean(key, self._notes) if self._notes else ''}"
+        return f"error: there is no note {key!r}{suggest_to_policy(key, self._notes) if self._notes else ''}"
 
 
 def _format(key: str, note: Note) -> str:

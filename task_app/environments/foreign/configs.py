@@ -10,6 +10,8 @@ SYSTEM = "You act in an environment by calling its tools."
 # Strings that name no file and no module: an environment's keyword may be a path.
 Word = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9 _-]*$")]
 Keyword = Word | bool | int | float | None
+Keywords = dict[str, Keyword | list[Keyword]]
+_WORDS = "strings of letters, digits, ' ', '_' and '-'"
 ActionName = Annotated[str, Field(min_length=1, max_length=100)]
 Instructions = Annotated[str, Field(max_length=20_000)]
 
@@ -17,9 +19,7 @@ Instructions = Annotated[str, Field(max_length=20_000)]
 class GymnasiumConfig(Body):
     """An environment of gymnasium, and how it is told."""
 
-    kwargs: dict[str, Keyword | list[Keyword]] = Field(
-        default_factory=dict, description="of the environment; strings of letters, digits, ' ', '_' and '-'"
-    )
+    kwargs: Keywords = Field(default_factory=dict, description=f"of the environment; {_WORDS}")
     action_names: tuple[ActionName, ...] = Field(
         default=(), description="of the values of a Discrete action space, in order"
     )
@@ -68,10 +68,39 @@ class McpConfig(RemoteConfig):
 class VerifiersConfig(Body):
     """A taskset of the package `verifiers`."""
 
-    taskset: dict[str, Keyword | list[Keyword]] = Field(
-        default_factory=dict,
-        description="keys of its own config; strings of letters, digits, ' ', '_' and '-'",
+    taskset: Keywords = Field(default_factory=dict, description=f"keys of its own config; {_WORDS}")
+    max_turns: int | None = Field(
+        default=None, ge=1, le=10_000, description="answers of the model; the episode is then cut and scored"
     )
+
+
+class TextArenaConfig(Body):
+    """A game of the package `textarena` for one player."""
+
+    game: Keywords = Field(
+        default_factory=dict, description=f"keywords of the game, such as max_turns; {_WORDS}"
+    )
+    instructions: Instructions = Field(default="", description="the system message; the game tells its rules")
+
+
+class ReasoningGymConfig(Body):
+    """A data set of the package `reasoning_gym`."""
+
+    dataset: Keywords = Field(
+        default_factory=dict, description=f"keys of its own config, but seed and size; {_WORDS}"
+    )
+    instructions: Instructions = Field(
+        default="Think first, then give the final answer between <answer> and </answer>.",
+        description="the system message",
+    )
+
+    @field_validator("dataset")
+    @classmethod
+    def _has_no_seed(cls, dataset: Keywords) -> Keywords:
+        for key in ("seed", "size"):
+            if key in dataset:
+                raise ValueError(f"{key!r} is set for each episode: its seed has one question")
+        return dataset
 
 
 class OpenEnvConfig(RemoteConfig):

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 from shared_schemas.base import Body
 from shared_schemas.messages import ToolSpec
+from shared_schemas.prefixes import PREFIXES
 from task_app.complaints import state_in
 from task_app.environments.foreign import spaces
 from task_app.environments.foreign.configs import SYSTEM, GymnasiumConfig
@@ -263,7 +264,7 @@ def _spec(argument: str, reach: Reach) -> EnvSpec:
         raise InvalidRequest(
             f"module {clipped(module)!r} is not on this task app's list; allowed: {listed}",
             where="env_name",
-            hint="the operator extends it with TURNWISE_GYMNASIUM_MODULES=module,...",
+            hint=PREFIXES["gymnasium"].how,
         )
     for name in reach.modules:
         import_module(name)
@@ -275,8 +276,8 @@ def _spec(argument: str, reach: Reach) -> EnvSpec:
             f"{clipped(env_id)!r} is not registered with gymnasium, which has {len(ids)} ids"
             + (f". Did you mean {close}?" if close else ""),
             where="env_name",
-            hint=f"modules that this task app imports for their environments: {listed} "
-            "(TURNWISE_GYMNASIUM_MODULES)",
+            hint=f"modules that this task app imports for their environments: {listed}; "
+            + PREFIXES["gymnasium"].how,
         )
     return spec
 

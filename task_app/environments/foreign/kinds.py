@@ -1,4 +1,4 @@
-"""The prefixes of `env_name`: what follows one names an environment that somebody else wrote.
+"""The prefixes of `env_name`: what follows one names an environment of another library or of a server.
 
 A library that only one kind needs is imported when an environment of that kind is first named.
 """
@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_schemas.base import Body
-from task_app.environments.foreign.configs import GymnasiumConfig, McpConfig, OpenEnvConfig, VerifiersConfig
+from task_app.environments.foreign.configs import (
+    GymnasiumConfig,
+    McpConfig,
+    OpenEnvConfig,
+    ReasoningGymConfig,
+    TextArenaConfig,
+    VerifiersConfig,
+)
+from task_app.environments.foreign.library_peer import (
+    reasoning_gym_environment,
+    textarena_environment,
+    verifiers_environment,
+)
 from task_app.environments.foreign.mcp_peer import mcp_environment
 from task_app.environments.foreign.openenv_peer import openenv_environment
 from task_app.environments.foreign.peer import Reach
-from task_app.environments.foreign.verifiers_peer import verifiers_environment
 from task_app.errors import InvalidRequest
 from task_app.protocols import Environment
 
@@ -47,6 +58,8 @@ FOREIGN: dict[str, ForeignKind] = {
     "gymnasium": ForeignKind(GymnasiumConfig, _gymnasium),
     "mcp": ForeignKind(McpConfig, mcp_environment),
     "openenv": ForeignKind(OpenEnvConfig, openenv_environment),
+    "reasoning_gym": ForeignKind(ReasoningGymConfig, reasoning_gym_environment),
+    "textarena": ForeignKind(TextArenaConfig, textarena_environment),
     "verifiers": ForeignKind(VerifiersConfig, verifiers_environment),
 }
 

@@ -19,6 +19,7 @@ from urllib.parse import urlunsplit
 from pydantic_core import from_json
 
 from shared_schemas.messages import ToolSpec
+from shared_schemas.prefixes import PREFIXES
 from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
@@ -58,7 +59,7 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
             f"{clipped(argument)!r} is no URL, and no MCP server that this task app knows; "
             f"it knows {', '.join(sorted(reach.mcp_servers)) or 'none'}",
             where="env_name",
-            hint="mcp:http://127.0.0.1:9000/mcp, or a name in the operator's file TURNWISE_MCP_SERVERS",
+            hint=f"a URL is one as in mcp:http://127.0.0.1:9000/mcp; {PREFIXES['mcp'].how}",
         )
     if server.why_not:
         raise InvalidRequest(

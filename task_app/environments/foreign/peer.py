@@ -46,8 +46,8 @@ class Reach:
         deadline_s: for one answer of a foreign environment.
         max_bytes: of one answer.
         modules: imported for the environments that they register with gymnasium.
-        python: the interpreter that has `verifiers`; None: none.
-        tasksets: modules that it may import as tasksets.
+        pythons: interpreters by the library that they have; this process's own for a library without one.
+        tasksets: modules that the one of `verifiers` may import as tasksets.
         mcp_servers: of the operator's file, by name.
     """
 
@@ -55,7 +55,7 @@ class Reach:
     deadline_s: float = 60.0
     max_bytes: int = 4 << 20
     modules: tuple[str, ...] = ()
-    python: str | None = None
+    pythons: Mapping[str, str] = field(default_factory=dict)
     tasksets: tuple[str, ...] = ()
     mcp_servers: Servers = field(default_factory=dict, repr=False)
 

@@ -8,7 +8,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import suggest_to_policy
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.foreign.peer import ForeignFailed
@@ -48,7 +48,7 @@ class Tools:
         name = clipped(call.name)
         validator = self._validators.get(call.name)
         if validator is None:
-            return encodable(f"there is no tool {name!r}{did_you_mean(name, self._validators)}")
+            return encodable(f"there is no tool {name!r}{suggest_to_policy(name, self._validators)}")
         if call.arguments is None:
             return encodable(f"the arguments of {name} are no JSON object: {clipped(call.raw_arguments)!r}")
         try:

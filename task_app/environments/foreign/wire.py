@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from service_kit.replies import ReplyTooLarge, bounded
 from shared_schemas.json_text import read_json
+from shared_schemas.prefixes import PREFIXES
 from shared_schemas.urls import PORTS, host_and_port, is_http, is_listed
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
 from task_app.errors import HostNotAllowed, InvalidRequest, clipped
@@ -49,7 +50,7 @@ def checked_url(url: str, reach: Reach) -> SplitResult:
             f"environment host {host_and_port(parts)} is not on this task app's list; "
             f"allowed: {', '.join(sorted(reach.hosts)) or 'none'}",
             where="env_name",
-            hint="the operator extends it with TURNWISE_ALLOWED_ENVIRONMENT_HOSTS=host[:port],...",
+            hint=PREFIXES["openenv"].how,
             code="environment_host_not_allowed",
         )
     return parts

@@ -193,6 +193,6 @@ def test_a_score_that_is_no_number_is_refused_at_the_start(tmp_path):
     name = "task_app.interactions.gsm8k.Gsm8kInteraction"
     file.write_text(f"interaction: [{{class_name: {name}, config: {{score: a, scor: 1}}}}]", encoding="utf-8")
     with pytest.raises(
-        SettingsError, match=r"config\.scor: unknown key 'scor'; known: .*Did you mean 'score'"
+        SettingsError, match=r"config\.scor: unknown key 'scor'\. Did you mean 'score'\? Known: "
     ):
         load_interactions(file, Settings())

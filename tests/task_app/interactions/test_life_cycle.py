@@ -232,7 +232,9 @@ async def test_two_hundred_episodes_at_once_have_ids_and_rows_of_their_own():
 
 async def test_the_names_are_those_of_the_file():
     room = interactions(users.Noted, users.Waits)
-    with pytest.raises(UnknownName, match=r"unknown interaction 'notd'; known: noted, waits\. Did you mean"):
+    with pytest.raises(
+        UnknownName, match=r"unknown interaction 'notd'\. Did you mean 'noted'\? Known: noted, waits"
+    ):
         room.entry("notd")
     with pytest.raises(InvalidRequest, match="no interaction is named, and there are 2: noted, waits"):
         room.entry(None, where="interaction.")

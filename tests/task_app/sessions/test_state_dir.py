@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from task_app.__main__ import main
 from tests.task_app.test_service_process import task_app
 
@@ -53,7 +55,8 @@ def test_after_a_kill_sessions_go_on_and_retries_get_the_answers_of_before(tmp_p
         assert stepped(client, odd, MOVES[2]) == expected[2]
 
         # Its folder is nobody else's.
-        assert main(["--port", "0", "--state-dir", str(tmp_path)]) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main(["--port", "0", "--state-dir", str(tmp_path)])
         assert "is in use by another task app" in capsys.readouterr().err
         kill(process)
     with task_app("--state-dir", str(tmp_path), **settings) as (_, client):

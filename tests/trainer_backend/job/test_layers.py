@@ -7,6 +7,7 @@ import tomli
 
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import load_job, text_to_send
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.new_job import load_new_job
 
@@ -102,6 +103,40 @@ def test_set_removes_a_table_of_the_job_as_if_no_file_gave_it(layered):
     again = layered(base, overrides=("warmup={}", "warmup.epochs=3")).warmup
     assert (again.episodes, again.epochs) == (480, 3)
     assert refusal(layered, base, overrides=("warmpu={}",)).startswith("--set warmpu=…: warmpu is not a key")
+    foreign = f"{BASE}\n[vllm]\nx = 1"
+    assert layered(foreign, overrides=("vllm={}",)) == layered(BASE)
+    fixed = '[[rollout_only]]\nname = "a"\nmodel_path = "a"\n[rollout_allocation_schedule]\nalpha = 0.5'
+    for nothing in ("rollout_only={}", "rollout_only=[]"):
+        assert layered(BASE, fixed, overrides=(nothing, "rollout_allocation_schedule={}")) == layered(BASE)
+
+
+def test_set_removes_a_key_which_then_has_its_default_a_switch_from_all_of_its_places(layered):
+    fields = TrainingTable.model_fields
+    switched = "[rollout]\nstep_rewards_mode = 'env_sparse'"
+    job = layered(
+        BASE, switched,
+        overrides=(
+            "training.group_size={}", "training.rewards.step_rewards_mode={}", "rollout.env_config.text={}",
+            "training.kl_coef={}",
+        ),
+    )  # fmt: skip
+    assert job.training.group_size == fields["group_size"].default
+    assert job.training.step_rewards_mode == fields["step_rewards_mode"].default
+    assert job.rollout.env_config == {"max_actions": 4}
+    assert layered(BASE, overrides=("model.path={}",)).model.preset == layered(BASE).model.preset
+    assert "training.grup_size is not a key" in refusal(layered, BASE, overrides=("training.grup_size={}",))
+
+
+def test_a_table_that_no_file_has_is_neither_removed_nor_begun_and_that_is_told(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text(f"{BASE}\n[warmup]")
+    loaded = load_job(path, ("warmup={}", "warmup={}", "lora={}"))
+    assert (loaded.config.lora, loaded.config.warmup) == (None, None)
+    assert loaded.warnings == (
+        "--set lora={} removes a table, and no file has [lora]; to have it with its defaults, set one of its "
+        "keys",
+    )
+    assert text_to_send([path], ("lora={}",))[1] == loaded.warnings
 
 
 def test_one_model_makes_way_for_another(layered):
@@ -118,10 +153,10 @@ def test_one_model_makes_way_for_another(layered):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[training]\ngroup_sise = 8", "a.toml: training.group_sise is not a key; "),
+        ("[training]\ngroup_sise = 8", "a.toml: training.group_sise is not a key. "),
         ("[training]\ngroup_size = 0", "a.toml: training.group_size is 0: "),
         ("training = 3", "a.toml: training is 3, but it is a table"),
-        ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'; "),
+        ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'. "),
         ("[training]\ngroup_size = 7", "a.toml: rollout.episodes_per_batch (64) must be a multiple of "),
         ("[nonsense]\nx = 1", "a.toml: nonsense is not a key; "),
         ("[data]\nshuffle = true", "a.toml: data.path is required"),

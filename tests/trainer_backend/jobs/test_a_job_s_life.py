@@ -10,8 +10,9 @@ import pytest
 
 from tests.trainer_backend.jobs.served import Served, serving, settings_for
 from trainer_backend.rundir.lock import run_lock
+from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.store import jobs
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.jobs import NewJob, state_of_run
 
 
 async def test_a_job_waits_runs_and_succeeds(served: Served):
@@ -117,6 +118,16 @@ async def test_a_crash_is_started_again(served: Served):
     await release(served, job_id)
     job = await served.until(job_id, "succeeded")
     assert (job["attempt"], job["code"], job["detail"]) == (3, None, None)
+
+
+async def test_the_files_of_a_run_say_what_killed_its_process(tmp_path: Path):
+    async with serving(settings_for(tmp_path, restarts=0)) as served:
+        job_id = await served.post("crashing")
+        job = await served.until(job_id, "failed")
+        folder = Path((await served.row(job_id)).run_dir)
+        assert "killed by SIGKILL" in job["detail"]
+        assert state_of_run(read_status(folder)) == ("failed", "killed", job["detail"])
+        assert read_log(folder)[0][-1].text == f"failed: {job['detail']}"
 
 
 async def test_too_many_crashes_in_a_row_are_a_failure_that_says_why(tmp_path: Path):

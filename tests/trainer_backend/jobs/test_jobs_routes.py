@@ -56,7 +56,7 @@ NO_JOBS = [
     (
         {"json": {"tolm": ""}},
         422,
-        "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
+        "'tolm' is not known here. Did you mean 'toml'? Known: config, tags, toml",
     ),
     ({"json": {"config": {"model": 3}}}, 400, "model"),
     *(
@@ -109,7 +109,7 @@ async def test_a_file_that_curl_has_joined_to_one_line_is_told(served):
 async def test_a_dry_run_resolves_and_stores_nothing(served):
     answer = await served.client.post("/jobs", params={"dry_run": True}, content=TOML + "[vllm]\n")
     found = answer.json()
-    assert (answer.status_code, found["warnings"]) == (200, ["[vllm] is for other backends and is not read"])
+    assert (answer.status_code, [line.split(" ")[0] for line in found["warnings"]]) == (200, ["[vllm]"])
     assert tomli.loads(found["toml"])["training"]["group_size"] == 8
     assert (await served.client.get("/jobs")).json()["jobs"] == []
 
@@ -167,8 +167,7 @@ async def test_a_job_is_named_by_its_id_the_beginning_of_it_or_its_own_name(serv
     assert twice.status_code == 404 and "2 jobs are called 'waiting'" in twice.json()["detail"]
     close = await served.client.get("/jobs/waitin")
     assert (close.status_code, close.json()["code"]) == (404, "job_unknown")
-    assert "there is no job 'waitin'; known:" in close.json()["detail"]
-    assert "Did you mean 'waiting'?" in close.json()["detail"]
+    assert "there is no job 'waitin'. Did you mean 'waiting'?" in close.json()["detail"]
     assert (await served.client.get(f"/jobs/{job_id[:3]}")).status_code == 404, "too short to be meant"
 
 

@@ -1,7 +1,12 @@
 """What becomes of a job whose process has ended, from the table of ends and wishes."""
 
+import errno
+import os
 import signal
+import subprocess
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -12,17 +17,35 @@ from trainer_backend.errors import (
     JobTeachesNothing,
     LearnerFailed,
     NothingToLearnFrom,
+    RunNotWritten,
     TaskAppError,
 )
-from trainer_backend.jobs.processes import environment_of
+from trainer_backend.jobs.processes import (
+    LastWords,
+    environment_of,
+    job_command,
+    last_words,
+    start_process,
+)
 from trainer_backend.jobs.slots import Slot
 from trainer_backend.jobs.states import Ending, outcome_of, without_process
-from trainer_backend.rundir.state import DONE, FAILED, FAULTY, REFUSED, STOPPED, RunState, exit_code_of
+from trainer_backend.rundir.files import write_errors
+from trainer_backend.rundir.state import DONE, FAILED, FAULTY, FULL, REFUSED, STOPPED, RunState, exit_code_of
 from trainer_backend.store.jobs import refuse_leap
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 KILLED = -signal.SIGKILL
 SAID = RunState("failed", 17, iteration=3, code="task_app_failed", detail="no task app answers")
+UPDATING = RunState("training", 17, iteration=3, stage="update 4")
+
+
+def not_written(number):
+    """The error of a file that could not be written for that reason."""
+    with pytest.raises(RunNotWritten) as caught, write_errors(Path("state.json")):
+        raise OSError(number, "why")
+    return caught.value
+
+
 # state, wanted, exit code: state after
 TABLE = {
     ("running", "run", DONE): "succeeded",
@@ -84,7 +107,7 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
     def is_over(exit_code, iteration):
         slot.ending = None
         said = RunState("failed", 17, iteration=iteration, code="credit_failed", detail="no advantage")
-        ending = slot.record_end(exit_code, said)
+        ending = slot.record_end(exit_code, LastWords(said))
         changes = outcome_of(row, ending, restarts=9, first_wait_s=1.0, now=NOW).changes
         return changes.get("state") == "failed" and "no advantage (twice after the same" in changes["detail"]
 
@@ -105,6 +128,9 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
         (TaskAppError("nobody answers"), FAILED),
         (ConnectionResetError(), FAILED),
         (MemoryError(), FAILED),
+        (OSError(errno.ENOSPC, "no space left"), FULL),
+        (not_written(errno.EDQUOT), FULL),
+        (not_written(errno.EROFS), FAILED),
     ],
 )
 def test_an_error_says_by_its_kind_whether_another_start_would_meet_it(error, exit_code):
@@ -121,15 +147,28 @@ def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
 @pytest.mark.parametrize(
     ("exit_code", "state", "code", "told"),
     [
-        (KILLED, SAID, "killed", "killed by SIGKILL; often the system, short of memory"),
-        (-200, None, "killed", "killed by signal 200"),
-        (FAILED, None, "crashed", "exit code 1; process.log may say why"),
-        (FAILED, RunState("training", 17), "crashed", "exit code 1"),
+        (
+            KILLED,
+            UPDATING,
+            "killed",
+            "killed by SIGKILL (often the system, short of memory); its last stage: update 4",
+        ),
+        (-signal.SIGSEGV, None, "killed", "killed by SIGSEGV; process.log says: 'bye'"),
+        (
+            -200,
+            RunState("training", 17, iteration=3),
+            "killed",
+            "killed by signal 200; it was after iteration 3; ",
+        ),
+        (7, UPDATING, "crashed", "exit code 7; its last stage: update 4; process.log says: 'bye'"),
+        (FULL, RunState("starting", 17), "disk_full", "its disk is full: no file could be written, "),
     ],
 )
 def test_what_killed_it_is_told_where_it_could_not(exit_code, state, code, told):
-    changes = ended(job(), exit_code, state=state, crashes=4).changes
+    ending = Ending(exit_code, state, crashes=4, last_line="bye")
+    changes = outcome_of(job(), ending, restarts=3, first_wait_s=1.0, now=NOW).changes
     assert changes["code"] == code and told in changes["detail"]
+    assert ("bye" in changes["detail"]) == (exit_code not in (KILLED, FULL))
 
 
 def test_what_it_printed_counts_where_it_wrote_no_state_of_its_own():
@@ -156,13 +195,13 @@ def test_crashes_count_from_the_last_iteration_on_and_each_once():
     slot = Slot()
 
     def crash(iteration: int) -> int:
-        first = slot.record_end(KILLED, RunState("training", 17, iteration=iteration)).crashes
-        assert slot.record_end(KILLED, None).crashes == first, "looked at again, it is the same end"
+        first = slot.record_end(KILLED, LastWords(RunState("training", 17, iteration=iteration))).crashes
+        assert slot.record_end(KILLED, LastWords()).crashes == first, "looked at again, it is the same end"
         slot.wait_for_restart(0.0)
         return first
 
     assert [crash(0), crash(0), crash(5), crash(5), crash(6)] == [1, 2, 1, 2, 1]
-    assert slot.record_end(DONE, RunState("ended", 17, iteration=6)).crashes == 1
+    assert slot.record_end(DONE, LastWords(RunState("ended", 17, iteration=6))).crashes == 1
 
 
 def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses_and_none_of_the_services():
@@ -171,3 +210,27 @@ def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses
     for config in ("", "[cluster]", '[cluster]\nlauncher = "ray"', "cluster = 3", "no TOML"):
         assert environment_of(config, service | keys) == {"PATH": "x"}
     assert environment_of('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
+
+
+async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_crash_what_crashed(
+    tmp_path: Path,
+):
+    async def run(code):
+        process = await start_process(tmp_path, os.environ, command=lambda _: (sys.executable, "-c", code))
+        await process.ended()
+        return last_words(job(run_dir=str(tmp_path)), process)
+
+    assert await run("print('a'); print('error: no task app')") == LastWords(
+        error="no task app", line="error: no task app"
+    )
+    assert await run("") == LastWords()
+    crash = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"
+    assert await run(crash) == LastWords(line="Fatal Python error: Segmentation fault")
+
+
+def test_where_nothing_can_be_printed_the_exit_code_still_tells(tmp_path: Path):
+    with (
+        open("/dev/full", "wb") as full,
+        subprocess.Popen(job_command(tmp_path), stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
+    ):
+        assert process.wait(60) == REFUSED, "no run.json"

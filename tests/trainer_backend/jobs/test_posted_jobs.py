@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import TASK_APP_SETTINGS
 from trainer_backend.jobs.posted import document_of, paths_of, validate_job
 from trainer_backend.jobs.settings import Bounds, Flags, settings_from
 
@@ -138,6 +139,14 @@ def test_what_runs_have_written_may_be_trained_on_and_not_be_run(bounds, key):
         assert f"{key} names a file outside" in refused(bounds, **tables)
     else:
         posted(bounds, **tables)
+
+
+@pytest.mark.parametrize("key", TASK_APP_SETTINGS)
+def test_no_posted_job_says_what_its_task_app_imports_starts_or_reaches(bounds, key):
+    file = str(files(bounds)["root"] / "file")
+    is_path = key.endswith("_python") or key == "mcp_servers"
+    told = refused(bounds, services={key: file if is_path else ["antigravity"]})
+    assert f"services.{key} is for jobs of `turnwise train`" in told
 
 
 def test_code_in_the_data_directory_is_not_run_even_where_a_root_holds_that(bounds):

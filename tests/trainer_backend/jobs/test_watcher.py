@@ -21,7 +21,7 @@ from trainer_backend.store import jobs, reads
 from trainer_backend.store.jobs import NewJob
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
-STATE = RunState("training", 17, iteration=1, since="2026-11-21T12:00:00.000+00:00")
+STATE = RunState("training", 17, iteration=1, stage="collect 4", since="2026-11-21T12:00:00.000+00:00")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_its_state_is_what_its_lock_and_its_last_word_say(store, watcher, run, s
 def test_one_that_was_killed_says_so_and_one_that_goes_on_does_not_any_more(store, watcher, run):
     write_state(run.path, STATE)
     watcher.look(everything=True)
-    assert (only(store).code, "without a word" in only(store).detail) == ("killed", True)
+    assert (only(store).code, "its last stage: collect 4" in only(store).detail) == ("killed", True)
     with run_lock(run.path):
         watcher.look(everything=True)
         assert (only(store).state, only(store).code, only(store).ended) == ("running", None, None)

@@ -9,7 +9,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
@@ -303,7 +310,7 @@ def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as
     learner = checkpoints_of(tokenizer, tmp_path)
     folder = tmp_path / "iteration_1"
     assert (tmp_path / "iteration_0/model.safetensors").is_file()
-    assert {path.suffix for path in folder.glob("*.safetensors")} == set()
+    assert not list(folder.glob("model*.safetensors"))
     model, of_folder = load_checkpoint(learner.config.model, folder)
     assert of_folder.get_vocab() == tokenizer.get_vocab()
     merged, found = learner._adapter.merged(), model.state_dict()
@@ -311,6 +318,19 @@ def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as
     assert all(torch.equal(tensor, found[name]) for name, tensor in merged.items())
     refuse_damaged(folder)
     assert "q_proj.lora_A" in " ".join(load_file(folder / "adapter/adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("warm", [0, 1])
+def test_transformers_with_peft_loads_a_checkpoint_of_adapters_as_it_stands(tokenizer, tmp_path, warm: int):
+    learner = checkpoints_of(tokenizer, tmp_path, warm=warm, lora__target_modules=["q_proj", "up_proj"])
+    folder = tmp_path / "iteration_1"
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
+    at_first = AutoModelForCausalLM.from_pretrained(tmp_path / "iteration_0", local_files_only=True)
+    assert (logits(model) - logits(at_first)).abs().max() > 1e-3, "the update did something"
+    # Without a warm-up iteration_0 is the base itself, and the rank stays.
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4 * (1 + warm)
+    assert AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab() == tokenizer.get_vocab()
 
 
 def test_whoever_asks_for_merged_checkpoints_gets_the_model_in_each(tokenizer, tmp_path: Path):
@@ -369,6 +389,13 @@ def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp
     learner_of(tokenizer).save(tmp_path / "iteration_0", Progress())
     with pytest.raises(CheckpointError, match=r"no adapter in this checkpoint, but the job has \[lora\]"):
         LocalLearner.resumed(learner_of(tokenizer, **LORA).config, tmp_path / "iteration_0")
+
+
+def test_a_run_with_adapters_is_not_resumed_without_lora(tokenizer, tmp_path: Path):
+    checkpoints_of(tokenizer, tmp_path)
+    for iteration in ("iteration_0", "iteration_1"):
+        with pytest.raises(CheckpointError, match=r"it has adapters, but the job has no \[lora\]"):
+            LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / iteration)
 
 
 def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):

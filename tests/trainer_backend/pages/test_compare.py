@@ -99,6 +99,18 @@ def test_the_intervals_are_said_to_hold_no_seeds_once_two_runs_are_evaluated(two
     assert ONE_SEED not in doubts(read_sides([two[0], begun.path]))
 
 
+def test_runs_of_one_setting_with_several_seeds_are_named_as_such(tmp_path):
+    def run(name: str, seed: int, **settings):
+        job = tiny_job(job={"name": name, "seed": seed}, **settings)
+        return small_run(job, tmp_path / name).path
+
+    runs = [run("a0", 0), run("a1", 1), run("b0", 0, algorithm__gamma=0.5)]
+    (sentence,) = doubts(read_sides(runs))
+    assert sentence.startswith("a0, a1 are of one setting with different seeds: they are as far apart as ")
+    for others in ([runs[0], runs[2]], [runs[1], runs[2]]):  # of the same seed, and of two
+        assert doubts(read_sides(others)) == [ONE_SEED]
+
+
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     paths = [small_run(tiny_job(), tmp_path / seed / "off").path for seed in ("seed_0", "seed_1")]
     assert [side.name for side in read_sides(paths)] == ["seed_0/off", "seed_1/off"]

@@ -67,14 +67,16 @@ def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
     file = tmp_path / "job.toml"
     file.write_text('lora = { target_modules = ["q_proj", "query_proj"] }\n')
     for model in ('preset="tiny-0.3m"', f"path={model_folders['llama']}"):
-        with pytest.raises(JobError, match=r"^lora\.target_modules: .*'query_proj'; known: all-linear, down"):
+        with pytest.raises(
+            JobError, match=r"^lora\.target_modules: .*'query_proj'\. Did you mean .* Known: all-linear, down"
+        ):
             CliRunner().invoke(app, ["check", str(file), "--set", f"model.{model}"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
     ("family", "name", "told"),
     [
-        ("qwen3", "enable_thinkin", "; known: .*enable_thinking.*. Did you mean 'enable_thinking'"),
+        ("qwen3", "enable_thinkin", "Did you mean 'enable_thinking'. Known: .*enable_thinking"),
         ("llama", "date_strin", "Did you mean 'date_string'"),
         ("qwen3", "chat_template", "reads no 'chat_template'; known: "),
     ],

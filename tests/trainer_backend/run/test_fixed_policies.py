@@ -86,7 +86,7 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
     assert folders_of(mixed(local(run, name="old")))["old"] == best
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
-    (copy / "checkpoints" / "best").unlink()
+    (copy / "checkpoints" / "best.json").unlink()
     assert folders_of(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
 
 

@@ -206,7 +206,7 @@ def test_a_gateway_that_is_killed_amid_rollouts_loses_none_and_serves_the_same_a
     ]
     assert {span for steps in played.values() for step in steps for span in step.versions} == {(0, 1)}
     assert [line for line in story.lines if "gateway_0" in line] == [
-        "gateway_0 ended with exit code -9, and is started again",
+        "gateway_0 ended with SIGKILL (often the system, short of memory), and is started again",
         "gateway_0 serves version 1 again",
     ]
 
@@ -259,7 +259,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
             with pytest.raises(EngineStopped) as caught:
                 await publish
     assert len(killed) == 3
-    assert "gateway_0 ended 3 times without answering a request, with exit code -9" in str(caught.value)
+    assert "gateway_0 ended 3 times without answering a request, with SIGKILL" in str(caught.value)
     assert str(caught.value).endswith("gateway_0.log ends with: its last words")
 
 
@@ -340,7 +340,7 @@ async def test_a_gateway_that_lives_and_gives_no_sign_of_life_is_killed_and_star
         await server.gateways[0].ready()
     assert reporter.lines[:2] == [
         "gateway_0 has given no sign of life for 0.2 s, and is killed",
-        "gateway_0 ended with exit code -9, and is started again",
+        "gateway_0 ended with SIGKILL (often the system, short of memory), and is started again",
     ]
 
 

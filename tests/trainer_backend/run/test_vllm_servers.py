@@ -139,9 +139,9 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     assert process_at(url) is None
     assert lines[1:] == [
         f"replica {url}: vLLM 0.32.0, context 64",
-        f"vLLM server {url} ended with exit code -9; it is started anew",
+        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew",
         f"vLLM server {url} does not come back, and is killed",
-        f"vLLM server {url} ended with exit code -9; it is started anew",
+        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew",
     ]
 
 

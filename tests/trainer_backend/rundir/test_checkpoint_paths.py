@@ -1,6 +1,8 @@
 """Which checkpoint is the latest, which the best, and which may go."""
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from trainer_backend.rundir.checkpoint_paths import (
     best_checkpoint,
     best_mark,
     latest_checkpoint,
+    link_best,
     mark_best,
+    model_in,
     prune_checkpoints,
 )
 
@@ -21,13 +25,14 @@ from trainer_backend.rundir.checkpoint_paths import (
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
     """Iterations 0, 5, 10, 15, 20, and what must not count: a folder aside, a copy, an unfinished one."""
+    folder = tmp_path / "run" / "checkpoints"
     for number in (0, 5, 10, 15, 20):
-        (tmp_path / f"iteration_{number}").mkdir()
-        (tmp_path / f"iteration_{number}" / STATE_FILE).write_text("{}")
+        (folder / f"iteration_{number}").mkdir(parents=True)
+        (folder / f"iteration_{number}" / STATE_FILE).write_text("{}")
     for name in (".iteration_25.tmp", "iteration_5_backup"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / STATE_FILE).write_text("{}")
-    return tmp_path
+        (folder / name).mkdir()
+        (folder / name / STATE_FILE).write_text("{}")
+    return folder
 
 
 def always(iteration: int) -> bool:
@@ -51,9 +56,46 @@ def test_the_best_is_what_was_marked_and_else_the_latest(checkpoints: Path):
     mark_best(BestMark(checkpoints / "iteration_10", 0.5))
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_10"
     assert best_mark(checkpoints) == BestMark(checkpoints / "iteration_10", 0.5)
-    for of_no_checkpoint in ("iteration_99\n0.5\n", "", "iteration_10\n", "iteration_10\nhigh\n"):
-        (checkpoints / "best").write_text(of_no_checkpoint)
+    of_no_checkpoint = '{"checkpoint": "iteration_99", "outcome_reward": 0.5}'
+    for text in (
+        of_no_checkpoint,
+        "",
+        "[]",
+        "{}",
+        of_no_checkpoint.replace("99", "10").replace("0.5", '"x"'),
+    ):
+        (checkpoints / "best.json").write_text(text)
         assert best_checkpoint(checkpoints) == checkpoints / "iteration_20"
+
+
+def test_the_link_leads_to_the_best_and_before_any_mark_to_the_latest_also_in_a_run_that_is_moved(
+    checkpoints: Path, tmp_path: Path
+):
+    link = checkpoints / "best"
+    link.write_text("iteration_10\n0.5\n")  # as it was before it was a link
+    assert best_mark(checkpoints) == BestMark(checkpoints / "iteration_10", 0.5)
+    link.unlink()
+    (checkpoints.parent / "run.json").write_text("{}")
+    link_best(checkpoints)
+    assert link.resolve().name == "iteration_20"
+    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
+    checkpoints.rename(tmp_path / "moved")
+    link = tmp_path / "moved" / "best"
+    assert link.resolve() == tmp_path / "moved" / "iteration_5"
+    assert model_in(link) == tmp_path / "moved" / "iteration_5"
+    copy = shutil.copytree(tmp_path / "moved", tmp_path / "copy")  # it follows links
+    mark_best(BestMark(copy / "iteration_10", 0.6))
+    assert (copy / "best").resolve() == copy / "iteration_10"
+
+
+def test_a_disk_without_links_has_the_mark_alone(checkpoints: Path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
+    assert best_checkpoint(checkpoints) == checkpoints / "iteration_5"
+    assert not (checkpoints / "best").exists()
 
 
 def test_pruning_keeps_the_newest_the_best_the_first_and_what_is_not_ours(checkpoints: Path):
@@ -85,7 +127,7 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint_behind_and_is_finished_b
 
 def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):
     mark_best(BestMark(checkpoints / "iteration_5", 0.5))
-    with full_disk(), pytest.raises(RunDirectoryError, match="best cannot be written"):
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"best\.json cannot be written"):
         mark_best(BestMark(checkpoints / "iteration_20", 0.5))
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_5"
 

@@ -53,7 +53,7 @@ def whole(name: str) -> list[str]:
         (lambda run: run.replace_job(tiny_job()), "job.toml"),
         (lambda run: run.forget_after(0), "metrics.jsonl"),
         (lambda run: write_rollouts(run.rollouts_file("warmup"), FIRST), "rollouts/warmup.parquet"),
-        (lambda run: mark_best(BestMark(run.checkpoints / "iteration_1", 0.5)), "checkpoints/best"),
+        (lambda run: mark_best(BestMark(run.checkpoints / "iteration_1", 0.5)), "checkpoints/best.json"),
         (lambda run: begin_record(run, {"a": RemoteModel("m", "http://x")}), "fixed_policies.json"),
     ],
 )

@@ -18,9 +18,12 @@ def environment(env_name: str, config: Mapping[str, Any] | None = None, **reach:
     return boards.environment(env_name, config or {})
 
 
-def keeps(promise: str, env_name: str, config: Mapping[str, Any] | None = None, **reach: Any) -> None:
+def keeps(
+    promise: str, env_name: str, config: Mapping[str, Any] | None = None, words: str = "words", **reach: Any
+) -> None:
     """Check one promise of the contract, as `task_app.testing` has it."""
     contract = EnvironmentContract()
+    contract.words = words
     contract.decisions = 40
     contract.make = lambda: environment(env_name, config, **reach)  # type: ignore[method-assign]
     getattr(contract, promise)()

@@ -1,0 +1,73 @@
+"""The prefixes of `env_name`: what follows one names an environment of another library or of a server.
+
+`task_app/environments/foreign/kinds.py` builds them, and a test compares the names; jobs, pages and errors
+read them here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# The name of a module that may be listed.
+MODULE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A kind of environments.
+
+    Attributes:
+        argument: what follows the colon.
+        plays: what that names.
+        how: how an operator, or a job that starts its own task app, makes more of them known.
+        draws: whether one may draw itself.
+    """
+
+    argument: str
+    plays: str
+    how: str
+    draws: bool = False
+
+
+def _python(library: str) -> str:
+    return (
+        f"a Python of its own that has the library is TURNWISE_{library.upper()}_PYTHON=/path/bin/python of "
+        f'a task app, or services.{library}_python = "/path/bin/python" of a job that starts its own'
+    )
+
+
+def _modules(library: str) -> str:
+    return (
+        f"modules that may be imported are TURNWISE_{library.upper()}_MODULES=module,... of a task app, or "
+        f'services.{library}_modules = ["module"] of a job that starts its own'
+    )
+
+
+_HOSTS = (
+    "hosts beyond this machine are TURNWISE_ALLOWED_ENVIRONMENT_HOSTS=host,... of a task app, or "
+    'services.allowed_environment_hosts = ["host"] of a job that starts its own'
+)
+PREFIXES: Mapping[str, Prefix] = {
+    "gymnasium": Prefix(
+        "ID",
+        "an environment that is registered with gymnasium",
+        f"{_modules('gymnasium')}; gymnasium:MODULE:ID names one of them too",
+        draws=True,
+    ),
+    "mcp": Prefix(
+        "URL or NAME",
+        "the tools of an MCP server",
+        f"the file of named servers is TURNWISE_MCP_SERVERS of a task app, or services.mcp_servers of a job "
+        f"that starts its own; {_HOSTS}",
+    ),
+    "openenv": Prefix("URL", "an OpenEnv server", _HOSTS),
+    "reasoning_gym": Prefix("NAME", "a data set of reasoning-gym", _python("reasoning_gym")),
+    "textarena": Prefix("ID", "a game of TextArena for one player", _python("textarena")),
+    "verifiers": Prefix(
+        "MODULE", "a taskset of verifiers", f"{_modules('verifiers')}; {_python('verifiers')}"
+    ),
+}
+
+
+def list_prefixes() -> str:
+    """All of them in a phrase, as `gymnasium:ID`."""
+    return ", ".join(f"{name}:{prefix.argument.partition(' ')[0]}" for name, prefix in PREFIXES.items())

@@ -1,0 +1,1 @@
+"""What plays in the process of another library, with a Python of its own; it imports nothing of Turnwise."""

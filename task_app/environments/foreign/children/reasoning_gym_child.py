@@ -1,0 +1,56 @@
+"""A data set of the package `reasoning_gym`: an episode is one question and one answer in words.
+
+The question of a seed is the first one of the data set with that seed. The reward is `score_answer`'s, of the
+text between <answer> and </answer>, as the package itself reads it, or of the whole answer without them.
+"""
+
+import sys
+from difflib import get_close_matches
+from typing import Any
+
+try:
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import extract_answer
+except ImportError as exc:
+    sys.exit(f"{sys.executable} has no reasoning_gym ({exc}): pip install reasoning-gym")
+
+# What scorers raise about an answer that they cannot read, which is then wrong; most return 0 by themselves.
+_UNREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, SyntaxError)
+# Seeds of generators are 32 bits wide.
+_SEEDS = 2**32
+
+
+class World:
+    """The questions of a data set, of which one is played at a time."""
+
+    tools: tuple[Any, ...] = ()
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        if name not in DATASETS:
+            close = " or ".join(map(repr, get_close_matches(name[:100], DATASETS)))
+            sys.exit(
+                f"{name[:100]!r} is none of the {len(DATASETS)} data sets of reasoning_gym"
+                + (f". Did you mean {close}?" if close else "")
+            )
+        self._name = name
+        self._config = config
+
+    def reset(self, seed: int) -> dict[str, Any]:
+        try:
+            self._dataset = create_dataset(self._name, seed=seed % _SEEDS, size=1, **self._config)
+        except (TypeError, ValueError, AssertionError) as exc:
+            sys.exit(f"config.dataset is no config of {self._name!r}: {type(exc).__name__}: {exc}")
+        self._entry = self._dataset[0]
+        return {"prompt": str(self._entry["question"])}
+
+    def say(self, text: str) -> list[dict[str, Any]]:
+        answer = extract_answer(text)
+        try:
+            score = self._dataset.score_answer(text.strip() if answer is None else answer, self._entry)
+        except _UNREAD as exc:
+            return [{"terminated": True, "data": {"unread": f"{type(exc).__name__}: {exc}"[:300]}}]
+        return [{"reward": float(score), "terminated": True}]
+
+
+open_world = World

@@ -1,0 +1,85 @@
+"""A game of the package `textarena` for one player: a move is an answer in words.
+
+What is shown is what the game has said since the last move; the player's own words, which the conversation
+has already, are left out, and so is what an observation wrapper would repeat. The reward comes with the end,
+as the game sets it. A move against the rules is refused with the game's reason, until the game ends for it.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+try:
+    import numpy as np
+    import textarena as ta
+    from textarena.envs.registration import ENV_REGISTRY
+except ImportError as exc:
+    sys.exit(f"{sys.executable} has no textarena ({exc}): pip install textarena")
+
+
+class World:
+    """A game, which is made again for each seed: some draw their boards while they are made."""
+
+    tools: tuple[Any, ...] = ()
+
+    def __init__(self, game: str, config: dict[str, Any]) -> None:
+        if game not in ENV_REGISTRY:
+            close = " or ".join(map(repr, get_close_matches(game[:100], ENV_REGISTRY)))
+            sys.exit(
+                f"{game[:100]!r} is none of the {len(ENV_REGISTRY)} games of textarena"
+                + (f". Did you mean {close}?" if close else "")
+            )
+        self._game = game
+        self._config = config
+
+    def reset(self, seed: int) -> dict[str, Any]:
+        # Games draw from the generators of the process, which plays nothing else.
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            self._env = ta.make(self._game, **self._config)
+            self._env.reset(num_players=1, seed=seed)
+        except Exception as exc:
+            self._refuse(f"{type(exc).__name__}: {exc}")
+        while isinstance(self._env, ta.ObservationWrapper | ta.RenderWrapper):
+            self._env = self._env.env
+        self._state = self._env.state
+        if not isinstance(self._state, ta.SinglePlayerState):
+            self._refuse("it has several players")
+        return {"prompt": self._news()}
+
+    def say(self, text: str) -> list[dict[str, Any]]:
+        errors = self._state.error_count
+        done, _ = self._env.step(text)
+        news = self._news()
+        if not done:
+            return [{"refused" if self._state.error_count > errors else "text": news}]
+        rewards, about = self._env.close()
+        reward, reason = (rewards or {}).get(0, 0.0), str(about[0].get("reason") or "")
+        if isinstance(reward, str):
+            # Some games of 0.7 give the reason of an invalid move and its reward in each other's place.
+            reward, reason = reason.removeprefix("Invalid Move: "), reward
+        end = {"reward": float(reward), "terminated": True, "data": {"reason": reason}}
+        return [{"text": "\n".join(filter(None, (news, reason))), **end}]
+
+    def _news(self) -> str:
+        return "\n".join(self._told())
+
+    def _told(self) -> Iterator[str]:
+        for sender, text, kind in self._state.get_current_player_observation():
+            # Some games of 0.7 give the kind in the place of the sender.
+            if ta.ObservationType.PLAYER_ACTION not in (kind, sender):
+                name = self._state.role_mapping.get(sender, "GAME")
+                yield text if name == "GAME" else f"[{name}] {text}"
+
+    def _refuse(self, why: str) -> None:
+        plain = " ".join(line.strip() for line in why.splitlines() if line.strip("* "))
+        sys.exit(
+            f"{self._game!r} does not start for one player ({plain[:300]}); games for one player can "
+            "be played, such as FrozenLake-v0, Sudoku-v0 and Mastermind-v0"
+        )
+
+
+open_world = World

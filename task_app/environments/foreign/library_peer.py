@@ -1,0 +1,201 @@
+"""`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: a library in a process of a Python of its own.
+
+Their pins differ from ours, and their worlds draw from the generators of their process. `children` has what
+plays there, a module for each, and the lines that are exchanged.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.base import Body
+from shared_schemas.messages import ToolSpec
+from shared_schemas.prefixes import PREFIXES
+from task_app.complaints import state_in
+from task_app.environments.foreign.child import START_S, Child
+from task_app.environments.foreign.configs import ReasoningGymConfig, TextArenaConfig, VerifiersConfig
+from task_app.environments.foreign.environment import ForeignConversation
+from task_app.environments.foreign.mcp_words import number, object_in
+from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.schemas import tool
+from task_app.errors import EpisodeOver, InvalidRequest, clipped
+from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+
+CHILDREN = Path(__file__).with_name("children")
+
+
+def textarena_environment(argument: str, config: TextArenaConfig, reach: Reach) -> "Replayable":
+    peer = LibraryPeer("textarena", argument, config.game, reach)
+    return Replayable(f"textarena:{argument}", peer, instructions=config.instructions)
+
+
+def reasoning_gym_environment(argument: str, config: ReasoningGymConfig, reach: Reach) -> "Replayable":
+    peer = LibraryPeer("reasoning_gym", argument, config.dataset, reach)
+    return Replayable(f"reasoning_gym:{argument}", peer, instructions=config.instructions)
+
+
+def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) -> ForeignConversation:
+    if argument not in reach.tasksets:
+        raise InvalidRequest(
+            f"taskset {clipped(argument)!r} is not on this task app's list; "
+            f"allowed: {', '.join(reach.tasksets) or 'none'}",
+            where="env_name",
+            hint=PREFIXES["verifiers"].how,
+        )
+    peer = LibraryPeer("verifiers", argument, config.model_dump(), reach)
+    return ForeignConversation(f"verifiers:{argument}", peer, instructions="")
+
+
+class LibraryPeer:
+    """One process, which plays one world at a time.
+
+    Args:
+        library: the prefix; `children/LIBRARY_child.py` plays.
+    """
+
+    def __init__(self, library: str, argument: str, config: Mapping[str, Any], reach: Reach) -> None:
+        self._name = f"{library}:{argument}"
+        self._library = library
+        python = reach.pythons.get(library, sys.executable)
+        self._command = (python, str(CHILDREN), library, argument, json.dumps(config))
+        self._reach = reach
+        self._child: Child | None = None
+        self._folder = ""
+        self._tools: list[Any] | None = None
+
+    def open(self) -> tuple[ToolSpec, ...]:
+        # Temporary files of a process that is killed stay otherwise.
+        self._folder = tempfile.mkdtemp(prefix="turnwise-environment-")
+        # Libraries that walk over sets of texts would make another world of a seed in each process.
+        variables = {"PYTHONHASHSEED": "0", "TMPDIR": self._folder}
+        self._child = Child(
+            self._name,
+            self._command,
+            self._reach,
+            source=f"TURNWISE_{self._library.upper()}_PYTHON",
+            variables=variables,
+        )
+        start_s = max(START_S, self._reach.deadline_s)
+        ready = object_in(self._reply(self._child, start_s), "the process's first line").get("ready")
+        if self._tools is None:
+            if ready is None:
+                self._child.tell({"offer": 0})
+                ready = self._reply(self._child, start_s)
+            self._tools = _objects(ready, self._name)
+        return tuple(
+            tool(
+                str(one.get("name")),
+                str(one.get("description")),
+                _objects([one.get("parameters")], self._name)[0],
+            )
+            for one in self._tools
+        )
+
+    def reset(self, seed: int) -> Shown:
+        world = object_in(self._ask({"reset": seed}), "an opening of the process")
+        if world.get("tools", []) != self._tools:
+            raise ForeignFailed(f"{self._name} offers other tools than before")
+        return Shown(str(world.get("prompt", "")), system=str(world.get("system", "")))
+
+    def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
+        if calls:  # only with tools
+            asked = [{"name": call.tool, "arguments": dict(call.arguments)} for call in calls]
+            yield from self._shown({"call": asked})
+
+    def say(self, text: str) -> Shown:
+        (shown,) = self._shown({"say": text})
+        return shown
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _shown(self, request: Mapping[str, Any]) -> list[Shown]:
+        count = len(request["call"]) if "call" in request else 1
+        replies = _objects(self._ask(request), self._name)
+        if len(replies) != count:
+            raise ForeignFailed(f"{self._name} answered {len(replies)} of {count} calls")
+        return [
+            Shown(
+                str(one.get("text", "")),
+                object_in(one.get("data", {}), "data of the process"),
+                number(one.get("reward"), self._name),
+                terminated=one.get("terminated") is True,
+                truncated=one.get("truncated") is True,
+                refused=str(one["refused"]) if one.get("refused") else None,
+            )
+            for one in replies
+        ]
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        assert self._child is not None, "the peer is open"
+        self._child.tell(request)
+        return self._reply(self._child, self._reach.deadline_s)
+
+    def _reply(self, child: Child, deadline_s: float) -> Any:
+        """The next line of the process, which is no error."""
+        reply = next(child.lines(deadline_s))
+        if isinstance(reply, Mapping) and "error" in reply:
+            error = clipped(str(reply["error"]), 1_000)
+            how = f"; {PREFIXES[self._library].how}" if "pip install" in error else ""
+            raise ForeignFailed(f"{self._name}: {error}{how}")
+        return reply
+
+
+def _objects(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ForeignFailed(f"{name} answered no list where one was due")
+    return [object_in(one, "an item of the process's answer") for one in value]
+
+
+class Moment(Body):
+    """Where a replayable episode is: its world, and every decision so far; None: one that was refused."""
+
+    seed: int
+    said: tuple[str | None, ...]
+
+
+class Replayable(ForeignConversation):
+    """An episode that its seed and its words determine: a snapshot of it is played again."""
+
+    _seed: int | None = None
+    _said: tuple[str | None, ...] = ()
+
+    def reset(self, seed: int) -> Observation:
+        self._seed = None
+        observation = super().reset(seed)
+        self._seed, self._said = seed, ()
+        return observation
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        outcome = super().step(calls, invalid_reason=invalid_reason)
+        self._said += (None,)
+        return outcome
+
+    def answer(self, text: str) -> DecisionOutcome:
+        outcome = super().answer(text)
+        self._said += (text,)
+        return outcome
+
+    def snapshot(self) -> bytes:
+        if self._seed is None:
+            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
+        return Moment(seed=self._seed, said=self._said).model_dump_json().encode()
+
+    def restore(self, state: bytes) -> Observation:
+        """Play the episode up to the moment again; ValueError: the state is none, or runs past the end."""
+        moment = state_in(Moment, state)
+        observation = self.reset(moment.seed)
+        try:
+            for text in moment.said:
+                outcome = self.step(()) if text is None else self.answer(text)
+                observation = outcome.observation
+        except EpisodeOver as exc:
+            raise ValueError("snapshot.said: the episode has ended before") from exc
+        return observation

@@ -1,0 +1,41 @@
+"""Keys of [services] that are settings of the task app that the job starts."""
+
+import pytest
+from pydantic import ValidationError
+
+from task_app.settings import settings_from_environ
+from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable
+
+GIVEN = {
+    "gymnasium_modules": ["minigrid", "my_envs"], "verifiers_modules": ["gsm8k_v1"],
+    "verifiers_python": "/opt/verifiers/bin/python", "textarena_python": "/opt/games/bin/python",
+    "allowed_environment_hosts": ["far:80"],
+}  # fmt: skip
+
+
+def test_the_task_app_reads_what_the_job_says_and_its_environment_says_the_rest():
+    variables = {"TURNWISE_GYMNASIUM_MODULES": "other", "TURNWISE_REASONING_GYM_PYTHON": "/usr/bin/python3"}
+    settings = settings_from_environ(variables | ServicesTable.model_validate(GIVEN).task_app_variables)
+    reach = settings.reach
+    assert (reach.modules, reach.tasksets) == (("minigrid", "my_envs"), ("gsm8k_v1",))
+    assert reach.hosts == ("far:80",)
+    assert reach.pythons == {
+        "verifiers": "/opt/verifiers/bin/python", "textarena": "/opt/games/bin/python",
+        "reasoning_gym": "/usr/bin/python3",
+    }  # fmt: skip
+    assert ServicesTable().task_app_variables == {}
+
+
+def test_every_such_key_has_the_name_of_the_setting():
+    assert set(TASK_APP_SETTINGS) <= type(settings_from_environ({})).model_fields.keys()
+
+
+@pytest.mark.parametrize("key", GIVEN)
+def test_other_task_apps_have_settings_of_their_own(key):
+    with pytest.raises(ValidationError, match=f"{key} is for the task app that the job starts itself"):
+        ServicesTable.model_validate({"task_url": ["http://there:1"], key: GIVEN[key]})
+
+
+def test_a_module_s_name_is_one_name():
+    with pytest.raises(ValidationError, match="should match pattern"):
+        ServicesTable.model_validate({"gymnasium_modules": ["minigrid,os"]})
