@@ -99,8 +99,9 @@ def managed_agent(server):
 
 
 def retries(server):
-    for model in _models(server):
-        assert model(_messages("ok")).content == "ok"
+    """Of the client below it; LiteLLM leaves it to smolagents, which waits for more than a minute."""
+    model, *_ = _models(server)
+    assert model(_messages("ok")).content == "ok"
 
 
 if __name__ == "__main__":
