@@ -27,11 +27,13 @@ def plain(server):
     assert reply.choices[0].message.content == "Two."
 
 
-def thinking_budget(server):
-    """A setting of its own servers, which it adds to each call."""
+@on("capture")
+async def thinking_budget(server):
+    """A setting of its own servers, which it adds to each call where two variables are set."""
     os.environ |= {"SYNTH_THINKING_MODE": "no_think", "SYNTH_THINKING_BUDGET": "64"}
+    client = AsyncOpenAI(api_key=server.key, base_url=server.openai_url)
     try:
-        reply = _client(server).chat.completions.create(model=server.model, messages=_user("Two."))
+        reply = await client.chat.completions.create(model=server.model, messages=_user("Two."))
     finally:
         del os.environ["SYNTH_THINKING_MODE"], os.environ["SYNTH_THINKING_BUDGET"]
     assert reply.choices[0].message.content == "Two."
