@@ -162,6 +162,13 @@ def route_of(scope: Scope) -> str:
     return path if isinstance(path, str) else _NO_ROUTE
 
 
+# The forms of a reply to a scraper, for /openapi.json.
+METRICS_CONTENT = {
+    media_type: {"schema": {"type": "string"}}
+    for media_type in ("text/plain", "application/openmetrics-text")
+}
+
+
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
     """The reply to a Prometheus scraper: these families and the process's own, in a form that it accepts."""
     # Imported late, because most task apps are never scraped, and a trainer's embedded one must start fast.

@@ -59,6 +59,21 @@ class OpenBody(_FailFast):
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
+class Reply(Body):
+    """A frozen body that a service alone writes.
+
+    Its validator is built at its first use. Most replies have none: FastAPI only declares them.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class OpenReply(OpenBody):
+    """A reply in a given shape, with further keys."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
 def finite(reward: float) -> float:
     """Return the reward; NaN and infinity are refused, because JSON cannot hold them."""
     if not math.isfinite(reward):

@@ -119,9 +119,11 @@ def _kind_of_logprobs(value: Any) -> str:
     return "exact" if exact else "own"
 
 
+# In JSON Schema one of the two kinds fits, and not both.
+_OWN = Field(json_schema_extra={"not": {"required": [*sorted(_EXACT)]}})
 # A policy's log-probs: the exact tokens of a model call, or JSON of its own.
 LogProbs = Annotated[
-    Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], Tag("own")],
+    Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], _OWN, Tag("own")],
     Discriminator(_kind_of_logprobs),
 ]
 

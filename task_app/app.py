@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from fastapi import FastAPI
@@ -98,6 +99,7 @@ def create_app(
         version=version(),
         docs_url=None,
         redoc_url=None,
+        generate_unique_id_function=attrgetter("name"),  # generated clients name their functions by it
         responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )

@@ -71,9 +71,7 @@ class Services:
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        rejects_form = self.settings.structured_output is StructuredOutput.REJECT
-        held = Held(self.settings.max_held_bytes)
-        self.captures = Captures(capacity=capacity, idle_s=idle_s, held=held, rejects_form=rejects_form)
+        self.captures = self._make_captures()
         self.runner = RolloutRunner(
             self.settings,
             self.boards,
@@ -125,6 +123,15 @@ class Services:
         )
         self.snapshots = ByteCache(
             at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
+        )
+
+    def _make_captures(self) -> Captures:
+        settings = self.settings
+        return Captures(
+            capacity=settings.max_sessions,
+            idle_s=settings.session_idle_s,
+            held=Held(settings.max_held_bytes),
+            rejects_form=settings.structured_output is StructuredOutput.REJECT,
         )
 
     def policy_context(

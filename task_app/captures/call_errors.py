@@ -12,11 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE
 from task_app.captures.calls import Dialect
-from task_app.captures.door import PATH
+from task_app.captures.door import PATH, V1
 from task_app.errors import UnknownName
 
 CLIENT_MISTAKE = 400
-_MODELS = "/v1/"
 
 
 def split_path(scope: Scope) -> tuple[str, str]:
@@ -24,7 +23,7 @@ def split_path(scope: Scope) -> tuple[str, str]:
     path = scope.get("path", "")
     if not path.startswith(PATH):
         return "", ""
-    capture_id, slash, rest = path.removeprefix(PATH).partition(_MODELS)
+    capture_id, slash, rest = path.removeprefix(PATH).partition(V1)
     return (capture_id, rest) if slash else ("", "")
 
 
@@ -39,10 +38,9 @@ class CallErrors:
         self._app, self._dialect_of = app, dialect_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_call = scope["type"] == "http" and any(split_path(scope))
-        if is_call:
-            dialect = self._dialect_of(split_path(scope)[1], dict(scope["headers"]))
-            send = _Translation(dialect, send)
+        capture_id, path = split_path(scope) if scope["type"] == "http" else ("", "")
+        if capture_id or path:
+            send = _Translation(self._dialect_of(path, dict(scope["headers"])), send)
         await self._app(scope, receive, send)
 
 

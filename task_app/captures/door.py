@@ -16,7 +16,7 @@ from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
 # Below a capture: the paths of the dialects, which always need its key.
-_MODEL = "v1/"
+V1 = "/v1/"
 
 
 class Captures:
@@ -100,7 +100,7 @@ class CaptureDoor(KeyDoor):
         if self._captures.opens(scope):
             return None
         error = super().error(scope)
-        if error is None and not self._keys.configured and path.split("/", 3)[-1].startswith(_MODEL):
+        if error is None and not self._keys.configured and f"/{path.split('/', 3)[-1]}".startswith(V1):
             return no_key(self._keys, scope["headers"])
         return error
 

@@ -181,12 +181,14 @@ class Capture:
         self._running += 1
         try:
             start_s = self._clock()
-            dropped = self._options_without_effect(branch.policy, call)
-            call = replace(call, ignored=(*call.ignored, *dropped))
+            if dropped := self._options_without_effect(branch.policy, call):
+                call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
+            if left_out := choice.log_probs.get("ignored"):  # by our gateway
+                call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
                 answer = self._record(branch, call, keys, choice, action, policy_s=self._clock() - start_s)
-            return replace(answer, ignored=call.ignored, dropped=dropped)
+            return replace(answer, dropped=dropped) if dropped else answer
         except BaseException as exc:
             # An answer that nobody heard may still be known at the gateway.
             branch.policy = self._successor(branch)
@@ -202,9 +204,10 @@ class Capture:
 
         Raises:
             InvalidRequest: the policy counts none.
-            EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
+            UnknownName, EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
         """
         self._refuse_after_end()
+        self.refuse_model(call.model)
         policy = self._spec.make_policy(0)
         if not isinstance(policy, CountsTokens):
             raise InvalidRequest(f"the policy {policy_name(policy)!r} counts no tokens", where="model")
@@ -357,6 +360,8 @@ class Capture:
         return policy
 
     def _options_without_effect(self, policy: AgentPolicy, call: Call) -> tuple[str, ...]:
+        if not call.options:  # as of most calls; the check of a protocol takes as long as the rest of them
+            return ()
         followed = policy.call_options if isinstance(policy, FollowsOptions) else frozenset()
         dropped = sorted(call.options.keys() - followed)
         if RESPONSE_FORMAT in dropped and self._rejects_form:
@@ -454,6 +459,7 @@ class Capture:
             finish_reason="length" if is_cut else ending,
             prompt_tokens=choice.log_probs.get("prompt_tokens") or 0,
             completion_tokens=choice.log_probs.get("completion_tokens") or 0,
+            ignored=call.ignored,
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:

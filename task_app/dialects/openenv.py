@@ -7,14 +7,22 @@ socket (`openenv_socket.py`), which is a session by itself.
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Body, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.base import OpenReply, Reply
 from shared_schemas.rollouts import Name
 from task_app.dialects.openenv_session import STEP_KEYS, OpenEnvSession, ignored_keys
-from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset, document, schemas
-from task_app.routes.wire import ForeignBody, ReplyJSON
+from task_app.dialects.openenv_wire import (
+    NO_EPISODE,
+    OpenEnvReply,
+    OpenEnvReset,
+    OpenEnvState,
+    document,
+    schemas,
+)
+from task_app.routes.wire import NULL_IS_EMPTY, ForeignBody, ReplyJSON
 from task_app.services import services_of
 
 router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])
@@ -32,28 +40,65 @@ class HttpStep(ForeignBody):
     request_id: str | None = Field(default=None, max_length=255)
 
 
-@router.post("/reset")
-async def reset(request: Request, env_name: Name, body: HttpReset | None = None) -> Response:
+class OpenEnvSchemas(Reply):
+    """JSON Schemas of an environment's messages."""
+
+    action: dict[str, Any]
+    observation: dict[str, Any]
+    reset_observation: dict[str, Any]
+    state: dict[str, Any]
+
+
+class OpenEnvMetadata(Reply):
+    """OpenEnv's description of an environment."""
+
+    name: str
+    description: str
+    version: str
+    readme_content: str | None = None
+    author: str | None = None
+    documentation_url: str | None = None
+
+
+class OpenApiDocument(OpenReply):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+
+
+class OpenEnvHealth(Reply):
+    status: str
+
+
+@router.post("/reset", response_model=OpenEnvReply)
+async def reset_openenv(
+    request: Request,
+    env_name: Name,
+    body: Annotated[HttpReset, NULL_IS_EMPTY, Body(default_factory=HttpReset)],
+) -> Response:
     """Start an episode in a new session, or in the one that `session_id` names."""
-    services, reset_body = services_of(request), body or HttpReset()
-    if reset_body.session_id is None or reset_body.config is not None:
-        session = await OpenEnvSession.start(services, env_name, reset_body)
+    services = services_of(request)
+    if body.session_id is None or body.config is not None:
+        session = await OpenEnvSession.start(services, env_name, body)
     else:
-        session = OpenEnvSession.of(services, env_name, reset_body.session_id)
-        await session.reset(reset_body)
-    return ReplyJSON(session.reset_reply(ignored=ignored_keys(reset_body)))
+        session = OpenEnvSession.of(services, env_name, body.session_id)
+        await session.reset(body)
+    return ReplyJSON(session.reset_reply(ignored=ignored_keys(body)))
 
 
-@router.post("/step")
-async def step(request: Request, env_name: Name, body: HttpStep) -> Response:
+@router.post("/step", response_model=OpenEnvReply)
+async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Response:
     """One decision; `metadata.ignored` names `timeout_s`, because a step cannot be interrupted."""
     session = OpenEnvSession.of(services_of(request), env_name, body.session_id)
     ignored = sorted((body.model_extra or {}).keys() - STEP_KEYS)
     return ReplyJSON(await session.step(body.action, where="action", ignored=ignored))
 
 
-@router.get("/state")
-async def state(
+@router.get("/state", response_model=OpenEnvState)
+async def show_openenv_state(
     request: Request, env_name: Name, session_id: Annotated[SessionId | None, Query()] = None
 ) -> Response:
     """The episode and its number of steps (decisions); null and 0 without a session."""
@@ -62,30 +107,27 @@ async def state(
     return ReplyJSON(OpenEnvSession.of(services_of(request), env_name, session_id).state())
 
 
-@router.get("/schema")
-async def schema(request: Request, env_name: Name) -> Response:
+@router.get("/schema", response_model=OpenEnvSchemas)
+async def show_openenv_schema(request: Request, env_name: Name) -> Response:
     """JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
     environment = services_of(request).boards.environment(env_name, {}, where="")
     return ReplyJSON(schemas(await services_of(request).tools_of(environment)))
 
 
 @router.get("/metadata")
-async def metadata(request: Request, env_name: Name) -> dict[str, str | None]:
+async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMetadata:
     """OpenEnv's description of an environment."""
     environment = services_of(request).boards.environment(env_name, {}, where="")
-    return {
-        "name": environment.name,
-        "description": f"{environment.name} of a Turnwise task app, scored by the "
+    return OpenEnvMetadata(
+        name=environment.name,
+        description=f"{environment.name} of a Turnwise task app, scored by the "
         f"{environment.outcome_definition}",
-        "version": request.app.version,
-        "readme_content": None,
-        "author": None,
-        "documentation_url": None,
-    }
+        version=request.app.version,
+    )
 
 
-@router.get("/openapi.json")
-async def openapi(request: Request, env_name: Name) -> Response:
+@router.get("/openapi.json", response_model=OpenApiDocument)
+async def show_openenv_document(request: Request, env_name: Name) -> Response:
     """These routes alone, as a server with this one environment would describe them (`openenv validate`)."""
     services_of(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
@@ -93,7 +135,7 @@ async def openapi(request: Request, env_name: Name) -> Response:
 
 
 @router.get("/health")
-async def health(request: Request, env_name: Name) -> dict[str, str]:
+async def show_openenv_health(request: Request, env_name: Name) -> OpenEnvHealth:
     """Healthy, if the environment exists."""
     services_of(request).boards.environment(env_name, {}, where="")
-    return {"status": "healthy"}
+    return OpenEnvHealth(status="healthy")

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
+from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.base import OpenReply
 from shared_schemas.json_text import encodable
 from shared_schemas.rollouts import Name
 from task_app.dialects.openenv_session import OpenEnvSession
-from task_app.dialects.openenv_wire import OpenEnvReset, tools_json
+from task_app.dialects.openenv_wire import OpenEnvMeta, OpenEnvReset, OpenEnvTool, tools_json
 from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId
 from task_app.routes.wire import ReplyJSON
 from task_app.services import Services, services_of
@@ -24,8 +26,46 @@ METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "too
 _SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -32601, -32602, -32603
 
 
-@router.post("/mcp")
-async def mcp(request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]) -> Response:
+class RpcResult(OpenReply):
+    """The result of a method: the session, the tools, or what a tool's call did and earned."""
+
+    session_id: str | None = None
+    closed: bool = False
+    tools: tuple[OpenEnvTool, ...] = ()
+    tool_name: str | None = None
+    result: str | None = None
+    text: str | None = None
+    achievements_status: dict[str, bool] = Field(default_factory=dict)
+    error: None = None
+    reward: float | None = None
+    done: bool = False
+    metadata: OpenEnvMeta | None = None
+
+
+class RpcFaultData(OpenReply):
+    problem: str
+    where: str | None
+
+
+class RpcFault(OpenReply):
+    code: int
+    message: str
+    data: RpcFaultData | None = None
+
+
+class RpcReply(OpenReply):
+    """A JSON-RPC reply with a result or an error."""
+
+    jsonrpc: str
+    id: str | int | float | None
+    result: RpcResult | None = None
+    error: RpcFault | None = None
+
+
+@router.post("/mcp", response_model=RpcReply)
+async def call_openenv_mcp(
+    request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]
+) -> Response:
     """Answer one JSON-RPC request; errors are JSON-RPC errors with status 200."""
     return ReplyJSON(await rpc(services_of(request), env_name, message, session=None))
 

@@ -15,7 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
+from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import ToolSpec
+from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import Seed
 from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest
@@ -33,6 +35,78 @@ class OpenEnvReset(ForeignBody):
     seed: Seed | None = Field(default=None, description="by default the last seed; 0 at first")
     episode_id: str | None = Field(default=None, max_length=255)
     config: dict[str, Any] | None = Field(default=None, description="of the environment; makes a new one")
+
+
+class OpenEnvTool(Reply):
+    """A tool in MCP's form."""
+
+    name: str
+    description: str
+    input_schema: dict[str, Any] = Field(description="JSON Schema of the arguments")
+
+
+class OpenEnvMeta(OpenReply):
+    """Facts about the episode and its last decision; those of a decision are absent after a reset."""
+
+    session_id: str
+    episode_id: str
+    seed: int
+    ignored: tuple[str, ...] = Field(default=(), description="keys of the request that nothing read")
+    outcome_definition: str | None = None
+    terminated: bool = False
+    truncated: bool = False
+    env_rewards: tuple[float, ...] = ()
+    step_idx: int | None = None
+    turn: int | None = None
+    achievements_added: tuple[str, ...] = ()
+    invalid_reason: str | None = None
+    executed_actions: tuple[str, ...] = ()
+    tool_result: str | None = None
+    decision_rewards: DecisionRewards | None = None
+
+
+class OpenEnvObservation(Reply):
+    """What a policy sees; after a list_tools action nothing but the tools."""
+
+    text: str | None = None
+    data: dict[str, Any] = Field(default_factory=dict)
+    achievements_status: dict[str, bool] = Field(default_factory=dict)
+    achievements_counts: dict[str, int] = Field(default_factory=dict)
+    reward_last_step: float | None = None
+    tool_name: str | None = Field(default=None, description="of a call_tool action")
+    result: str | None = Field(default=None, description="of a call_tool action")
+    tools: tuple[OpenEnvTool, ...] = Field(default=(), description="of a list_tools action")
+    metadata: OpenEnvMeta
+
+
+class OpenEnvReply(Reply):
+    """The reply to a reset or a step; `reward` is null where no decision was taken."""
+
+    observation: OpenEnvObservation
+    reward: float | None
+    done: bool
+    metadata: OpenEnvMeta
+
+
+class _Seen(OpenEnvObservation, title="Observation"):
+    """An observation as OpenEnv's clients hand it on."""
+
+    done: bool
+    reward: float | None
+
+
+class _SeenAfterReset(_Seen):
+    reward: None
+
+
+class OpenEnvState(Reply):
+    """The episode; its last three fields are absent before the first reset."""
+
+    episode_id: str | None
+    step_count: int = Field(ge=0, description="decisions: `step` messages that were carried out")
+    env_steps: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0)
+    done: bool = False
 
 
 def is_list_tools(action: Mapping[str, Any]) -> bool:
@@ -134,17 +208,13 @@ def _data(
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
 
-_NUMBERS = {"type": "array", "items": {"type": "number"}}
-_COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}}
-
-
 def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
     """Schemas of `action`, `observation` (also for `reset`) and `state`."""
     return {
         "action": _action(tools),
-        "observation": _observation(reward={"type": ["number", "null"]}),
-        "reset_observation": _observation(reward={"type": "null"}),
-        "state": _state(),
+        "observation": _Seen.model_json_schema(),
+        "reset_observation": _SeenAfterReset.model_json_schema(),
+        "state": {**OpenEnvState.model_json_schema(), "title": "State"},
     }
 
 
@@ -189,43 +259,5 @@ def _call(tool: ToolSpec) -> dict[str, Any]:
             "type": {"const": "call_tool"},
             "tool_name": {"const": tool.function.name},
             "arguments": {"type": "object", **tool.function.parameters},
-        },
-    }
-
-
-def _observation(*, reward: dict[str, Any]) -> dict[str, Any]:
-    properties = {
-        "text": {"type": "string"},
-        "data": {"type": "object"},
-        "achievements_status": {"type": "object", "additionalProperties": {"type": "boolean"}},
-        "achievements_counts": _COUNTS,
-        "reward_last_step": {"type": "number"},
-        "tool_name": {"type": "string", "description": "of a call_tool action"},
-        "result": {"type": "string", "description": "of a call_tool action"},
-        "tools": {"type": "array", "items": {"type": "object"}, "description": "of a list_tools action"},
-        "done": {"type": "boolean"},
-        "reward": reward,
-        "metadata": {"type": "object", "properties": {"env_rewards": _NUMBERS}},
-    }
-    return {
-        "title": "Observation",
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }
-
-
-def _state() -> dict[str, Any]:
-    number = {"type": "integer", "minimum": 0}
-    return {
-        "title": "State",
-        "type": "object",
-        "required": ["episode_id", "step_count"],
-        "properties": {
-            "episode_id": {"type": ["string", "null"]},
-            "step_count": {**number, "description": "decisions: `step` messages that were carried out"},
-            "env_steps": number,
-            "seed": number,
-            "done": {"type": "boolean"},
         },
     }

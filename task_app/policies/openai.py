@@ -8,8 +8,9 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import aiohttp
 import stamina
@@ -17,7 +18,7 @@ from pydantic import SecretStr
 from pydantic_core import to_json
 
 from service_kit.replies import ReplyTooLarge, read_bounded
-from shared_schemas.chat import RESPONSE_FORMAT, ROLLOUT_HEADER
+from shared_schemas.chat import IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
@@ -43,6 +44,20 @@ class TryAgain(Exception):
     def __init__(self, sentence: str, *, after_s: float | None = None) -> None:
         super().__init__(sentence)
         self.after_s = after_s
+
+
+class Answered(NamedTuple):
+    """A server's answer.
+
+    Attributes:
+        after_s: its Retry-After in seconds, if it sends one.
+        ignored: settings that our gateway left out, separated by commas.
+    """
+
+    status: int
+    body: bytes
+    after_s: float | None
+    ignored: str
 
 
 class Endpoint:
@@ -71,8 +86,7 @@ class Endpoint:
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
         return other
 
-    async def post(self, data: bytes) -> tuple[int, bytes, float | None]:
-        """Status, body, and the server's Retry-After in seconds, if it sends one."""
+    async def post(self, data: bytes) -> Answered:
         try:
             if self._session is not None:
                 return await self._post(self._session, data)
@@ -87,14 +101,14 @@ class Endpoint:
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
 
-    async def _post(self, session: aiohttp.ClientSession, data: bytes) -> tuple[int, bytes, float | None]:
+    async def _post(self, session: aiohttp.ClientSession, data: bytes) -> Answered:
         # Redirects could lead to hosts that are not allowed.
         async with session.post(
             self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
             after_s = retry_after_s(response.headers.get("Retry-After"))
             body = await read_bounded(response.content.iter_any(), self._max_reply_bytes)
-            return response.status, body, after_s
+            return Answered(response.status, body, after_s, response.headers.get(IGNORED_HEADER, ""))
 
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -103,6 +117,8 @@ OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
 # Settings of a captured agent that a server without recorded tokens may follow in its own way.
 _OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
+# What a prompt consists of, in a request.
+_OF_PROMPTS = ("model", "messages", "tools", "chat_template_kwargs")
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
@@ -208,35 +224,31 @@ class OpenAIAgentPolicy:
     def call_options(self) -> frozenset[str]:
         """As `protocols.FollowsOptions`: where tokens are recorded, none for which a server uses a grammar.
 
-        Our gateway forces a call by the prompt alone.
+        Our gateway forces a call by the prompt alone. `leave_out` and `extra_body` of the config precede.
         """
-        if self.config.asks_gateway_of_ours:
-            return frozenset({"tool_choice"})
-        return _OF_AGENTS - {*self.config.leave_out} if self.config.exact_tokens != "vllm" else frozenset()
+        if self.config.exact_tokens == "vllm":
+            return frozenset()
+        names = frozenset({"tool_choice"}) if self.config.asks_gateway_of_ours else _OF_AGENTS
+        return names - {*self.config.leave_out, *self.config.extra_body}
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
         """As `protocols.CountsTokens`. Our gateway and vLLM count; another server answers one token."""
         can_count = self.config.asks_gateway_of_ours or self.config.exact_tokens == "vllm"
-        asked: dict[str, Any] = {
-            "model": self.config.model,
-            "messages": [one.model_dump(exclude_none=True) for one in messages],
-        }
-        if tools:
-            asked["tools"] = tools
-        if not can_count:
-            asked[self.config.max_tokens_name] = 1
+        asked = self.request_body(messages, tools, self.sampling(1, most=1))
+        if can_count:
+            asked = {name: asked[name] for name in _OF_PROMPTS if name in asked}
         try:
             endpoint = self._endpoint.without_rollout("/tokenize" if can_count else None)
-            status, text, _ = await endpoint.post(to_json(asked))
+            answer = await self._post(endpoint, asked)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
-        if status != 200:
-            raise self._refusal(status, text)
-        return read_count(text, ("count",) if can_count else ("usage", "prompt_tokens"))
+        if answer.status != 200:
+            raise self._refusal(answer.status, answer.body)
+        return read_count(answer.body, ("count",) if can_count else ("usage", "prompt_tokens"))
 
     def _asked_by_agent(self, observation: PolicyObservation) -> dict[str, Any]:
-        """What the agent of a captured endpoint adds to the request; extra_body of the config precedes it."""
-        names = self.call_options & observation.options.keys() - self.config.extra_body.keys()
+        """What the agent of a captured endpoint adds to the request."""
+        names = self.call_options & observation.options.keys()
         asked = {name: observation.options[name] for name in names}
         return {**asked, "stop": list(observation.stop)} if observation.stop else asked
 
@@ -336,15 +348,23 @@ class OpenAIAgentPolicy:
         # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
         # build on its ids, so the request asks for the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
-        status, text, after_s = await self._endpoint.post(to_json(request))
-        if len(self._key) >= SECRET_FROM:
-            # Some servers and proxies repeat the request, and the key would be recorded with the episode.
-            text = text.replace(self._key.encode(), b"[key]")
+        status, text, after_s, ignored = await self._post(self._endpoint, request)
         if status == 200:
-            return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
+            reply = read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
+            left_out = tuple([name for name in ignored.split(", ") if name in _OF_AGENTS])
+            return replace(reply, ignored=left_out) if left_out else reply
         if status in TRY_AGAIN:
             raise TryAgain(refusal(status, text, key=self._key)[1], after_s=after_s)
         raise self._refusal(status, text)
+
+    async def _post(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Answered:
+        """As `Endpoint.post`, without the key: some servers and proxies repeat the request, and it would be
+        recorded with the episode.
+        """
+        answer = await endpoint.post(to_json(body))
+        if len(self._key) >= SECRET_FROM:
+            return answer._replace(body=answer.body.replace(self._key.encode(), b"[key]"))
+        return answer
 
     def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)
@@ -402,4 +422,5 @@ class OpenAIAgentPolicy:
             "model": reply.model or self.config.model,
             "prompt_tokens": reply.prompt_tokens,
             "completion_tokens": reply.completion_tokens,
+            **({"ignored": reply.ignored} if reply.ignored else {}),
         }

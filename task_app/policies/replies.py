@@ -28,7 +28,8 @@ class Reply:
     """A chat completion. `tokens` is None if the server sends no token ids or log-probs.
 
     `logprobs` are OpenAI's, [(token as text, log-prob)], if they were asked for and sent. `reasoning_tokens`
-    is the part of `completion_tokens` that is not in the message.
+    is the part of `completion_tokens` that is not in the message. `ignored` are settings of the request that
+    our gateway left out.
     """
 
     action: dict[str, Any]
@@ -40,6 +41,7 @@ class Reply:
     completion_tokens: int | None
     reasoning_tokens: int = 0
     logprobs: list[tuple[str, float]] | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def reusable_tokens(self) -> int | None:

@@ -6,13 +6,13 @@ by the form of an id. OpenAPI cannot express that, so its document lists only th
 
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Body, Path, Request
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response
 
 from task_app.errors import InvalidRequest, clipped
 from task_app.routes import env, policy, snapshots, steps
-from task_app.routes.wire import ForeignBody
+from task_app.routes.wire import NULL_IS_EMPTY, ForeignBody, Ok
 
 router = APIRouter()
 
@@ -42,44 +42,51 @@ class Nothing(ForeignBody):
     """An empty body; the path holds everything."""
 
 
+NoBody = Annotated[Nothing, NULL_IS_EMPTY, Body(default_factory=Nothing)]
+
+
 @router.post("/env/{env_id:env_id}/step", include_in_schema=False)
-async def step(request: Request, env_id: EnvIdInPath, body: steps.EnvDecision) -> Response:
+async def step_env_by_id(request: Request, env_id: EnvIdInPath, body: steps.EnvDecision) -> Response:
     """POST /env/step."""
-    return await steps.step(request, _with_id(steps.EnvStep, body, env_id=env_id))
+    return await steps.step_env(request, _with_id(steps.EnvStep, body, env_id=env_id))
 
 
-@router.post("/env/{env_id:env_id}/reset", tags=["env"])
-async def reset(request: Request, env_id: EnvIdInPath, body: env.EnvWorld | None = None) -> Response:
+@router.post("/env/{env_id:env_id}/reset", tags=["env"], response_model=env.EnvResetReply)
+async def reset_env_by_id(
+    request: Request,
+    env_id: EnvIdInPath,
+    body: Annotated[env.EnvWorld, NULL_IS_EMPTY, Body(default_factory=env.EnvWorld)],
+) -> Response:
     """POST /env/reset."""
-    return await env.reset(request, _with_id(env.EnvReset, body, env_id=env_id))
+    return await env.reset_env(request, _with_id(env.EnvReset, body, env_id=env_id))
 
 
 @router.post("/env/{env_id:env_id}/terminate", include_in_schema=False)
-async def terminate(request: Request, env_id: EnvIdInPath, body: Nothing | None = None) -> dict[str, bool]:
+async def terminate_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Ok:
     """POST /env/terminate."""
-    return await env.terminate(request, _with_id(env.EnvTerminate, body, env_id=env_id))
+    return await env.terminate_env(request, _with_id(env.EnvTerminate, body, env_id=env_id))
 
 
-@router.post("/env/{env_id:env_id}/snapshot", tags=["snapshots"])
-async def snapshot(request: Request, env_id: EnvIdInPath, body: Nothing | None = None) -> Response:
+@router.post("/env/{env_id:env_id}/snapshot", tags=["snapshots"], response_model=snapshots.EnvSnapshotReply)
+async def snapshot_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Response:
     """POST /env/snapshot."""
-    return await snapshots.snapshot_environment(
-        request, _with_id(snapshots.EnvSnapshotRequest, body, env_id=env_id)
-    )
+    return await snapshots.snapshot_env(request, _with_id(snapshots.EnvSnapshotRequest, body, env_id=env_id))
 
 
-@router.post("/policy/{policy_id:policy_id}/step", tags=["policy"])
-async def policy_step(
-    request: Request, policy_id: PolicyIdInPath, body: policy.PolicyQuestion | None = None
+@router.post("/policy/{policy_id:policy_id}/step", tags=["policy"], response_model=policy.PolicyStepReply)
+async def step_policy_by_id(
+    request: Request,
+    policy_id: PolicyIdInPath,
+    body: Annotated[policy.PolicyQuestion, NULL_IS_EMPTY, Body(default_factory=policy.PolicyQuestion)],
 ) -> Response:
     """POST /policy/step."""
-    return await policy.step(request, _with_id(policy.PolicyStep, body, policy_id=policy_id))
+    return await policy.step_policy(request, _with_id(policy.PolicyStep, body, policy_id=policy_id))
 
 
-@router.post("/policy/{policy_id:policy_id}/snapshot", tags=["snapshots"])
-async def policy_snapshot(
-    request: Request, policy_id: PolicyIdInPath, body: Nothing | None = None
-) -> Response:
+@router.post(
+    "/policy/{policy_id:policy_id}/snapshot", tags=["snapshots"], response_model=snapshots.PolicySnapshotReply
+)
+async def snapshot_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Response:
     """POST /policy/snapshot."""
     return await snapshots.snapshot_policy(
         request, _with_id(snapshots.PolicySnapshotRequest, body, policy_id=policy_id)
@@ -87,20 +94,17 @@ async def policy_snapshot(
 
 
 @router.post("/policy/{policy_id:policy_id}/terminate", tags=["policy"])
-async def policy_terminate(
-    request: Request, policy_id: PolicyIdInPath, body: Nothing | None = None
-) -> dict[str, bool]:
+async def terminate_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Ok:
     """POST /policy/terminate."""
-    return await policy.terminate(request, _with_id(policy.PolicyTerminate, body, policy_id=policy_id))
+    return await policy.terminate_policy(request, _with_id(policy.PolicyTerminate, body, policy_id=policy_id))
 
 
-def _with_id(model: type[M], body: ForeignBody | None, **in_path: str) -> M:
+def _with_id(model: type[M], body: ForeignBody, **in_path: str) -> M:
     """The body with the id of the path.
 
     Raises:
         InvalidRequest: the body holds another id, and one of them would be ignored.
     """
-    body = body or Nothing()
     for key, path_value in in_path.items():
         value = (body.model_extra or {}).get(key, path_value)
         if value != path_value:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.routing import APIRoute
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,25 +21,58 @@ from task_app.captures.call_errors import CLIENT_MISTAKE, split_path
 from task_app.captures.calls import Answer, Dialect, Event
 from task_app.captures.chat import ChatCompletions
 from task_app.captures.messages import AnthropicMessages
+from task_app.captures.reply_models import (
+    AnthropicMessage,
+    AnthropicRefusal,
+    ChatCompletion,
+    InputTokens,
+    MessageTokens,
+    ModelResponse,
+    OpenAIRefusal,
+)
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import InvalidRequest, TaskAppError
+from task_app.errors import InvalidRequest, TaskAppError, clipped
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
-from task_app.routes.wire import LONGEST_ID, ReplyJSON, reply_body
+from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
 router = APIRouter(prefix="/captures", tags=["captures"])
 
+# In characters: some clients refuse an answer with a header of 8 KB.
+_LONGEST_HEADER = 2_000
+
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
 # Of a model call, for /openapi.json: the dialect's own documents say the rest.
-_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_BODY: dict[str, Any] = {"requestBody": {"content": _OBJECT, "required": True}}
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": "in the form of the dialect", "content": _OBJECT}
-    for status in (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 429, 500, 502, 503, 504)
+_BODY: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
 }
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+def _refusals(model: Any) -> dict[int | str, dict[str, Any]]:
+    """Every error below /v1 has the form of the dialect; 409 and 422 are answered with 400."""
+    statuses = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
+    return {status: {"model": model, "description": "In the form of the dialect"} for status in statuses}
+
+
+def _described(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
+    """A route that reads a model call."""
+    return {"response_model": reply, "responses": _refusals(refusal), "openapi_extra": _BODY}
+
+
+def _streamed(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
+    """A route that reads a model call and may stream its answer."""
+    described = _described(reply, refusal)
+    return {**described, "responses": _STREAM | described["responses"]}
+
+
+# By the headers of the library that asks.
+_OF_ANY_DIALECT = _refusals(OpenAIRefusal | AnthropicRefusal)
 
 
 class CaptureOpen(Body):
@@ -139,13 +172,15 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
 
 
 @router.get("/{capture_id}")
-async def state(request: Request, capture_id: str = CaptureId) -> CaptureState:
+async def show_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """The calls so far; after the end the trajectory."""
     return _state(_capture(request, capture_id))
 
 
 @router.post("/{capture_id}/rewards")
-async def reward(request: Request, body: CaptureReward, capture_id: str = CaptureId) -> CaptureRewarded:
+async def reward_capture(
+    request: Request, body: CaptureReward, capture_id: str = CaptureId
+) -> CaptureRewarded:
     """Reward a call or the episode, once each."""
     capture = _capture(request, capture_id)
     turn = capture.reward(body.reward, turn=body.turn, response_id=body.response_id)
@@ -153,7 +188,7 @@ async def reward(request: Request, body: CaptureReward, capture_id: str = Captur
 
 
 @router.post("/{capture_id}/end")
-async def end(request: Request, capture_id: str = CaptureId) -> CaptureState:
+async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """End the episode; repeating this changes nothing."""
     capture = _capture(request, capture_id)
     capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
@@ -161,53 +196,55 @@ async def end(request: Request, capture_id: str = CaptureId) -> CaptureState:
 
 
 @router.delete("/{capture_id}")
-async def forget(request: Request, capture_id: str = CaptureId) -> dict[str, bool]:
+async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
     """End the capture, and forget it."""
     services_of(request).captures.sessions.remove(capture_id, where="capture_id")
-    return {"ok": True}
+    return OK
 
 
-@router.get("/{capture_id}/v1/models", responses=_REFUSALS)
-async def models(request: Request, capture_id: str = CaptureId) -> CaptureModels:
+@router.get("/{capture_id}/v1/models", responses=_OF_ANY_DIALECT)
+async def list_capture_models(request: Request, capture_id: str = CaptureId) -> CaptureModels:
     """The models that the agent may name."""
     names = _capture(request, capture_id).models
     data = [CaptureModel(id=name, display_name=name) for name in names]
     return CaptureModels(data=data, first_id=names[0], last_id=names[-1])
 
 
-@router.get("/{capture_id}/v1/models/{name:path}", responses=_REFUSALS)
-async def model(request: Request, name: str, capture_id: str = CaptureId) -> CaptureModel:
+@router.get("/{capture_id}/v1/models/{name:path}", responses=_OF_ANY_DIALECT)
+async def show_capture_model(
+    request: Request, capture_id: str = CaptureId, name: str = Path(min_length=1)
+) -> CaptureModel:
     """A model that the agent may name."""
     _capture(request, capture_id).refuse_model(name)
     return CaptureModel(id=name, display_name=name)
 
 
-@router.post("/{capture_id}/v1/chat/completions", responses=_REFUSALS, openapi_extra=_BODY)
-async def chat_completions(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/chat/completions", **_streamed(ChatCompletion, OpenAIRefusal))
+async def create_chat_completion(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Chat Completions."""
     return await _answer_request(request, capture_id, "chat/completions")
 
 
-@router.post("/{capture_id}/v1/responses", responses=_REFUSALS, openapi_extra=_BODY)
-async def responses(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/responses", **_streamed(ModelResponse, OpenAIRefusal))
+async def create_response(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Responses."""
     return await _answer_request(request, capture_id, "responses")
 
 
-@router.post("/{capture_id}/v1/messages", responses=_REFUSALS, openapi_extra=_BODY)
-async def messages(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/messages", **_streamed(AnthropicMessage, AnthropicRefusal))
+async def create_message(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in Anthropic's Messages."""
     return await _answer_request(request, capture_id, "messages")
 
 
-@router.post("/{capture_id}/v1/responses/input_tokens", responses=_REFUSALS, openapi_extra=_BODY)
-async def input_tokens(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/responses/input_tokens", **_described(InputTokens, OpenAIRefusal))
+async def count_response_tokens(request: Request, capture_id: str = CaptureId) -> Response:
     """The tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "responses")
 
 
-@router.post("/{capture_id}/v1/messages/count_tokens", responses=_REFUSALS, openapi_extra=_BODY)
-async def count_tokens(request: Request, capture_id: str = CaptureId) -> Response:
+@router.post("/{capture_id}/v1/messages/count_tokens", **_described(MessageTokens, AnthropicRefusal))
+async def count_message_tokens(request: Request, capture_id: str = CaptureId) -> Response:
     """The tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "messages")
 
@@ -293,12 +330,16 @@ async def _answer(
     if answer is None:
         return Response(status_code=499)  # nobody reads it
     services.metrics.options_dropped.update(answer.dropped)
-    ignored = ", ".join(answer.ignored).encode("ascii", "backslashreplace").decode()
-    headers = {IGNORED_HEADER: ignored} if ignored else {}
+    headers = {IGNORED_HEADER: _header_text(answer.ignored)} if answer.ignored else {}
     if call.stream:
         stream = _stream(dialect.events(answer, call))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return Response(reply_body(dialect.body(answer, call)), media_type="application/json", headers=headers)
+
+
+def _header_text(names: Iterable[str]) -> str:
+    """Keys of a caller's body as a header: without line breaks, and no longer than clients read."""
+    return clipped(", ".join(names).encode("unicode_escape").decode(), _LONGEST_HEADER)
 
 
 async def _count_tokens(request: Request, capture_id: str, path: str) -> Response:

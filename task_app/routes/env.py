@@ -7,6 +7,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.base import Reply
+from shared_schemas.messages import ToolSpec
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.captures.agents import AgentEnvironment
@@ -17,7 +19,16 @@ from task_app.protocols import (
     RestorableEnvironment,
     takes_answers,
 )
-from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, observation_json
+from task_app.routes.wire import (
+    OK,
+    CreateBody,
+    EnvId,
+    ForeignBody,
+    ObservationReply,
+    Ok,
+    ReplyJSON,
+    observation_json,
+)
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
@@ -43,14 +54,48 @@ class EnvTerminate(ForeignBody):
     env_id: EnvId
 
 
-@router.post("/create")
-async def create(request: Request, body: EnvCreate) -> Response:
+class EnvReplyInfo(Reply):
+    """What an environment offers, and what can be done with it."""
+
+    seed: int
+    tools: tuple[ToolSpec, ...]
+    conversation: bool
+    takes_answers: bool
+    restorable: bool
+    reseedable: bool
+    rewards_calls: bool
+    state_keys: tuple[str, ...]
+
+
+class EnvCreateReply(Reply):
+    """A new environment and its first observation."""
+
+    env_id: str
+    observation: ObservationReply
+    info: EnvReplyInfo
+    step_idx: int
+
+
+class ResetReplyInfo(Reply):
+    seed: int
+
+
+class EnvResetReply(Reply):
+    """The first observation of the world."""
+
+    observation: ObservationReply
+    info: ResetReplyInfo
+    step_idx: int
+
+
+@router.post("/create", response_model=EnvCreateReply)
+async def create_env(request: Request, body: EnvCreate) -> Response:
     """Make an environment and start the world of the seed."""
     return ReplyJSON(await create_session(services_of(request), body))
 
 
 async def create_session(services: Services, body: EnvCreate) -> dict[str, Any]:
-    """Create an environment session, and return the reply of /env/create."""
+    """Create an environment session, and return the JSON of an `EnvCreateReply`."""
     env_id, session = await open_session(
         services,
         body.env_name,
@@ -112,8 +157,8 @@ async def open_session(
         raise
 
 
-@router.post("/reset")
-async def reset(request: Request, body: EnvReset) -> Response:
+@router.post("/reset", response_model=EnvResetReply)
+async def reset_env(request: Request, body: EnvReset) -> Response:
     """Start again, in the same world or in another one."""
     session = services_of(request).environments.get(body.env_id, where="env_id")
     observation = await session.reset(session.seed if body.seed is None else body.seed)
@@ -123,7 +168,7 @@ async def reset(request: Request, body: EnvReset) -> Response:
 
 
 @router.post("/terminate")
-async def terminate(request: Request, body: EnvTerminate) -> dict[str, bool]:
+async def terminate_env(request: Request, body: EnvTerminate) -> Ok:
     """Forget the environment session."""
     services_of(request).environments.remove(body.env_id, where="env_id")
-    return {"ok": True}
+    return OK

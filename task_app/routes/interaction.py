@@ -6,11 +6,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
+from shared_schemas.base import Reply
 from shared_schemas.messages import Message, refuse_unanswerable
 from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionName
 from task_app.errors import EpisodeOver
 from task_app.interactions.service import InteractionSession
-from task_app.routes.wire import LONGEST_ID, ForeignBody, ReplyJSON
+from task_app.routes.wire import LONGEST_ID, OK, ForeignBody, Ok, ReplyJSON
 from task_app.services import services_of
 
 router = APIRouter(prefix="/interaction", tags=["interaction"])
@@ -40,8 +41,29 @@ class InteractionRespond(InteractionRequest):
         return messages
 
 
+class InteractionStartReply(Reply):
+    """A new interaction, by the name that the operator's file gives it."""
+
+    interaction_id: str
+    name: str
+
+
+class InteractionRespondReply(Reply):
+    """The user's answer, and the score of the assistant's message before it."""
+
+    should_terminate: bool
+    response: str
+    score: float
+    metadata: dict[str, Any]
+    turn: int
+
+
+class InteractionScoreReply(Reply):
+    score: float
+
+
 @router.post("/start")
-async def start(request: Request, body: InteractionStart) -> dict[str, str]:
+async def start_interaction(request: Request, body: InteractionStart) -> InteractionStartReply:
     """Begin an episode with an interaction; after too long without use it is finalised."""
     services = services_of(request)
     sessions = services.interaction_sessions
@@ -51,14 +73,15 @@ async def start(request: Request, body: InteractionStart) -> dict[str, str]:
     )
     try:
         await live.start()
-        return {"interaction_id": sessions.add(InteractionSession(live)), "name": live.name}
+        interaction_id = sessions.add(InteractionSession(live))
+        return InteractionStartReply(interaction_id=interaction_id, name=live.name)
     except BaseException:
         await live.close()
         raise
 
 
-@router.post("/respond")
-async def respond(request: Request, body: InteractionRespond) -> Response:
+@router.post("/respond", response_model=InteractionRespondReply)
+async def respond_interaction(request: Request, body: InteractionRespond) -> Response:
     """The user's answer to the last assistant message, and the score of that message."""
     session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
@@ -82,16 +105,16 @@ async def respond(request: Request, body: InteractionRespond) -> Response:
 
 
 @router.post("/score")
-async def score(request: Request, body: InteractionRequest) -> dict[str, float]:
+async def score_interaction(request: Request, body: InteractionRequest) -> InteractionScoreReply:
     """The score that calculate_score returns now; /interaction/respond returns the score of an answer."""
     session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
-        return {"score": await session.live.score()}
+        return InteractionScoreReply(score=await session.live.score())
 
 
 @router.post("/finalize")
-async def finalize(request: Request, body: InteractionRequest) -> dict[str, Any]:
+async def finalize_interaction(request: Request, body: InteractionRequest) -> Ok:
     """Release the interaction, after the answer that it is working on."""
     session = services_of(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
     await session.live.close()
-    return {"ok": True}
+    return OK

@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field, SecretStr, ValidationError
 from starlette.responses import Response
 
-from shared_schemas.messages import Message
+from shared_schemas.base import OpenReply, Reply
+from shared_schemas.messages import Message, ToolCall, ToolSpec
+from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
-from shared_schemas.trajectory import StepMetadata
+from shared_schemas.trajectory import Sampling, StepMetadata
 from task_app.complaints import invalid
 from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.decisions import NO_METADATA
@@ -26,7 +28,7 @@ from task_app.protocols import (
     RetryingPolicy,
     policy_name,
 )
-from task_app.routes.wire import CreateBody, ForeignBody, ReplyJSON, messages_json, tool_calls_json
+from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import PolicySession
 from task_app.sessions.snapshots import PolicySnapshot
@@ -68,8 +70,42 @@ class PolicyTerminate(ForeignBody):
     policy_id: str = Field(min_length=1, max_length=200)
 
 
+class PolicyCreateReply(Reply):
+    """A new policy, and the environment that it is bound to."""
+
+    policy_id: str
+    bound_env_id: str | None
+
+
+class PolicyMeta(OpenReply):
+    """How the policy chose; more keys hold the facts that it tells of its choice, such as exact tokens.
+
+    A dry run has `messages` and `tools`, and none of the keys that tell of a choice.
+    """
+
+    policy_name: str
+    decision_rewards: DecisionRewards | None = None
+    dry_run: bool = False
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    action_type: str | None = None
+    raw_policy_output: str | None = None
+    invalid_reason: str | None = None
+    value_estimate: float | None = None
+    sampling: Sampling | None = None
+    turn: int | None = None
+    policy_s: float | None = None
+
+
+class PolicyStepReply(Reply):
+    """The tool calls of a decision, as POST /env/step accepts them."""
+
+    tool_calls: tuple[ToolCall, ...]
+    meta: PolicyMeta
+
+
 @router.post("/create")
-async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
+async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateReply:
     """Make a policy; if it is bound to an environment, its training switches apply there too.
 
     The switches stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
@@ -95,17 +131,17 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
         policy_id = services.policies.add(session)
         if switches:
             environment.switches[policy_id] = switches_in_force
-        return {"policy_id": policy_id, "bound_env_id": body.bound_env_id}
+        return PolicyCreateReply(policy_id=policy_id, bound_env_id=body.bound_env_id)
     agree_on_step_rewards(switches)
     if body.env is not None:
         session.environment = services.boards.environment(body.env.env_name, env_config, where="env.")
         name = services.boards.environment_name(body.env.env_name, where="env.")
         session.env = EnvSpec(env_name=name, config=env_config)
-    return {"policy_id": services.policies.add(session), "bound_env_id": None}
+    return PolicyCreateReply(policy_id=services.policies.add(session), bound_env_id=None)
 
 
-@router.post("/step")
-async def step(request: Request, body: PolicyStep) -> Response:
+@router.post("/step", response_model=PolicyStepReply)
+async def step_policy(request: Request, body: PolicyStep) -> Response:
     """Choose tool calls; `meta.decision_rewards` tells what the last decision in the bound env earned."""
     services = services_of(request)
     session = services.policies.get(body.policy_id, where="policy_id")
@@ -130,11 +166,11 @@ async def step(request: Request, body: PolicyStep) -> Response:
 
 
 @router.post("/terminate")
-async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
+async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
     """Forget the policy and its training switches; a bound environment stays."""
     services = services_of(request)
     services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
-    return {"ok": True}
+    return OK
 
 
 @asynccontextmanager

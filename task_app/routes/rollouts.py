@@ -6,6 +6,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.base import Reply
 from shared_schemas.rollouts import (
     Id,
     Rollout,
@@ -16,6 +17,7 @@ from shared_schemas.rollouts import (
     RolloutsAccepted,
 )
 from task_app.errors import InvalidRequest
+from task_app.rollouts.runs import RunState
 from task_app.routes.wire import ForeignBody
 from task_app.services import services_of
 
@@ -25,7 +27,7 @@ JSON = "application/json"
 
 
 @router.post("", status_code=202)
-async def accept(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
+async def accept_rollouts(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
     """Queue rollouts; posting the same id with the same body again changes nothing."""
     services = services_of(request)
     services.captures.address = request.scope.get("server")
@@ -33,7 +35,7 @@ async def accept(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
 
 
 @router.get("", response_model=RolloutPage)
-async def poll(
+async def poll_rollouts(
     request: Request,
     run_id: Annotated[Id, Query()],
     cursor: Annotated[str | None, Query(max_length=200)] = None,
@@ -49,19 +51,19 @@ async def poll(
 
 
 @router.post("/ack")
-async def ack(request: Request, body: RolloutAck) -> RolloutAcked:
+async def ack_rollouts(request: Request, body: RolloutAck) -> RolloutAcked:
     """Forget rollouts that the caller has stored."""
     return services_of(request).runner.results.ack(body)
 
 
 @router.get("/{rollout_id:path}", response_model=Rollout)
-async def state(request: Request, rollout_id: str) -> Response:
+async def show_rollout(request: Request, rollout_id: str) -> Response:
     """One rollout; a finished one has its trajectory."""
     return Response(services_of(request).runner.state(rollout_id), media_type=JSON)
 
 
 @router.delete("/{rollout_id:path}", response_model=Rollout)
-async def cancel(request: Request, rollout_id: str) -> Response:
+async def cancel_rollout(request: Request, rollout_id: str) -> Response:
     """End an unfinished rollout and return its state; repeating this changes nothing."""
     return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
 
@@ -73,8 +75,38 @@ class RunAbort(ForeignBody):
     run_id: Id = Field(description="known or not; a run may be aborted before it starts")
 
 
-@runs_router.post("/abort")
-async def abort(request: Request, body: RunAbort) -> dict[str, Any]:
+class RolloutCounts(Reply):
+    """Rollouts of a run: the unfinished ones, and the ended ones by how they ended."""
+
+    unfinished: int
+    finished: int
+    failed: int
+    cancelled: int
+
+
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+
+
+class RunReply(Reply):
+    """A run with its counts; times are UTC, or null for an event that has not happened."""
+
+    run_id: str
+    status: RunState
+    started_at: Time | None
+    finished_at: Time | None
+    aborted_at: Time | None
+    rollouts: RolloutCounts
+
+
+class RunAbortReply(RunReply):
+    """The run after the abort, and the number of rollouts that it ended."""
+
+    ok: bool
+    stopped: int
+
+
+@runs_router.post("/abort", response_model=RunAbortReply)
+async def abort_run(request: Request, body: RunAbort) -> dict[str, Any]:
     """End the unfinished rollouts of a run, and start nothing more under its id.
 
     Repeating this changes nothing, and finished rollouts stay finished.
@@ -83,7 +115,7 @@ async def abort(request: Request, body: RunAbort) -> dict[str, Any]:
     return {"ok": True, "run_id": body.run_id, "stopped": stopped, **run.to_json()}
 
 
-@runs_router.get("/status/{run_id:path}")
-async def status(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
+@runs_router.get("/status/{run_id:path}", response_model=RunReply)
+async def show_run(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
     """The state of a run (running, completed, failed if nothing finished, or aborted) with its counts."""
     return {"run_id": run_id, **services_of(request).runner.runs.get(run_id).to_json()}

@@ -12,12 +12,14 @@ from prometheus_client.core import (
     Metric,
 )
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
-from service_kit.observed import metrics_response
+from service_kit.observed import METRICS_CONTENT, metrics_response
 from shared_schemas.base import Body
+from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
 from task_app.environment_calls import list_tools, reset_environment
@@ -26,6 +28,15 @@ from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.observing.metrics import Metrics
 from task_app.protocols import Environment
+from task_app.routes.service_replies import (
+    HealthAuth,
+    HealthReply,
+    HealthService,
+    InfoReply,
+    RootReply,
+    TaskInfo,
+    TaskSetInfo,
+)
 from task_app.routes.wire import legacy_observation, observation_json
 from task_app.services import Services, services_of
 
@@ -36,12 +47,12 @@ SERVICE = "turnwise-task-app"
 
 @router.head("/", include_in_schema=False)
 @router.get("/")
-async def root() -> dict[str, str]:
-    return {"status": "ok", "service": SERVICE}
+async def show_root() -> RootReply:
+    return RootReply(status="ok", service=SERVICE)
 
 
-@router.get("/health")
-async def health(request: Request) -> dict[str, Any]:
+@router.get("/health", response_model_exclude_none=True)
+async def show_health(request: Request) -> HealthReply:
     """Whether the service is healthy; a request with an API key also learns whether the key is valid."""
     keys = services_of(request).keys
     if not keys.configured and keys.needed:
@@ -50,16 +61,18 @@ async def health(request: Request) -> dict[str, Any]:
         raise ShuttingDown(
             "draining: running work may end and be fetched, nothing new is taken", code="draining"
         )
-    answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": keys.configured}}
-    answer["service"] = {"base_url": str(request.base_url).rstrip("/")}
     headers = request.scope["headers"]
-    if presented_keys(headers):
-        answer["authorized"] = keys.match(headers) or not keys.configured
-    return answer
+    return HealthReply(
+        healthy=True,
+        status="healthy",
+        auth=HealthAuth(required=keys.configured),
+        service=HealthService(base_url=str(request.base_url).rstrip("/")),
+        authorized=(keys.match(headers) or not keys.configured) if presented_keys(headers) else None,
+    )
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(request: Request) -> Response:
+@router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
+async def show_metrics(request: Request) -> Response:
     """Counts, latencies and current state in Prometheus' text format (docs/operations.md)."""
     services, sockets = services_of(request), request.app.state.openenv_sockets.open
     return metrics_response(
@@ -75,10 +88,18 @@ SEED_RANGE = [0, 2**31 - 2]
 QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 
-@info_router.get("/info")
-async def info(request: Request) -> dict[str, Any]:
+@info_router.get("/info", response_model=InfoReply)
+async def show_info(request: Request) -> Response:
     """What the service offers, and its limits, in both published shapes."""
-    services = services_of(request)
+    return _reply(_info(services_of(request), request))
+
+
+def _reply(content: Any) -> Response:
+    """Settings of plug-ins as JSON: an infinite default is null, and lone surrogates are replaced."""
+    return Response(to_json(encodable_json(content), inf_nan_mode="null"), media_type="application/json")
+
+
+def _info(services: Services, request: Request) -> dict[str, Any]:
     return {
         "service": {
             "name": SERVICE,
@@ -117,13 +138,13 @@ async def info(request: Request) -> dict[str, Any]:
     }
 
 
-@info_router.get("/task_info")
-async def task_info(
+@info_router.get("/task_info", response_model=TaskSetInfo | TaskInfo | tuple[TaskInfo, ...])
+async def show_task_info(
     request: Request,
     seed: Annotated[tuple[QuerySeed, ...], Query()] = (),
     seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
     env_name: Annotated[str | None, Query(max_length=200)] = None,
-) -> Any:
+) -> Response:
     """The set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
     services = services_of(request)
     seeds_in_order = (*seed, *seeds)
@@ -135,16 +156,15 @@ async def task_info(
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
     environment = services.boards.environment(name, {})
     if not seeds_in_order:
-        return {
-            **_about(services, environment, await services.tools_of(environment)),
-            "taskset": _taskset(name, environment, services.boards.environment_plugin(name).config()),
-            "environments": sorted(services.boards.environments),
-        }
+        about = _about(services, environment, await services.tools_of(environment))
+        taskset = _taskset(name, environment, services.boards.environment_plugin(name).config())
+        every_name = sorted(services.boards.environments)
+        return _reply({**about, "taskset": taskset, "environments": every_name})
     try:
         tasks = [await _task(services, environment, number) for number in seeds_in_order]
     finally:
         begin_close(environment)
-    return tasks[0] if len(tasks) == 1 else tasks
+    return _reply(tasks[0] if len(tasks) == 1 else tasks)
 
 
 def _endpoints(paths: Iterable[str]) -> dict[str, list[str]]:

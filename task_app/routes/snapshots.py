@@ -12,11 +12,15 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.base import Reply
+from shared_schemas.messages import ToolSpec
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import InferenceKey
+from shared_schemas.trajectory import StepMetadata
 from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
-from task_app.routes.wire import EnvId, ForeignBody, ReplyJSON, observation_json
+from task_app.routes.policy import PolicyCreateReply
+from task_app.routes.wire import EnvId, ForeignBody, ObservationReply, ReplyJSON, observation_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.sessions.snapshots import FROM_SNAPSHOT, EnvironmentSnapshot, PolicySnapshot
@@ -52,8 +56,63 @@ class PolicyRestore(Restore):
     )
 
 
-@router.post("/env/snapshot")
-async def snapshot_environment(request: Request, body: EnvSnapshotRequest) -> Response:
+class SnapshotReply(Reply):
+    """A snapshot by value, and the id under which it is held here for a while."""
+
+    snapshot_id: str | None = Field(description="null: it is too large to be held")
+    snapshot: str
+    size: int = Field(description="bytes, before it became text")
+    rl_run_id: str | None
+    path: str | None = Field(description="null: no file is written")
+    notes: tuple[str, ...]
+
+
+class EnvSnapshotInfo(Reply):
+    env_name: str
+    seed: int
+    turn: int
+
+
+class EnvSnapshotReply(SnapshotReply):
+    step_idx: int
+    info: EnvSnapshotInfo
+
+
+class PolicySnapshotInfo(Reply):
+    policy_name: str
+    turn: int
+    bound_env_id: str | None
+
+
+class PolicySnapshotReply(SnapshotReply):
+    info: PolicySnapshotInfo
+
+
+class EnvRestoreInfo(Reply):
+    seed: int
+    turn: int
+    done: bool
+    tools: tuple[ToolSpec, ...]
+
+
+class EnvRestoreReply(Reply):
+    """A new environment in the state of the snapshot; `metadata` is that of its last decision."""
+
+    env_id: str
+    observation: ObservationReply
+    info: EnvRestoreInfo
+    step_idx: int
+    metadata: StepMetadata
+
+
+class PolicyRestoreReply(PolicyCreateReply):
+    """A new policy in the state of the snapshot, which had taken `turn` decisions."""
+
+    turn: int
+
+
+@router.post("/env/snapshot", response_model=EnvSnapshotReply)
+async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
     """A snapshot of the whole session, which goes on unchanged."""
     services = services_of(request)
     session = services.environments.get(body.env_id, where="env_id")
@@ -65,8 +124,8 @@ async def snapshot_environment(request: Request, body: EnvSnapshotRequest) -> Re
     return _reply(services, data, rl_run_id=facts.rl_run_id, more={"step_idx": facts.step_idx, "info": info})
 
 
-@router.post("/env/restore")
-async def restore_environment(request: Request, body: Restore) -> Response:
+@router.post("/env/restore", response_model=EnvRestoreReply)
+async def restore_env(request: Request, body: Restore) -> Response:
     """A new session that continues from the snapshot: equal calls give equal observations and rewards."""
     services = services_of(request)
     services.environments.check_capacity()
@@ -86,7 +145,7 @@ async def restore_environment(request: Request, body: Restore) -> Response:
     )
 
 
-@router.post("/policy/snapshot")
+@router.post("/policy/snapshot", response_model=PolicySnapshotReply)
 async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Response:
     """A snapshot of the policy with its generator, memory and count of decisions, without its
     inference_key."""
@@ -101,7 +160,7 @@ async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Resp
 
 
 @router.post("/policy/restore")
-async def restore_policy(request: Request, body: PolicyRestore) -> dict[str, str | int | None]:
+async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestoreReply:
     """A new policy that continues from the snapshot, bound as before or to `bound_env_id`."""
     services = services_of(request)
     services.policies.check_capacity()
@@ -111,7 +170,7 @@ async def restore_policy(request: Request, body: PolicyRestore) -> dict[str, str
     session = snapshot.session(services.boards, context)
     bound_env_id = body.bound_env_id or snapshot.bound_env_id
     policy_id = add_policy(services, session, bound_env_id=bound_env_id, switches=snapshot.step_rewards)
-    return {"policy_id": policy_id, "bound_env_id": bound_env_id, "turn": session.turn}
+    return PolicyRestoreReply(policy_id=policy_id, bound_env_id=bound_env_id, turn=session.turn)
 
 
 def add_policy(
@@ -178,8 +237,15 @@ class Branch(ForeignBody):
     max_branches: int = Field(default=10, ge=1, description="largest num_children")
 
 
+class BranchReply(Reply):
+    """The ids of the copies, by the id of the session that was copied."""
+
+    env_branches: Children
+    policy_branches: Children
+
+
 @router.post("/branch")
-async def branch(request: Request, body: Branch) -> dict[str, Children]:
+async def branch_sessions(request: Request, body: Branch) -> BranchReply:
     """Copy sessions `num_children` times: all of them, or none.
 
     A policy whose environment is copied too is bound copy by copy to the environment's copies; otherwise its
@@ -198,7 +264,7 @@ async def branch(request: Request, body: Branch) -> dict[str, Children]:
     except TaskAppError:
         _forget(services, children)
         raise
-    return children
+    return BranchReply.model_validate(children)
 
 
 def _check(services: Services, body: Branch) -> None:

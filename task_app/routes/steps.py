@@ -12,11 +12,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import JSON_BODY
 from service_kit.problems import problem_response
-from shared_schemas.base import Body
+from shared_schemas.base import Body, Reply
+from shared_schemas.problem import Problem
 from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest, TaskAppError, boundary
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
-from task_app.routes.wire import LONGEST_ID, EnvId, ForeignBody, ReplyJSON, reply_body, step_json
+from task_app.routes.wire import (
+    LONGEST_ID,
+    EnvId,
+    EnvStepReply,
+    ForeignBody,
+    ReplyJSON,
+    reply_body,
+    step_json,
+)
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 from task_app.sessions.sessions import EnvironmentSession
@@ -43,15 +52,36 @@ class EnvStepMany(Body):
     steps: tuple[EnvStep, ...] = Field(min_length=1)
 
 
-@router.post("/step")
-async def step(request: Request, body: EnvStep) -> Response:
+class StepResult(EnvStepReply):
+    """A decision that was carried out."""
+
+    env_id: str
+    status: int
+
+
+class StepRefusal(Reply):
+    """A decision that was refused, and took no step."""
+
+    env_id: str
+    status: int
+    problem: Problem
+
+
+class EnvStepManyReply(Reply):
+    """The result of each decision, in their order."""
+
+    results: tuple[StepResult | StepRefusal, ...]
+
+
+@router.post("/step", response_model=EnvStepReply)
+async def step_env(request: Request, body: EnvStep) -> Response:
     """Carry out the calls of one decision; a refused call runs one noop, and `info` says why."""
     services = services_of(request)
     session = services.environments.get(body.env_id, where="env_id")
     return ReplyJSON(await decide(services, session, body.tool_calls))
 
 
-@router.post("/step_many")
+@router.post("/step_many", response_model=EnvStepManyReply)
 async def step_many(request: Request, body: EnvStepMany) -> Response:
     """Carry out many decisions in order.
 
@@ -134,7 +164,7 @@ def _requests(
 
 
 # The route of the slow path; metrics count both paths under it.
-ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step")
+ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step_env")
 KEYS = EnvStep.model_fields.keys()
 JSON = b"application/json"
 

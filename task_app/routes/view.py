@@ -57,8 +57,14 @@ HEADERS = {
 }
 
 
-@router.get("/{env_id}/view", response_class=HTMLResponse)
-async def view(request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
+@router.get(
+    "/{env_id}/view",
+    response_class=HTMLResponse,
+    responses={304: {"description": "The page is as the request's If-None-Match has it"}},
+)
+async def show_env_page(
+    request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]
+) -> Response:
     """A page with picture, text, facts and last decisions; a browser sends the API key as a password."""
     services = services_of(request)
     session = services.environments.find(env_id)
@@ -159,8 +165,14 @@ FrameSeconds = Annotated[float, Query(ge=0.02, le=10.0, allow_inf_nan=False)]
 EVERY = "X-Frames-Every"
 
 
-@frames_router.get("/env/{env_id}/frame")
-async def frame(
+_PICTURE = {"schema": {"type": "string", "format": "binary"}}
+_PNG, _GIF = {"image/png": _PICTURE}, {"image/gif": _PICTURE}
+# Of a rollout whose own id ends with "/frames".
+_ROLLOUT = {"application/json": {"schema": {"$ref": "#/components/schemas/Rollout"}}}
+
+
+@frames_router.get("/env/{env_id}/frame", response_class=Response, responses={200: {"content": _PNG}})
+async def draw_env(
     request: Request,
     env_id: Annotated[str, Path(min_length=1, max_length=200)],
     width: Side = 288,
@@ -182,8 +194,12 @@ async def frame(
     return Response(picture, media_type="image/png")
 
 
-@frames_router.get("/rollouts/{rollout_id:path}/frames")
-async def frames(
+@frames_router.get(
+    "/rollouts/{rollout_id:path}/frames",
+    response_class=Response,
+    responses={200: {"content": _GIF | _PNG | _ROLLOUT}},
+)
+async def draw_rollout(
     request: Request,
     rollout_id: str,
     turn: Annotated[int | None, Query(ge=0, description="0 is the start")] = None,
@@ -219,7 +235,7 @@ async def frames(
 
 
 @frames_router.post("/replay")
-async def replay(request: Request, body: ReplayRequest) -> ReplayReply:
+async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
     """PNGs and snapshots of an episode that is recorded in the body, after each of the turns named.
 
     The episode is played again from its seed and calls. 409 `replay_departs`: it is another one than the

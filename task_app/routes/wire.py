@@ -1,5 +1,9 @@
 """Pure: observations, outcomes and actions as routes return them, and the base of bodies with a given
-shape."""
+shape.
+
+The models of replies are what /openapi.json declares. FastAPI validates no reply that a route made as a
+Response, and here that would cost more than a step; tests hold real replies against the document.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +11,13 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 
-from shared_schemas.base import OpenBody
+from shared_schemas.base import OpenBody, Reply
 from shared_schemas.messages import Message
-from shared_schemas.rewards import TrainingSwitches
+from shared_schemas.rewards import RewardPart, TrainingSwitches
 from shared_schemas.trajectory import StepMetadata
 from task_app.episode.actions import Action
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
@@ -40,8 +44,27 @@ def reply_body(content: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def observation_json(observation: Observation) -> dict[str, Any]:
+class Ok(Reply):
+    """The request was carried out; what fails is answered with a problem."""
+
+    ok: bool
+
+
+OK = Ok(ok=True)
+
+
+class ObservationReply(Reply):
     """The fields that an observation has in every mode (DESIGN.md 4.2), with its text and data."""
+
+    text: str
+    data: dict[str, Any] = Field(description="the environment's own")
+    achievements_status: dict[str, bool]
+    achievements_counts: dict[str, int]
+    reward_last_step: float
+
+
+def observation_json(observation: Observation) -> dict[str, Any]:
+    """The JSON of an `ObservationReply`."""
     counts = dict(observation.achievements_counts)
     return {
         "text": observation.text,
@@ -52,10 +75,35 @@ def observation_json(observation: Observation) -> dict[str, Any]:
     }
 
 
+class StepReplyInfo(Reply):
+    """Facts about a decision that no reward depends on."""
+
+    turn: int
+    achievements_added: tuple[str, ...]
+    invalid_reason: str | None
+    executed_actions: tuple[str, ...]
+    tool_result: str
+
+
+class EnvStepReply(Reply):
+    """What a decision did and earned; `reward` is the sum of `env_rewards`."""
+
+    observation: ObservationReply
+    reward: float
+    done: bool
+    terminated: bool
+    truncated: bool
+    env_rewards: tuple[float, ...] = Field(description="[S] reward of each env step")
+    reward_parts: tuple[RewardPart, ...]
+    step_idx: int = Field(description="env steps of the episode so far")
+    info: StepReplyInfo
+    metadata: StepMetadata
+
+
 def step_json(
     before: Observation, outcome: DecisionOutcome, *, turn: int, step_idx: int, metadata: StepMetadata
 ) -> dict[str, Any]:
-    """The reply of POST /env/step; `reward` is the sum of `env_rewards`."""
+    """The JSON of an `EnvStepReply`."""
     after = outcome.observation
     return {
         "observation": observation_json(after),
@@ -132,6 +180,10 @@ class ForeignBody(OpenBody):
         return body
 
 
+# Of a body that may be absent. With `| None` instead, generated clients send one that is no JSON.
+NULL_IS_EMPTY = BeforeValidator(lambda body: {} if body is None else body)
+
+
 class CreateBody(ForeignBody):
     """The body of a request that creates something; switches of decision rewards stand in `config` or a
     table."""
@@ -153,8 +205,15 @@ class CreateBody(ForeignBody):
         return body
 
 
+class LegacyObservation(ObservationReply):
+    """An observation for older clients, with `inventory` and `position` of its data at the top level."""
+
+    inventory: Any = None
+    player_position: Any = None
+
+
 def legacy_observation(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """An observation with `inventory` and `player_position` at the top level, for older clients."""
+    """The JSON of a `LegacyObservation`."""
     data = observation["data"]
     values = {"inventory": data.get("inventory"), "player_position": data.get("position")}
     return {**observation, **{name: value for name, value in values.items() if value is not None}}

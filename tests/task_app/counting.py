@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from task_app.errors import EpisodeOver
 from task_app.plugins import POLICIES, EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, PolicyObservation, ToolRequest
 from task_app.settings import Settings
+from tests.openapi import Document
 
 KEY = "the-primary-key-of-the-tests"
 
@@ -181,16 +183,27 @@ def rollout(rollout_id: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+@cache
+def openapi() -> Document:
+    """What the task app declares; plug-ins are no part of it."""
+    return Document(create_app(Settings(api_keys=(KEY,))).openapi())
+
+
 @asynccontextmanager
 async def running_app(
     plug_boards: PlugBoards | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a started app, without a socket; it sends the key."""
+    """A client of a started app, without a socket; it sends the key.
+
+    Every answer is held against /openapi.json, which FastAPI does for none that is made as a Response.
+    """
     app = create_app(Settings(api_keys=(KEY,), **settings), boards=plug_boards or boards())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    headers = {"X-API-Key": KEY}
+    headers, hooks = {"X-API-Key": KEY}, {"response": [openapi().check]}
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://task-app", headers=headers) as client,
+        httpx.AsyncClient(
+            transport=transport, base_url="http://task-app", headers=headers, event_hooks=hooks
+        ) as client,
     ):
         yield client

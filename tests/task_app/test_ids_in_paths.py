@@ -68,3 +68,12 @@ async def test_a_misspelt_key_is_refused_there_too():
         told = await refused(client, f"/env/{ids['env']}/reset", sed=7)
     assert told[0] == 422
     assert "Did you mean 'seed'" in told[3]
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"{}"])
+async def test_a_body_that_says_nothing_may_be_absent_null_or_empty(body):
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client)
+        for path in (f"/env/{env_id}/reset", f"/env/{env_id}/snapshot", "/openenv/crafter/reset"):
+            answer = await client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 200, answer.text

@@ -1,10 +1,12 @@
 """/info and /task_info: both known shapes at once."""
 
 import asyncio
+from dataclasses import replace
 
-from task_app.plugins import POLICIES, default_plug_boards
+from shared_schemas.base import Body
+from task_app.plugins import POLICIES, EnvironmentPlugin, default_plug_boards
 from task_app.settings import Settings
-from tests.task_app.counting import boards, running_app
+from tests.task_app.counting import CountingEnvironment, boards, running_app
 from tests.task_app.slow import Gates, slow_boards
 
 
@@ -25,6 +27,21 @@ async def test_info_shows_the_service_its_limits_and_its_plug_ins():
     textarena = info["environment_prefixes"]["textarena"]
     assert textarena["env_name"] == "textarena:ID" and "game" in textarena["config"]["properties"]
     assert "TURNWISE_TEXTARENA_PYTHON" in textarena["how"]
+
+
+async def test_a_config_that_json_cannot_hold_is_described_all_the_same():
+    class Odd(Body):
+        bound: float = float("inf")
+        word: str = "a\ud800"
+
+    found = boards()
+    odd = EnvironmentPlugin(Odd, lambda config: CountingEnvironment())
+    found = replace(found, environments={**found.environments, "odd": odd})
+    async with running_app(found) as client:
+        properties = (await client.get("/info")).json()["environments"]["odd"]["properties"]
+        taskset = (await client.get("/task_info", params={"env_name": "odd"})).json()["taskset"]
+    assert {name: one["default"] for name, one in properties.items()} == {"bound": None, "word": "a?"}
+    assert taskset["config"] == {"bound": None, "word": "a?"}
 
 
 async def test_every_endpoint_that_info_names_exists():

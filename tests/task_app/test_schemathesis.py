@@ -14,7 +14,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from openapi_spec_validator import validate
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
-from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
@@ -24,6 +28,9 @@ from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout
 from tests.task_app.interactions.users import Noted
 
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance
+]  # fmt: skip
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
 NOTED = InteractionEntry("noted", Noted, {})
 APP = create_app(
@@ -79,9 +86,7 @@ def check(case: schemathesis.Case, answer: Any) -> None:
     if answer.status_code >= 400 and answer.request.method != "HEAD" and not speaks_a_dialect:
         assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE, answer.text
         assert Problem.model_validate_json(answer.content).status == answer.status_code
-    case.validate_response(
-        answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance]
-    )
+    case.validate_response(answer, checks=CHECKS)
 
 
 def test_the_document_is_valid_openapi():

@@ -21,11 +21,18 @@ class CallOpening:
         lead: what the template writes before the call: the end of reasoning that the prompt has begun. An
             empty block of reasoning is left out, since templates drop it from earlier answers.
         before_name, after_name: of the call, around the name of its tool.
+        rest: the arguments of `chat_check.CALL`, and the end of the call.
     """
 
     lead: str
     before_name: str
     after_name: str
+    rest: str
+
+    def carries(self, name: str, tool_format: ToolFormat) -> bool:
+        """Whether a whole call of this tool would be read: a quotation mark ends the name in JSON."""
+        written = self.before_name + name + self.after_name + self.rest
+        return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
         """Return the opening without `lead`; None: the model is to write the name too.
@@ -38,16 +45,21 @@ class CallOpening:
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call that the template writes; None if it cannot be told from that."""
+    """Read the opening from a call that the template writes.
+
+    None if it cannot be told from that, or if the format would not read the call.
+    """
     try:
         written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
     except BadChatRequest:
         return None
-    before, name, after = (written or "").partition(NAME)
+    end = renderer.tokenizer.eos_token or ""
+    before, name, after = (written or "").removesuffix(end).partition(NAME)
     length = after.find(tool_format.arguments_start)
     if not name or length < 0:
         return None
     starts = [before.find(opener) for opener in tool_format.openers if opener and opener in before]
     start = min(starts, default=0)
     lead = "" if THINK_START in before[:start] else before[:start]
-    return CallOpening(lead, before[start:], after[:length])
+    opening = CallOpening(lead, before[start:], after[:length], after[length:])
+    return opening if opening.carries(NAME, tool_format) else None

@@ -297,8 +297,7 @@ class TokenizeEndpoint(_Endpoint):
         request = read_chat_request(await whole_body(receive), self._limits.leaves_out, TokenizeRequest)
         policy = find_policy(request.model, self._policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
-        text = policy.renderer.prompt_text(request.messages, request.active_tools)
-        ids = await asyncio.to_thread(policy.renderer.encode, text)
+        ids = await asyncio.to_thread(policy.renderer.prompt_ids, request.messages, request.active_tools)
         limit = policy.engine.max_model_len
         await json_response(send, {"count": len(ids), "max_model_len": limit, "tokens": ids})
 

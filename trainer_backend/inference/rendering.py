@@ -120,6 +120,10 @@ class ChatRenderer:
             ) from error
         return [str(text) for text in texts]
 
+    def prompt_ids(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
+        """Return the ids that the model continues."""
+        return self.encode(self.prompt_text(messages, tools))
+
     def refuse_unread_settings(self, settings: JsonObject) -> None:
         """Refuse settings that the chat template does not read: jinja ignores them.
 

@@ -91,12 +91,15 @@ class ServedPolicy:
         self.left_out: Counter[str] = Counter()
 
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the tool's name for the opening of a forced call; None where the model writes it, or where
-        a call of these tools has none.
+        """Return the tool's name for the opening of a forced call.
+
+        None where the model writes it, as it does a name that the template would not escape, or where a call
+        of these tools has none.
         """
-        if len(tools) != 1 or self.tool_format.leaves_out_name(tools):
+        if self.call_opening is None or len(tools) != 1 or self.tool_format.leaves_out_name(tools):
             return None
-        return str(tools[0]["function"]["name"])
+        name = str(tools[0]["function"]["name"])
+        return name if self.call_opening.carries(name, self.tool_format) else None
 
 
 def find_policy(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:

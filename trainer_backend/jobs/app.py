@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import structlog
@@ -62,6 +63,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
         version=version(),
         docs_url=None,
         redoc_url=None,
+        generate_unique_id_function=attrgetter("name"),  # generated clients name their functions by it
         responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )

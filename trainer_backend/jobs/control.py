@@ -12,7 +12,7 @@ router = APIRouter(tags=["jobs"])
 
 
 @router.post("/jobs/{job_id}/pause")
-async def pause(request: Request, job_id: str) -> JobView:
+async def pause_job(request: Request, job_id: str) -> JobView:
     """Save finished work and end the process; the job is `pausing` until then.
 
     A queued job waits for `resume`.
@@ -21,13 +21,13 @@ async def pause(request: Request, job_id: str) -> JobView:
 
 
 @router.post("/jobs/{job_id}/resume")
-async def resume(request: Request, job_id: str) -> JobView:
+async def resume_job(request: Request, job_id: str) -> JobView:
     """Queue a paused, failed or cancelled job again; it continues from its newest checkpoint."""
     return await _apply(service_of(request), "resume", job_id)
 
 
 @router.post("/jobs/{job_id}/cancel")
-async def cancel(request: Request, job_id: str) -> JobView:
+async def cancel_job(request: Request, job_id: str) -> JobView:
     """End a job for good; it is `cancelling` until its process has saved. Its results stay."""
     return await _apply(service_of(request), "cancel", job_id)
 

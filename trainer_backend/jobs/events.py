@@ -67,7 +67,7 @@ class EventsQuery(Body):
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
-async def events(
+async def stream_job_events(
     request: Request,
     job_id: str,
     query: Annotated[EventsQuery, Query()],

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import Field
-from starlette.responses import PlainTextResponse
 
+from service_kit.observed import METRICS_CONTENT
 from service_kit.release import version
 from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
@@ -124,7 +124,7 @@ async def show_job(request: Request, job_id: str) -> JobView:
     response_class=Response,
     responses={200: {"content": {"application/toml": {"schema": {"type": "string"}}}}},
 )
-async def show_config(request: Request, job_id: str) -> Response:
+async def show_job_config(request: Request, job_id: str) -> Response:
     """Return the job's TOML with every default filled in; it can be posted again."""
     job = await find_job(service_of(request), job_id)
     return Response(job.config, media_type="application/toml")
@@ -157,41 +157,77 @@ class Health(Body):
 
 
 @info_router.get("/health")
-async def health(request: Request) -> Health:
+async def show_health(request: Request) -> Health:
     """Report that the service lives; needs no key."""
     return Health(store="up" if service_of(request).watcher.figures.store_up else "away")
 
 
+class ServiceInfo(Body):
+    name: str
+    version: str
+    home: str
+
+
+class Limits(Body):
+    max_jobs: int
+    restarts: int
+    stop_grace_s: float
+    max_body_bytes: int
+    max_streams: int
+
+
+class PostedJobs(Body):
+    """What posted jobs may name, besides what needs no permission."""
+
+    roots: tuple[str, ...]
+    task_urls: tuple[str, ...]
+    inference_hosts: tuple[str, ...]
+    key_variables: tuple[str, ...]
+    models: tuple[str, ...]
+    gateway_host: str | None
+
+
+class Info(Body):
+    """The service; `runs_jobs` is whether it trains jobs itself, and does not only show them."""
+
+    service: ServiceInfo
+    store: str
+    data_dir: str
+    runs_jobs: bool
+    limits: Limits
+    posted_jobs: PostedJobs
+
+
 @info_router.get("/info")
-async def info(request: Request) -> dict[str, Any]:
+async def show_info(request: Request) -> Info:
     """Describe the service and what posted jobs may name."""
     service = service_of(request)
     bounds, rules = service.settings.bounds, service.settings.rules
-    return {
-        "service": {"name": SERVICE, "version": version(), "home": service.data.home},
-        "store": service.store.shown,
-        "data_dir": str(service.data.path),
-        "runs_jobs": service.supervisor is not None,
-        "limits": {
-            "max_jobs": rules.max_jobs,
-            "restarts": rules.restarts,
-            "stop_grace_s": rules.grace_s,
-            "max_body_bytes": service.settings.max_body_bytes,
-            "max_streams": service.settings.max_streams,
-        },
-        "posted_jobs": {
-            "roots": [*map(str, bounds.roots), str(bounds.data_dir)],
-            "task_urls": sorted(bounds.task_urls),
-            "inference_hosts": sorted(bounds.inference_hosts),
-            "key_variables": sorted(bounds.key_variables),
-            "models": list(bounds.models),
-            "gateway_host": bounds.gateway_host,
-        },
-    }
+    return Info(
+        service=ServiceInfo(name=SERVICE, version=version(), home=service.data.home),
+        store=service.store.shown,
+        data_dir=str(service.data.path),
+        runs_jobs=service.supervisor is not None,
+        limits=Limits(
+            max_jobs=rules.max_jobs,
+            restarts=rules.restarts,
+            stop_grace_s=rules.grace_s,
+            max_body_bytes=service.settings.max_body_bytes,
+            max_streams=service.settings.max_streams,
+        ),
+        posted_jobs=PostedJobs(
+            roots=(*map(str, bounds.roots), str(bounds.data_dir)),
+            task_urls=tuple(sorted(bounds.task_urls)),
+            inference_hosts=tuple(sorted(bounds.inference_hosts)),
+            key_variables=tuple(sorted(bounds.key_variables)),
+            models=bounds.models,
+            gateway_host=bounds.gateway_host,
+        ),
+    )
 
 
-@info_router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+@info_router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
+async def show_metrics(request: Request) -> Response:
     """Return the service's counts and the last numbers of running jobs in Prometheus' text format."""
     service = service_of(request)
     accept = request.headers.get("accept", "")

@@ -72,7 +72,7 @@ class LogQuery(Body):
 
 
 @router.get("/jobs/{job_id}/metrics")
-async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
+async def show_job_metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
     """Read curves of a run by metric name; docs/metrics.md describes each."""
     service = service_of(request)
     job = await find_job(service, job_id)
@@ -88,7 +88,7 @@ async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, 
 
 
 @router.get("/jobs/{job_id}/log")
-async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
+async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
     """Read lines of a run's logs; of a long log the last megabyte."""
     service = service_of(request)
     return await service.ask(_log, await find_job(service, job_id), query)

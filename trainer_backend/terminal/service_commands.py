@@ -44,7 +44,7 @@ def serve_model(
     structured_output: Annotated[
         StructuredOutput,
         typer.Option(
-            help="what becomes of a response_format, which nothing enforces here: drop says so in a header"
+            help="leave out a response_format, which is not enforced here, and say so in a header, or refuse"
         ),
     ] = StructuredOutput.DROP,
     overrides: Overrides = None,

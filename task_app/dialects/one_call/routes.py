@@ -11,13 +11,24 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import Seed
+from task_app.dialects.one_call.reply_models import LegacyRolloutReply
 from task_app.dialects.one_call.request import LegacyRollout, legacy_calls
 from task_app.dialects.one_call.rollout import legacy_rollout
 from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, UnknownId
-from task_app.routes.env import EnvCreate, create_session
+from task_app.routes.env import EnvCreate, EnvCreateReply, create_session
 from task_app.routes.steps import decide
-from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, legacy_observation
+from task_app.routes.wire import (
+    OK,
+    CreateBody,
+    EnvId,
+    EnvStepReply,
+    ForeignBody,
+    LegacyObservation,
+    Ok,
+    ReplyJSON,
+    legacy_observation,
+)
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -44,8 +55,21 @@ class TerminateBody(ForeignBody):
     env_id: EnvId
 
 
-@router.post("/initialize")
-async def initialize(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
+class LegacyCreateReply(EnvCreateReply):
+    """A new environment and its first observation, for older clients."""
+
+    observation: LegacyObservation
+    warnings: tuple[str, ...]
+
+
+class LegacyStepReply(EnvStepReply):
+    """What a decision did and earned, for older clients."""
+
+    observation: LegacyObservation
+
+
+@router.post("/initialize", response_model=LegacyCreateReply)
+async def initialize_env_by_name(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
     """POST /env/create by another name."""
     name = services_of(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
@@ -57,8 +81,8 @@ async def initialize(request: Request, env_name: EnvName, body: InitializeBody) 
     return ReplyJSON(_legacy(reply) | {"warnings": warnings})
 
 
-@router.post("/step")
-async def step(request: Request, env_name: EnvName, body: StepBody) -> Response:
+@router.post("/step", response_model=LegacyStepReply)
+async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) -> Response:
     """POST /env/step; calls in older forms are read as calls of the tool on offer."""
     services = services_of(request)
     session = _session(services, env_name, body.env_id)
@@ -70,12 +94,12 @@ async def step(request: Request, env_name: EnvName, body: StepBody) -> Response:
 
 
 @router.post("/terminate")
-async def terminate(request: Request, env_name: EnvName, body: TerminateBody) -> dict[str, bool]:
+async def terminate_env_by_name(request: Request, env_name: EnvName, body: TerminateBody) -> Ok:
     """Forget the environment."""
     services = services_of(request)
     _session(services, env_name, body.env_id)
     services.environments.remove(body.env_id, where="env_id")
-    return {"ok": True}
+    return OK
 
 
 def _legacy(answer: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +120,8 @@ def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSessi
 rollout_router = APIRouter(tags=["rollouts"])
 
 
-@rollout_router.post("/rollout")
-async def rollout(request: Request, body: LegacyRollout) -> Response:
+@rollout_router.post("/rollout", response_model=LegacyRolloutReply)
+async def play_rollout(request: Request, body: LegacyRollout) -> Response:
     """Play one rollout and reply with it.
 
     A client that disconnects cancels it, unless it sent an Idempotency-Key and may come back for the reply.

@@ -1,5 +1,6 @@
 """What an agent asks of an answer, its form or a call: a server follows it, or it is told as dropped."""
 
+import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -39,11 +40,11 @@ REPLY = completion({"role": "assistant", "content": "{}"})
 
 
 @asynccontextmanager
-async def asking(*answers, **config):
-    """A client of a capture whose policy asks a server, and that server."""
+async def asking(*answers, key=None, **config):
+    """A client of a capture whose policy asks a server with this key, and that server."""
     async with fake_inference(*answers) as server, running_app(boards()) as client:
         spec = {"inference_url": server.url, "model": "m", **config}
-        body = {"policy": {"policy_name": "openai", "config": spec}}
+        body = {"policy": {"policy_name": "openai", "config": spec, "inference_key": key}}
         capture = (await client.post("/captures", json=body)).json()
         client.headers = {"Authorization": f"Bearer {capture['key']}"}
         client.base_url = capture["capture_url"]
@@ -73,6 +74,20 @@ async def test_where_tokens_are_recorded_nothing_that_needs_a_grammar_is_passed_
         assert "parallel_tool_calls, response_format" in warning
     config = OpenAIConfig(inference_url="http://h", model="m", exact_tokens="vllm")
     assert OpenAIAgentPolicy(config).call_options == frozenset(), "vLLM forces a call by a grammar"
+
+
+async def test_a_call_that_our_gateway_could_not_force_is_told_too():
+    def unforced(body):
+        reply = REPLY(body)
+        reply.headers["X-Turnwise-Ignored"] = "tool_choice, of_another_kind"
+        return reply
+
+    async with asking(unforced) as (client, _):
+        call = CALLS["responses"] | {"text": {}, "parallel_tool_calls": True}
+        answer = await client.post("v1/responses", json={"model": "any"} | call)
+        assert answer.headers["X-Turnwise-Ignored"] == "tool_choice"
+        (warning, _) = (await client.post("end")).json()["trajectory"]["warnings"]
+        assert warning.endswith(": tool_choice")
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -116,6 +131,23 @@ async def test_allowed_tools_leave_the_others_out():
         assert body["tool_choice"] == "auto"
 
 
+async def test_a_setting_that_the_config_has_or_leaves_out_is_told_as_without_effect():
+    config = {"extra_body": {"response_format": {"type": "text"}}, "leave_out": ["tool_choice"]}
+    async with asking(REPLY, ask_token_ids=False, **config) as (client, server):
+        answer = await client.post("v1/chat/completions", json={"model": "any"} | CALLS["chat/completions"])
+        assert answer.headers["X-Turnwise-Ignored"] == "response_format, tool_choice"
+        (body,) = server.bodies
+        assert body["response_format"] == {"type": "text"} and "tool_choice" not in body
+
+
+async def test_no_key_breaks_the_header_that_names_it():
+    async with captured(TEXT) as (client, _, _):
+        keys = {"a\r\nSet-Cookie: b": 1, "\x00日": 1} | {f"key {i}": 1 for i in range(2_000)}
+        answer = await client.post("v1/chat/completions", json={"model": "m", "messages": ASKED} | keys)
+        ignored = answer.headers["X-Turnwise-Ignored"]
+        assert ignored.startswith(r"a\r\nSet-Cookie: b, \x00\u65e5, key 0, ") and len(ignored) < 4_000
+
+
 COUNTS = {"messages/count_tokens": "messages", "responses/input_tokens": "responses"}
 
 
@@ -139,6 +171,20 @@ async def test_the_tokens_of_a_prompt_are_counted_by_its_server_without_a_decisi
         assert (await client.get(str(client.base_url)[:-1])).json()["calls"] == 0
 
 
+async def test_a_count_is_of_the_prompt_that_the_config_makes():
+    shown = {"chat_template_kwargs": {"enable_thinking": False}}
+    vllm = {"exact_tokens": "vllm", "temperature": 0.5} | shown
+    other = {"ask_token_ids": False, "max_tokens_name": "max_completion_tokens", "extra_body": {"effort": 1}}
+    for config, reply, expected in (
+        (vllm, '{"count": 1}', {"model": "m", "messages": ASKED} | shown),
+        (other, '{"usage": {"prompt_tokens": 1}}', {"max_completion_tokens": 1, "effort": 1}),
+    ):
+        async with asking(raw(reply), **config) as (client, server):
+            await client.post("v1/messages/count_tokens", json={"model": "any", "messages": ASKED})
+            (body,) = server.bodies
+            assert expected.items() <= body.items() and ("temperature" in body) == (config is other)
+
+
 async def test_a_policy_that_counts_no_tokens_and_a_server_that_does_not_say_so():
     async with captured(TEXT) as (client, _, _):
         answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
@@ -147,6 +193,14 @@ async def test_a_policy_that_counts_no_tokens_and_a_server_that_does_not_say_so(
         answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
         assert answer.status_code == 502 and answer.json()["type"] == "error"
         assert (await client.get(str(client.base_url)[:-1])).json()["status"] == "open"
+
+
+async def test_a_server_that_repeats_the_key_in_place_of_a_count_does_not_tell_it():
+    key = "sk-of-the-server-0123456789"
+    repeated = raw(json.dumps({"usage": {"prompt_tokens": key}}))
+    async with asking(repeated, key=key, ask_token_ids=False) as (client, _):
+        answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+        assert answer.status_code == 502 and key not in answer.text and "[key]" in answer.text
 
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -183,5 +237,10 @@ async def test_models_have_the_form_of_both_clients_and_any_name_is_the_policy_u
         whole = (await client.get("v1/models")).json()
         assert (whole["object"], whole["has_more"], whole["first_id"]) == ("list", False, "policy")
     async with captured(TEXT, models=["small"]) as (client, _, _):
-        answer = await client.get("v1/models/large")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        call = {"model": "large", "messages": ASKED}
+        for answer in (
+            await client.get("v1/models/large"),
+            await client.post("v1/responses/input_tokens", json={"model": "large", "input": "x"}),
+            await client.post("v1/chat/completions", json=call),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -26,6 +26,7 @@ from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 
 torch.set_num_threads(1)
@@ -173,6 +174,18 @@ def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_e
     seen = first.prompt_token_ids + first.choices[0].token_ids
     # Mistral's templates write another call than the one that was sampled, as above.
     assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
+
+
+def test_the_model_writes_a_name_that_would_break_the_call_and_no_call_begins_that_none_would_read(
+    model_folders: Mapping[str, Path],
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    policy = ServedPolicy(WrittenEngine(tokenizer, [], ""), tokenizer)
+    names = ("act", "", "Σ-é.x/y", 'a"b', "a\\b", "a\nb")
+    written = [policy.name_to_write([{"function": {"name": name}}]) for name in names]
+    assert written == ["act", "", "Σ-é.x/y", None, None, None]
+    tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = "mistral"
+    assert ServedPolicy(WrittenEngine(tokenizer, [], ""), tokenizer).call_opening is None
 
 
 @each_family

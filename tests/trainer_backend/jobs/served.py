@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
+from tests.openapi import Document
 from trainer_backend.jobs.app import create_app
 from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.server import open_service
@@ -29,6 +31,13 @@ def checks() -> CheckProcess:
     made = CheckProcess()
     atexit.register(made.close)
     return made
+
+
+@cache
+def openapi() -> Document:
+    """What a service declares, of an app that is not started."""
+    with TemporaryDirectory() as folder, open_service(settings_for(Path(folder)), checks()) as service:
+        return Document(create_app(service).openapi())
 
 
 def acted(run_dir: Path) -> Sequence[str]:
@@ -101,13 +110,17 @@ def document(name: str, **tables: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(settings: Settings, *, killed: bool = False) -> AsyncIterator[Served]:
-    """A service, from its start to its stop in order; `killed`: its processes die with it instead."""
+    """A service, from its start to its stop in order; `killed`: its processes die with it instead.
+
+    Every answer is held against /openapi.json.
+    """
     with open_service(settings, checks(), command=acted) as service:
         app = create_app(service)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        hooks = {"response": [openapi().check]}
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client,
+            httpx.AsyncClient(transport=transport, base_url=ADDRESS, event_hooks=hooks) as client,
         ):
             yield Served(service, client)
             if killed:
