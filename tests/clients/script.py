@@ -93,7 +93,7 @@ def main(home):
         is_scenario = inspect.isfunction(function) and list(inspect.signature(function).parameters) == [
             "server"
         ]
-        if not is_scenario or name.startswith("_") or (chosen and name not in chosen):
+        if not is_scenario or name.startswith("_") or chosen not in (None, name):
             continue
         if setting["kind"] in getattr(function, "kinds", ("capture", "serve")):
             error = _error_of(function, setting, f"{client}.{name}")

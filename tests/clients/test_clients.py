@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from shared_schemas.trajectory import PolicyLogprobs
 from tests.clients.servers import Service, services
 
 HERE = Path(__file__).parent
@@ -30,6 +32,17 @@ CLIENTS = {
     "crewai": "crewai",
     "synth": "synth",
 }
+# A scenario of several calls, and the number of its conversations. dspy and smolagents rewrite their prompts.
+CONVERSATIONS = {
+    "openai": ("tools", 1),
+    "anthropic": ("tool_runner", 1),
+    "agents": ("tools", 2),
+    "langchain": ("agent", 3),
+    "pydantic_ai": ("tools_and_structured", 3),
+    "litellm": ("tools", 4),
+    "instructor": ("asks_again", 2),
+    "crewai": ("structured_after_tools", 3),
+}
 LONGEST_RUN_S = 220
 
 pytestmark = pytest.mark.skipif(ENVIRONMENTS is None, reason="make test-clients builds their environments")
@@ -46,6 +59,17 @@ def test_a_client_works_at_a_capture(client: str, both: Mapping[str, Service], t
     fail_with(play(client, both["capture"], tmp_path))
 
 
+@pytest.mark.parametrize("client", CONVERSATIONS)
+def test_a_client_continues_a_conversation_by_its_exact_tokens(
+    client: str, both: Mapping[str, Service], tmp_path: Path
+) -> None:
+    scenario, count = CONVERSATIONS[client]
+    fail_with(play(client, both["capture"], tmp_path, only=scenario))
+    steps = recorded(both["capture"], f"{client}_client.{scenario}")
+    pairs = zip([None, *steps], steps, strict=False)
+    assert sum(before is None or not continues(before, step) for before, step in pairs) == count < len(steps)
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_works_at_the_gateway(client: str, both: Mapping[str, Service], tmp_path: Path) -> None:
     fail_with(play(client, both["serve"], tmp_path))
@@ -56,10 +80,23 @@ def fail_with(failures: list[str]) -> None:
         pytest.fail("\n\n".join(failures), pytrace=False)
 
 
-def play(client: str, service: Service, folder: Path) -> list[str]:
+def recorded(service: Service, name: str) -> list[PolicyLogprobs]:
+    """The tokens of the decisions in the last capture of a scenario."""
+    path = next(one["path"] for one in reversed(service.recorder.asked[name]) if "/v1/" in one["path"])
+    url = service.setting["url"] + path.partition("/v1/")[0]
+    state = httpx.post(f"{url}/end", headers={"X-API-Key": service.setting["key"]}).json()
+    return [PolicyLogprobs.model_validate(step["policy_logprobs"]) for step in state["trajectory"]["steps"]]
+
+
+def continues(before: PolicyLogprobs, step: PolicyLogprobs) -> bool:
+    whole = before.prompt_ids_reused + len(before.prompt_token_ids) + len(before.token_ids)
+    return step.prompt_ids_reused == whole
+
+
+def play(client: str, service: Service, folder: Path, *, only: str | None = None) -> list[str]:
     """Play the scenarios of a client; each that failed, with its error and its last request and answer."""
     results = folder / "results.jsonl"
-    setting = json.dumps({**service.setting, "results": str(results)})
+    setting = json.dumps({**service.setting, "results": str(results), "only": only})
     command = [f"{ENVIRONMENTS}/{CLIENTS[client]}/bin/python", str(HERE / f"{client}_client.py"), setting]
     process = subprocess.run(
         command,
