@@ -36,6 +36,9 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
+_ROWS_ARE_PLAYED = (
+    "rollout.env_name = 'dialogue' plays prompts, and 'documents' documents; worlds of seeds have no rows."
+)
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 # Stands for a port that the job leaves open; a list of hosts cannot name it.
 _ANY_PORT = 1
@@ -351,4 +354,5 @@ def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where:
     """Convert a task app's refusal, or its word about a plug-in, to an error of the TOML key it refers to."""
     problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
-    return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)
+    hint = problem.hint or (_ROWS_ARE_PLAYED if where.startswith("data.path") else None)
+    return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=hint)
