@@ -33,6 +33,8 @@ REWARD_KEYS = (
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
+# An argument in the form of --set; its value may be a path.
+_OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 # Keys with files of code, and where a run notes the SHA-256 of each (job.code_files).
 DIGESTS = {
     "job.trainer_plugins": "job.trainer_plugins_sha256",
@@ -356,7 +358,7 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError as error:
-        meant = f". Did you mean --set '{path}'?" if "=" in path.name and "." in path.name else ""
+        meant = f". Did you mean --set '{path}'?" if _OVERRIDE.match(str(path)) else ""
         raise JobError(f"{path}: no such file{meant}") from error
     except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error
