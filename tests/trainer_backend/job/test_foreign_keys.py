@@ -98,11 +98,10 @@ def test_a_set_of_another_system_is_refused_with_ours(override: str, told: str):
     assert line.startswith(f"--set {override.partition('=')[0]}=…: {told}")
 
 
-def test_an_argument_in_verls_form_is_refused_with_the_option():
-    with pytest.raises(
-        JobError, match=r"no such file\. Did you mean --set 'algorithm\.adv_estimator=grpo'\?"
-    ):
-        load_job(Path("algorithm.adv_estimator=grpo"))
+@pytest.mark.parametrize("override", ["algorithm.adv_estimator=grpo", "warmup={}", 'data.path="a/b"'])
+def test_an_override_in_the_place_of_a_file_is_refused_with_the_option(override: str):
+    with pytest.raises(JobError, match=re.escape(f"no such file. Did you mean --set '{override}'?")):
+        load_job(Path(override))
 
 
 def test_the_table_vllm_is_told_with_its_place():
