@@ -131,7 +131,7 @@ def test_an_answer_that_cannot_be_taken_is_refused_before_anything_is_played(tmp
         (CHOOSES.replace("def", "async def").format(0), "write def without async"),
         (
             CHOOSES.replace("    def", "    def __init__(self, windw): ...\n    def").format(0),
-            "has the argument 'windw', and there is none for it in [rollout_allocation_schedule]. Did you mean 'window'?",
+            "has the argument 'windw', and there is none for it in [rollout_allocation_schedule]. Did you mean ",
         ),
         (WEIGHS.format(', over="pass"', ONES), "'mine' has over = 'pass'; known: iteration, plan, step"),
         (CHOOSES.format(0) + "class Other(Mine): ...\ndel Mine", "marks nothing with"),
