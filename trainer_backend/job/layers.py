@@ -49,6 +49,8 @@ ALTERNATIVES = (
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *_SWITCHES,
 )
+# What a person may give as a file, and means as an override.
+_OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
     "model.path",

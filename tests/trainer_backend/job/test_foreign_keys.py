@@ -107,10 +107,10 @@ def test_a_set_of_another_system_is_refused_with_ours(override: str, told: str):
     assert line.startswith(f"--set {override.partition('=')[0]}=…: {told}")
 
 
-@pytest.mark.parametrize("argument", ["algorithm.adv_estimator=grpo", "rollout_only.model_path=/a/model"])
-def test_an_argument_in_verls_form_is_refused_with_the_option(argument: str):
-    with pytest.raises(JobError, match=rf"no such file\. Did you mean --set '{re.escape(argument)}'\?"):
-        load_job(Path(argument))
+@pytest.mark.parametrize("override", ["algorithm.adv_estimator=grpo", "warmup={}", "model.path=/a/b"])
+def test_an_override_in_the_place_of_a_file_is_refused_with_the_option(override: str):
+    with pytest.raises(JobError, match=re.escape(f"no such file. Did you mean --set '{override}'?")):
+        load_job(Path(override))
 
 
 def test_the_table_vllm_is_told_with_its_place():
