@@ -33,8 +33,6 @@ REWARD_KEYS = (
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
-# An argument in the form of --set; its value may be a path.
-_OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 # Keys with files of code, and where a run notes the SHA-256 of each (job.code_files).
 DIGESTS = {
     "job.trainer_plugins": "job.trainer_plugins_sha256",
@@ -49,7 +47,7 @@ ALTERNATIVES = (
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *_SWITCHES,
 )
-# What a person may give as a file, and means as an override.
+# What a person may give as a file, and means as an override; its value may be a path.
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
