@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-foreign gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-clients gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -65,6 +65,15 @@ test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP, verifiers, TextAre
 		TURNWISE_TEST_TEXTARENA_PYTHON=$(CURDIR)/build/textarena/bin/python \
 		TURNWISE_TEST_REASONING_GYM_PYTHON=$(CURDIR)/build/reasoning-gym/bin/python \
 		$(BIN)/python -m pytest tests/task_app/environments/foreign
+
+# Libraries of which no environment holds all. What is missing there is skipped in `make test`.
+CLIENTS := $(patsubst tests/clients/environments/%.txt,%,$(wildcard tests/clients/environments/*.txt))
+test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmodified; installs them into build/clients; minutes
+	for name in $(CLIENTS); do \
+		test -x build/clients/$$name/bin/python || $(PYTHON) -m venv build/clients/$$name || exit 1; \
+		build/clients/$$name/bin/python -m pip install --quiet --disable-pip-version-check \
+			--requirement tests/clients/environments/$$name.txt || exit 1; done
+	TURNWISE_TEST_CLIENTS=$(CURDIR)/build/clients $(BIN)/python -m pytest tests/clients
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 

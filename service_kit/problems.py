@@ -1,10 +1,12 @@
 """The one form of every error of a service: RFC 9457 problem+json (shared_schemas.problem)."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import structlog
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,6 +21,7 @@ log = structlog.get_logger("service")
 # Makes the reply to an error.
 Respond = Callable[[ServiceError], Response]
 
+_REFERENCE = "#/components/schemas/{model}"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _HEADER, _BEARER = "X-API-Key", "Bearer"
 # The unread rest of such a body would be taken for the next request.
@@ -116,26 +119,43 @@ class SelfDescribing(Protocol):
 
 def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     """Error statuses for every route of /openapi.json, all with the problem body."""
-    content = {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return error_responses(statuses, Problem, kind=PROBLEM_MEDIA_TYPE)
+
+
+def error_responses(
+    statuses: Iterable[int], *models: type[BaseModel], kind: str = "application/json"
+) -> dict[int | str, dict[str, Any]]:
+    """Error statuses for /openapi.json, with a body of one of these models, which `describe` adds.
+
+    By reference: FastAPI would build a validator for each status of each route of every app.
+    """
+    schemas = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
+    content = {kind: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-def describe(app: SelfDescribing, *, open_paths: Collection[str]) -> None:
-    """Add the key, which the gate checks before the routes, and the problem body to /openapi.json."""
+def describe(
+    app: SelfDescribing, *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()
+) -> None:
+    """Add the key, which the gate checks before the routes, and the bodies of errors to /openapi.json."""
     routes_schema = app.openapi
     document: dict[str, Any] = {}
 
     def schema() -> dict[str, Any]:
         if not document:
-            document.update(_with_keys(routes_schema(), open_paths))
+            document.update(_with_keys(routes_schema(), open_paths, (Problem, *errors)))
         return document
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend it
 
 
-def _with_keys(schema: dict[str, Any], open_paths: Collection[str]) -> dict[str, Any]:
+def _with_keys(
+    schema: dict[str, Any], open_paths: Collection[str], errors: Sequence[type[BaseModel]]
+) -> dict[str, Any]:
     components = schema.setdefault("components", {})
-    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+    bodies = [(model, "serialization") for model in errors]
+    _, defined = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
+    components.setdefault("schemas", {}).update(defined["$defs"])
     components["securitySchemes"] = {
         _HEADER: {"type": "apiKey", "in": "header", "name": _HEADER},
         _BEARER: {"type": "http", "scheme": "bearer"},

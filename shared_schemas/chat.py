@@ -46,6 +46,29 @@ class StructuredOutput(StrEnum):
     REJECT = "reject"
 
 
+def openai_error(sentence: str, *, status: int, code: str, where: str | None) -> dict[str, Any]:
+    """Return the `error` object of OpenAI's APIs, by whose type and code its libraries tell errors apart.
+
+    A full context has its code in the sentence too, where LangChain looks for it.
+    """
+    if code == CONTEXT_LENGTH_EXCEEDED and code not in sentence:
+        sentence = f"{sentence} ({code})"
+    return {"message": sentence, "type": _error_type(status), "param": where, "code": code}
+
+
+# 424: a server behind ours gave no answer.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "authentication_error",
+    424: "server_error",
+    429: "rate_limit_error",
+}
+
+
+def _error_type(status: int) -> str:
+    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
 # Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.
 _OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
 _SCHEMAS = frozenset({"parameters", "input_schema", "schema"})

@@ -28,23 +28,24 @@ class Prefix:
     draws: bool = False
 
 
+def _place(variable: str, key: str) -> str:
+    return f"in {variable} of the task app, or, if the job starts its own task app, in services.{key}"
+
+
 def _python(library: str) -> str:
-    return (
-        f"a Python of its own that has the library is TURNWISE_{library.upper()}_PYTHON=/path/bin/python of "
-        f'a task app, or services.{library}_python = "/path/bin/python" of a job that starts its own'
+    place = _place(
+        f"TURNWISE_{library.upper()}_PYTHON=/path/bin/python", f'{library}_python = "/path/bin/python"'
     )
+    return f"name a Python that has the library {place}"
 
 
 def _modules(library: str) -> str:
-    return (
-        f"modules that may be imported are TURNWISE_{library.upper()}_MODULES=module,... of a task app, or "
-        f'services.{library}_modules = ["module"] of a job that starts its own'
-    )
+    place = _place(f"TURNWISE_{library.upper()}_MODULES=module,...", f'{library}_modules = ["module"]')
+    return f"list modules that may be imported {place}"
 
 
-_HOSTS = (
-    "hosts beyond this machine are TURNWISE_ALLOWED_ENVIRONMENT_HOSTS=host,... of a task app, or "
-    'services.allowed_environment_hosts = ["host"] of a job that starts its own'
+_HOSTS = "list hosts beyond this machine " + _place(
+    "TURNWISE_ALLOWED_ENVIRONMENT_HOSTS=host,...", 'allowed_environment_hosts = ["host"]'
 )
 PREFIXES: Mapping[str, Prefix] = {
     "gymnasium": Prefix(
@@ -56,8 +57,7 @@ PREFIXES: Mapping[str, Prefix] = {
     "mcp": Prefix(
         "URL or NAME",
         "the tools of an MCP server",
-        f"the file of named servers is TURNWISE_MCP_SERVERS of a task app, or services.mcp_servers of a job "
-        f"that starts its own; {_HOSTS}",
+        f"name the file of MCP servers {_place('TURNWISE_MCP_SERVERS', 'mcp_servers')}; {_HOSTS}",
     ),
     "openenv": Prefix("URL", "an OpenEnv server", _HOSTS),
     "reasoning_gym": Prefix("NAME", "a data set of reasoning-gym", _python("reasoning_gym")),

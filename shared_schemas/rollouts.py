@@ -245,6 +245,7 @@ class RolloutRequest(Body):
 # Published names of what a rollout request holds under another one, for error messages.
 PUBLISHED_PLACES = {
     "training": "step_rewards",
+    "rollout": "step_rewards",
     "step_rewards_enabled": "step_rewards.enabled",
     "step_rewards_mode": "step_rewards.mode",
     "event_rewards_kind": "step_rewards.kind",
@@ -257,11 +258,19 @@ PUBLISHED_PLACES = {
     "env_config": "env.config",
     "policy_config": "policy.config",
     "inference_url": "policy.config",
+    "max_model_length": "policy.config",
+    "rollout_only": "policy",
+    "task_definition": "env",
+    "messages": "env.config",
+    "raw_prompt": "env.config",
+    "document_content": "env.config",
     "max_episode_steps": "limits.max_decisions",
     "max_turns": "limits.max_decisions",
     "max_assistant_turns": "limits.max_decisions",
     "interaction_name": "interaction.name",
     "interaction_kwargs": "interaction.kwargs",
+    "interaction_config_path": "interaction.name",
+    "query": "interaction.kwargs",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared_schemas.base import Body
+from shared_schemas.base import Body, did_you_mean
 from shared_schemas.messages import Message
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import (
@@ -25,12 +25,14 @@ from shared_schemas.rollouts import (
 )
 
 _DEFAULTS = RolloutLimits()
+_TOOLS = "tools are the environment's, and an environment is a plug-in of the operator"
 _OPENING = "give the opening of an episode as messages"
 _ONE = "a request is one episode; a job has training.group_size"
 # Published words that have no effect here, and the place of their fact.
 OTHER_PLACES = {
     "poc_max_turns": "give max_episode_steps",
-    "tools_module_path": "tools are the environment's, and an environment is a plug-in of the operator",
+    "tools_module_path": _TOOLS,
+    "tool_paths": _TOOLS,
     "resource_server": "environments live in the task app; name one of them in resource_type",
     "reward_function_path": "a rollout request names one of the operator's in reward_function, never a path",
     "evaluation_criteria": "an episode is scored by its environment, or by a reward function of the operator",
@@ -73,6 +75,8 @@ class TaskDefinitionModel(Body):
             raise ValueError(
                 f"{word!r} of a published task definition is not read here; {OTHER_PLACES[word]}"
             )
+        for word in value.keys() - cls.model_fields.keys() if isinstance(value, Mapping) else ():
+            raise ValueError(f"unknown key {word!r}{did_you_mean(str(word), cls.model_fields)}")
         return value
 
     @classmethod

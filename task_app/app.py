@@ -116,7 +116,7 @@ def create_app(
     ))  # fmt: skip
     install_problem_handlers(app)
     app.add_exception_handler(RequestValidationError, validation_response)
-    describe(app, open_paths=OPEN_PATHS)
+    describe(app, open_paths=OPEN_PATHS, errors=captures.REFUSALS)
     app.front = _with_middleware(app.front, services)
     return app
 

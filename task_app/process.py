@@ -80,7 +80,7 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
     settings = services.settings
 
     async def drain(orphaned: bool) -> None:
-        # Without the parent nobody would fetch further results.
+        # Without the parent no further results would be fetched.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
     bounds = ConnectionBounds(

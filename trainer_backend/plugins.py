@@ -395,6 +395,11 @@ def allocation(name: str) -> AllocationPlug:
 
 
 def _plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
-    if name not in board:
-        raise JobError(f"{key} is {name[:100]!r}{did_you_mean(name, board)}")
-    return board[name]
+    if name in board:
+        return board[name]
+    told = did_you_mean(name, board)
+    table = key.partition(".")[0]
+    for home, plugs in BOARDS.items():
+        if name in plugs and home.partition(".")[0] == table:  # `gspo` is no estimator, but a loss
+            told = f". Did you mean {home} = {name!r}? Known: {', '.join(sorted(board))}"
+    raise JobError(f"{key} is {name[:100]!r}{told}")

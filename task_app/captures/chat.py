@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shared_schemas.base import shown
+from shared_schemas.chat import openai_error
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from task_app.captures.calls import (
     Answer,
@@ -74,8 +75,7 @@ class ChatCompletions:
         return {"prompt_tokens": tokens}
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": sentence, "type": kind, "param": where, "code": code}}
+        return {"error": openai_error(sentence, status=status, code=code, where=where)}
 
 
 def _message(item: Json, where: str) -> Message:

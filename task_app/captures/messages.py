@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from pydantic_core import to_json
 
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.calls import (
     Answer,
@@ -27,6 +28,9 @@ _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
 _UNSHOWN = ("thinking", "redacted_thinking")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# A conversation that the server holds. Where the error says that it cannot, its library sends all of it.
+_THREAD = "thread"
+_NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": []}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -43,6 +47,7 @@ class AnthropicMessages:
         for place, item in enumerate(items):
             _add(messages, item, f"messages.{place}")
         keys.skip("metadata", "service_tier")
+        keys.refuse(_THREAD, (), "send the whole conversation in each call")
         output = keys.take("output_config", dict, {})
         keys.form(output.get("format"), "output_config.format")
         keys.form(keys.take("output_format", dict), "output_format")  # its name while it was a beta
@@ -96,7 +101,12 @@ class AnthropicMessages:
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": f"{code}: {sentence}"}}
+        # The API's own words, by which libraries know that a shorter prompt may fit.
+        reason = "prompt is too long" if code == CONTEXT_LENGTH_EXCEEDED else code
+        error: Json = {"type": kind, "message": f"{reason}: {sentence}"}
+        if where == _THREAD:
+            error["details"] = _NO_THREAD
+        return {"type": "error", "error": error}
 
 
 def _add(messages: list[Message], item: Json, where: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from shared_schemas.chat import openai_error
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.calls import (
     Answer,
@@ -83,8 +84,7 @@ class Responses:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": sentence, "type": kind, "param": where, "code": code}}
+        return {"error": openai_error(sentence, status=status, code=code, where=where)}
 
 
 def _messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Message, ...]:

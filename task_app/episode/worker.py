@@ -142,7 +142,7 @@ class RLRolloutWorker:
         self._has_begun = False
         self._start_s = 0.0
         self._wall_s = 0.0
-        self._observation: Observation
+        self._observation = Observation(text="", data={})
 
     @property
     def decisions_done(self) -> int:

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import JSON_BODY
-from service_kit.problems import problem_response
+from service_kit.problems import error_responses, problem_response
 from shared_schemas.base import Body
 from shared_schemas.chat import IGNORED_HEADER
 from shared_schemas.json_text import read_json, read_quotation
@@ -54,15 +54,14 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _refusals(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Every error below /v1 has the form of the dialect; 409 and 422 are answered with 400."""
-    statuses = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
-    return {status: {"model": model, "description": "In the form of the dialect"} for status in statuses}
+# Of every path below /v1; 409 and 422 are answered with 400.
+_STATUSES = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
+REFUSALS = (OpenAIRefusal, AnthropicRefusal)
 
 
 def _described(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
     """A route that reads a model call."""
-    return {"response_model": reply, "responses": _refusals(refusal), "openapi_extra": _BODY}
+    return {"response_model": reply, "responses": error_responses(_STATUSES, refusal), "openapi_extra": _BODY}
 
 
 def _streamed(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _streamed(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any
 
 
 # By the headers of the library that asks.
-_OF_ANY_DIALECT = _refusals(OpenAIRefusal | AnthropicRefusal)
+_OF_ANY_DIALECT = error_responses(_STATUSES, *REFUSALS)
 
 
 class CaptureOpen(Body):

@@ -30,6 +30,7 @@ def take_step_rewards(
         training: the request's table of that name.
         rollout: the request's table of that name.
     """
+    _refuse_misplaced(config, where=where)
     own_keys = {KEY, TABLE} | ({ROLLOUT} if _switches_in(config.get(ROLLOUT)) else set())
     rest = {name: value for name, value in config.items() if name not in own_keys}
     by_place: dict[str, StepRewards] = {}
@@ -47,9 +48,19 @@ def take_step_rewards(
     return rest, by_place
 
 
+def _refuse_misplaced(config: Mapping[str, Any], *, where: str) -> None:
+    """Refuse switches with their published names, which stand in a table, outside of one."""
+    for place, table in ((where, config), (f"{where}.{KEY}", config.get(KEY))):
+        for name in _switches_in(table):
+            raise InvalidRequest(
+                f"{place}.{name}: it has no effect here; it stands in a table {TABLE!r}",
+                where=f"{place}.{name}",
+            )
+
+
 def _switches_in(rollout: Any) -> dict[str, Any]:
     """The switches in a `rollout` table, which may hold other names too."""
-    table = rollout if isinstance(rollout, dict) else {}
+    table = rollout if isinstance(rollout, Mapping) else {}
     return {name: table[name] for name in TrainingSwitches.model_fields if name in table}
 
 

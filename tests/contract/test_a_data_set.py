@@ -271,6 +271,7 @@ def test_a_row_that_the_environment_does_not_take_is_told_by_its_id(tmp_path):
     rows = (Row("a/1", "Who?", document="Ada did.", ground_truth="Ada"),)
     told = told_of(job, DataSet(rows, rows), tmp_path)
     assert told.startswith("data.path, row 'a/1', sent to rollout.env_name as 'document_content'")
+    assert "rollout.env_name = 'dialogue' plays prompts, and 'documents' documents" in told
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         HERE,
         "rollout.env_config.max_actions: Input should be less than or equal to 8; found 99",
     ),
+    "conversation in an environment without one": (
+        {"multi_turn__enable": True, "multi_turn__statelm_enabled": True},
+        HERE,
+        "multi_turn.statelm_enabled: it has no effect in 'crafter', whose prompts are fresh for each",
+    ),
     "policy": (
         {"rollout__policy_name": "opnai"},
         HERE,

@@ -12,12 +12,13 @@ from pathlib import Path
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from tests.house.pages import cut, documents
+from tests.house.sources import ROOT
 from tests.task_app.counting import PlannedPolicy, boards, rollout
 from tests.task_app.rollout_client import all_of
 from tests.task_app.served import served_app
 from trainer_backend.job.load import parse_job
 
-PAGE = (Path(__file__).parents[2] / "docs/captures.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/captures.md").read_text(encoding="utf-8")
 AGENT, PLUGINS = re.findall(r"```py(?:thon)?\n(.*?)```", PAGE, re.S)
 (JOB,) = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
 COMMANDS, LATER = re.findall(r"```console\n(.*?)```", PAGE, re.S)
@@ -64,6 +65,15 @@ async def test_an_episode_by_hand_is_answered_as_the_page_shows_and_becomes_a_ru
     assert [cut(one, json.loads(line)) for one, line in zip(shown, of_the_first, strict=True)] == shown
     assert "runs/by-hand: 1 episodes" in later
     assert "outcome 1 (reward: sum" in later and "1 episodes, 1 decisions" in later
+
+
+def test_the_libraries_that_are_tested_stand_on_the_page_with_their_versions():
+    pins = [
+        re.fullmatch(r"([\w-]+)(?:\[.*])?==(.*)", line)
+        for file in (ROOT / "tests/clients/environments").glob("*.txt")
+        for line in file.read_text().splitlines()
+    ]
+    assert pins and [f"{pin[1]} {pin[2]}" for pin in pins if f"{pin[1]} {pin[2]}" not in PAGE] == []
 
 
 def lines_of(console: str) -> list[str]:

@@ -25,6 +25,48 @@ METRICS = "".join(
     (ROOT / name).read_text(encoding="utf-8") for name in ("docs/metrics.md", "docs/mixture.md")
 )
 
+# Names in the code of the five sources, source by source.
+PUBLISHED = (
+    "ClusteredTrainerConfig ach_delta achievements_after achievements_before clustered_training "
+    "decision_events decision_rewards decision_stepwise env_sparse env_steps episode_achievements_after "
+    "episode_achievements_before event_kind event_rewards_kind indicator_flip_t interact_many new_unique "
+    "outcome_reward r_1 r_T r_t reward_last_step step_rewards_beta step_rewards_enabled "
+    "step_rewards_indicator_lambda step_rewards_mode synth_envs_hosted task_app trajectory_outcome_reward "
+    "turned_true unique_delta warming_up_to_rl "
+    "A_E A_GiG A_S AgentPolicy G_k GiGPO OpenAIAgentPolicy RLRolloutWorker StepData TaskDefinitionModel "
+    "_check_termination _execute_action_in_environment _prepare_policy_observation action_execution_info "
+    "action_structured action_taken agent_policy available_tools_specs base_reward "
+    "batch_of_step_data_lists collected_step_data current_messages_history current_step_num "
+    "default_step_reward final_score_for_rollout final_scores_for_rollouts get_action ground_truth "
+    "is_done log_probs max_episode_steps new_assistant_message_content observation_data "
+    "policy_action_structured policy_logprobs policy_value_estimate raw_policy_output "
+    "resulting_messages_history reward_kit rl_helpers run_episode state_hashing_function step_info "
+    "system_apply_gigpo_to_batch_steps system_step_counter system_step_index task_definition tool_call "
+    "tool_name tool_response_messages value_estimate "
+    "AgentData PROCESSING_TOOLS _call_tool _handle_generating_state _handle_pending_state "
+    "_handle_processing_tools_state _render_message_view actor_rollout_ref assistant_turn_boundaries "
+    "buildIndex context_length_exceeded context_length_penalty deleteContext deleted_msg_ids "
+    "document_content emission_views extra_info full_history had_delete_operation invoking_assistant "
+    "max_model_length message_ids msg_id msg_id_counter multi_turn prompt_ids raw_prompt readChunk "
+    "response_ids response_length response_logprobs response_mask statelm_enabled tool_calls tool_name "
+    "trajectory_snapshots "
+    "ActorRollout ActorRolloutRefWorker DataProto RefPolicy RewardModel RolloutAllocationSchedule "
+    "RolloutOnly _create_rollout_only_config _generate_actor_rollouts _generate_fixed_rollouts "
+    "_generate_rollouts actor_rollout actor_rollout_ref actor_rollout_wg alpha_0 calculate_log_probs "
+    "compute_log_prob fsdp_workers gen_batch get_policy_choice global_steps importance_sampling "
+    "importance_weight_max importance_weight_mean importance_weight_min importance_weight_std "
+    "init_resource_pool_mgr initial_policy main_ppo max_alpha meta_info mixture_rollout_models model_path "
+    "old_log_probs policy_choice policy_type ppo_trainer ray_trainer ref_policy reward_model "
+    "rollout_allocation_schedule rollout_only rollout_only_wg switch_steps top_k top_p using_actor "
+    "using_fixed "
+    "BaseInteraction Gsm8kInteraction VERL_LOGGING_LEVEL _instance_dict actor_rollout_ref adv_estimator "
+    "calculate_score class_name compute_score finalize_interaction format_score generate_response "
+    "ground_truth gsm8k_interaction gsm8k_interaction_config gsm8k_multiturn_grpo_w_interaction "
+    "instance_id interaction_config_path interaction_kwargs main_ppo max_assistant_turns max_user_turns "
+    "multi_turn non_tensor_batch return_raw_chat reward_score sandbox_fusion search_tool_example "
+    "should_terminate start_interaction total_epochs train_batch_size "
+)
+
 
 def member(owner: Any, name: str) -> Any:
     """An attribute, or a field of a body or dataclass, which the class itself does not have."""
@@ -88,6 +130,11 @@ def test_every_row_says_where_the_word_is_or_why_there_is_none():
         assert published, number
         assert where == ", ".join(f"`{entry}`" for entry in entries), f"line {number}: {where}"
         assert entries or why, f"line {number}: {published} is nowhere, for no reason"
+
+
+def test_every_name_in_the_code_of_a_source_is_on_the_page():
+    words = set(re.findall(r"\w+", PAGE))
+    assert [name for name in PUBLISHED.split() if name not in words] == []
 
 
 def test_what_the_page_names_is_there():

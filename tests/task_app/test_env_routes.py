@@ -203,6 +203,8 @@ async def test_an_unknown_or_terminated_id_is_a_404():
         ({"training": TRAINING, "config": {"step_rewards": {}}}, "training"),
         ({"step_rewards_enabled": True}, "step_rewards_enabled"),
         ({"step_rewards": ON}, "step_rewards"),
+        ({"config": TRAINING}, "config.step_rewards_enabled"),
+        ({"config": {"step_rewards": TRAINING}}, "config.step_rewards.step_rewards_enabled"),
         ({"rollouts": TRAINING}, "rollouts"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_a
 
 def test_arguments_that_cannot_be_are_refused_with_2(capsys):
     for arguments, told in (
-        (["--replicas", "0"], "'--replicas': Input should be greater than or equal to 1"),
+        (["--replicas", "0"], "Invalid value for '--replicas'"),
         (["--replicas", "2", "--port", "65535"], "2 replicas from port 65535 on go beyond port 65535"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -14,6 +14,7 @@ def openai(**config):
     return {"policy": {**OPENAI, "config": {**OPENAI["config"], **config}}}
 
 
+TRAINING = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 BAD = {
     "rollouts.0.env.env_name": rollout("a", env={"env_name": "countin"}),
     "rollouts.0.env.config.lenght": rollout("a", env={"env_name": "counting", "config": {"lenght": 3}}),
@@ -60,6 +61,8 @@ async def test_a_bad_field_is_named_with_its_place(place):
             rollout("a", step_rewards={"step_rewards_mode": "off"}),
             "Did you mean 'step_rewards.mode'? Known: ",
         ),
+        (rollout("a", rollout={"step_rewards_enabled": True}), "Did you mean 'step_rewards'? Known: "),
+        (rollout("a", env={"env_name": "counting", "config": TRAINING}), "it stands in a table 'training'"),
         (rollout("a", max_turns=3), "Did you mean 'limits.max_decisions'? Known: "),
         (rollout("a", termination_regex="x"), "Did you mean 'limits.termination_regex'? Known: "),
         (rollout("a", limits={"max_decision": 3}), "Did you mean 'max_decisions'?"),
@@ -108,7 +111,6 @@ async def test_a_batch_has_a_size_limit():
 
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
-TRAINING = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_a_published_word_without_a_meaning_here_is_refused_with_the_place_of_it
         TaskDefinitionModel(resource_type="counting", **{word: "x"})
 
 
-def test_an_unknown_word_is_refused():
-    with pytest.raises(ValidationError, match="Extra inputs"):
+def test_an_unknown_word_is_refused_with_the_likely_one():
+    with pytest.raises(ValidationError, match=r"unknown key 'max_episode_step'\. Did you mean 'max_episode"):
         TaskDefinitionModel(resource_type="counting", max_episode_step=3)
 
 

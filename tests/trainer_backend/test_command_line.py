@@ -84,6 +84,12 @@ def test_check_marks_each_of_several_tables_by_its_own_values():
     assert own.count("[[rollout_only]]") == 2
 
 
+def test_what_check_prints_is_a_job_whose_files_may_still_change():
+    plugins = {"task_plugins": ["mine.py"], "task_plugins_sha256": ["0" * 64]}
+    own = "\n".join(toml for toml, _ in own_choices(tiny_job(services=plugins)))
+    assert tomli.loads(own)["services"] == {"task_plugins": ["mine.py"]}
+
+
 def test_info_lists_the_prefixes_and_how_modules_are_named(tmp_path: Path):
     told = turnwise("info", cwd=tmp_path).stdout
     assert "built in: babyai, crafter, " in told

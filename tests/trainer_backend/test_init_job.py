@@ -75,7 +75,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
         ("mazee", "Did you mean 'maze'?"),
         ("gymnasum:CartPole-v1", "Did you mean 'gymnasium:'?"),
         ("gymnasium", "Did you mean 'gymnasium:'?"),
-        ("gym:CartPole-v1", "Did you mean 'gymnasium:'? For one that only a task app has"),
+        ("gym:CartPole-v1", "Did you mean 'gymnasium:'? Known: agent:, "),
         ("BabyAI", "Did you mean 'babyai'?"),
         ("crafter:", "Did you mean 'crafter'?"),
         ("gymnasium:", "after the colon stands which one"),

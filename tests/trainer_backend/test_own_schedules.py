@@ -93,7 +93,7 @@ def test_the_aggregation_of_the_page_weighs_by_the_roots_of_lengths(tmp_path):
     [
         (
             CHOOSES.format('"Actor"'),
-            r"Mine\.get_policy_choice\(1\) \(mine\.py:7\) is 'Actor'; known: actor, f",
+            r"Mine\.get_policy_choice\(1\) \(mine\.py:7\) is 'Actor'\. Did you mean 'actor'\?",
         ),
         (CHOOSES.format("None"), r"get_policy_choice\(1\) \(mine\.py:7\) is None; known: actor, fixed"),
         (CHOOSES.format("'fixed' if step < 9 else 0.5"), r"get_policy_choice\(9\) \(mine\.py:7\) is 0\.5"),
@@ -131,7 +131,7 @@ def test_an_answer_that_cannot_be_taken_is_refused_before_anything_is_played(tmp
         (CHOOSES.replace("def", "async def").format(0), "write def without async"),
         (
             CHOOSES.replace("    def", "    def __init__(self, windw): ...\n    def").format(0),
-            "has the argument 'windw', and there is none for it in [rollout_allocation_schedule]; known: ",
+            "has the argument 'windw', and there is none for it in [rollout_allocation_schedule]. Did",
         ),
         (WEIGHS.format(', over="pass"', ONES), "'mine' has over = 'pass'; known: iteration, plan, step"),
         (CHOOSES.format(0) + "class Other(Mine): ...\ndel Mine", "marks nothing with"),
@@ -214,10 +214,10 @@ def test_weights_over_the_plan_have_any_sum_and_read_the_planned_tokens(tmp_path
 def test_unknown_names_are_told_those_of_the_file_too(tmp_path):
     code = WEIGHS.format("", ONES) + CHOOSES[len(HEAD) :].format("'actor'")
     assert re.search(
-        "type is 'mines'; known: .*linear.* Did you mean 'mine'", refusal(tmp_path, code, name="mines")
+        "type is 'mines'. Did you mean 'mine'. Known: .*linear", refusal(tmp_path, code, name="mines")
     )
     told = refusal(tmp_path, code, "training.aggregation=mines")
-    assert re.search("aggregation is 'mines'; known: .*token_mean. Did you mean 'mine'", told)
+    assert re.search("aggregation is 'mines'. Did you mean 'mine'. Known: .*token_mean", told)
 
 
 def test_who_looks_at_a_job_asks_no_schedule_of_a_package_either(tmp_path, monkeypatch):

@@ -24,6 +24,11 @@ def test_a_name_of_a_plug_board_gives_its_entry():
     [
         (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'. Did you mean 'stepwise'?"),
         (
+            plugins.estimator,
+            "gspo",
+            "algorithm.advantage is 'gspo'. Did you mean algorithm.loss = 'gspo'",
+        ),
+        (
             plugins.policy_loss,
             "clip",
             "algorithm.loss is 'clip'. Did you mean 'clipped'.* Known: cispo, clipped",

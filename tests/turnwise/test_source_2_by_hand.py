@@ -103,6 +103,8 @@ async def test_the_first_helper_takes_the_message_history_as_shown_also_in_a_sub
 
     policy = Moves(MOVE)
     worker = Adds(TaskDefinitionModel(resource_type="crafter", messages=[ADVICE]), policy, 1)
+    # Before the environment has started, too.
+    assert [one.content for one in worker._prepare_policy_observation([])] == ["It is night."]
     await worker.run_episode()
     assert [message.content for message in policy.observations[0]][::2] == [ADVICE["content"], "It is night."]
     prepared = worker._prepare_policy_observation(worker.current_messages_history)

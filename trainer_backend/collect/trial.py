@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
-from shared_schemas.rollouts import PolicySpec
+from shared_schemas.rollouts import MultiTurn, PolicySpec
 from shared_schemas.state_keys import is_state_key
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
@@ -36,6 +36,9 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
+_ROWS_ARE_PLAYED = (
+    "rollout.env_name = 'dialogue' plays prompts, and 'documents' documents; worlds of seeds have no rows."
+)
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 # Stands for a port that the job leaves open; a list of hosts cannot name it.
 _ANY_PORT = 1
@@ -286,6 +289,9 @@ class _Environment:
             _refuse_conversation(rollout.env_name, self.planner.players.multi_turn, algorithm)
             if self.has_interactions and not instance.info.takes_answers:
                 raise _needless_interaction(rollout.env_name)
+        else:
+            multi_turn = self.planner.players.multi_turn.for_requests()
+            _refuse_keys_of_a_conversation(rollout.env_name, multi_turn, self.client)
         _refuse_unknown_state_keys(algorithm, rollout, instance, self.client)
         if estimator(algorithm.advantage).needs_branches:
             try:
@@ -347,8 +353,21 @@ def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: Algor
         )
 
 
+def _refuse_keys_of_a_conversation(name: str, multi_turn: MultiTurn, client: TaskAppClient) -> None:
+    """Refuse, in an environment without a conversation, what it would refuse of every rollout."""
+    key = next((key for key, value in multi_turn if value != getattr(MultiTurn(), key)), None)
+    if key is not None:
+        raise JobError(
+            f"it has no effect in {name!r}, whose prompts are fresh for each decision (says the task app at "
+            f"{client.url})",
+            where=f"multi_turn.{key}",
+            hint="rollout.env_name = 'dialogue', for prompts, or 'documents' holds a conversation.",
+        )
+
+
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:
     """Convert a task app's refusal, or its word about a plug-in, to an error of the TOML key it refers to."""
     problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
-    return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)
+    hint = problem.hint or (_ROWS_ARE_PLAYED if where.startswith("data.path") else None)
+    return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=hint)

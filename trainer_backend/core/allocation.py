@@ -223,6 +223,8 @@ class StepSchedule(DrawnSchedule):
     def __post_init__(self) -> None:
         if any(before >= after for before, after in pairwise(self.switch_steps)):
             raise ValueError(f"switch_steps must rise, got {list(self.switch_steps)}")
+        if self.initial_policy not in (ACTOR, FIXED):
+            raise ValueError(f"initial_policy is {self.initial_policy!r}; known: {ACTOR}, {FIXED}")
 
     def alpha_at(self, step: int) -> float:
         switched = bisect_right(self.switch_steps, step) % 2 == 1

@@ -19,7 +19,8 @@ def clip_metrics(
 
         loss/clip_low_share    weighted share of tokens held at 1 - clip_low (negative advantage)
         loss/clip_high_share   ... at 1 + clip_high (positive advantage)
-        loss/ratio_mean        weighted mean of the ratio; its minimum and maximum beside it
+        loss/ratio_mean        weighted mean of the ratio
+        loss/ratio_min, _max   its bounds; absent where no token has a weight, as an aggregation may decide
 
     Arguments as in `losses.clipped_policy_loss`. Shares and means are sums over the weights given, so
     those of the cuts of a step add up to the step's (`merge_metrics`).
@@ -28,12 +29,16 @@ def clip_metrics(
     held_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
     held_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
     counted = ratio[weights != 0]
+    bounds = (
+        {"loss/ratio_min": float(counted.min()), "loss/ratio_max": float(counted.max())}
+        if len(counted)
+        else {}
+    )
     return {
         "loss/clip_low_share": float(weighted_sum(held_low.to(ratio.dtype), weights)),
         "loss/clip_high_share": float(weighted_sum(held_high.to(ratio.dtype), weights)),
         "loss/ratio_mean": float(weighted_sum(ratio, weights)),
-        "loss/ratio_min": float(counted.min()),
-        "loss/ratio_max": float(counted.max()),
+        **bounds,
     }
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 import structlog
@@ -13,7 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service_kit.errors import RouteError, ServiceError
 from service_kit.problems import reply
-from trainer_backend.errors import ContextLengthExceeded, RemoteRefused, TrainerError
+from shared_schemas.chat import openai_error
+from trainer_backend.errors import ContextLengthExceeded, TrainerError
 
 log = structlog.get_logger(__name__)
 
@@ -63,25 +63,12 @@ async def boundary(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> 
 def problem_body(error: ServiceError) -> bytes:
     """Return RFC 9457's fields and OpenAI's `error` object; for a full context also the token counts."""
     body = error.problem().model_dump()
-    body["error"] = {
-        "message": str(error),
-        "type": _error_type(error.status),
-        "param": error.where,
-        "code": error.code,
-    }
+    body["error"] = openai_error(str(error), status=error.status, code=error.code, where=error.where)
     if isinstance(error, ContextLengthExceeded):
         body["prompt_tokens"] = error.prompt_tokens
         body["max_tokens"] = error.max_tokens
         body["max_model_len"] = error.max_model_len
     return json.dumps(body).encode()
-
-
-def _error_type(status: int) -> str:
-    """Return OpenAI's error type, by which clients distinguish errors."""
-    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return "authentication_error"
-    ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == RemoteRefused.status
-    return "server_error" if ours else "invalid_request_error"
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:

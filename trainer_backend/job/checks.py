@@ -205,7 +205,7 @@ def mixture_findings(config: JobConfig) -> Iterator[Finding]:
     if schedule is not None and not active:
         reason = "[rollout_only] is active only when model_path, or inference_url, is set"
         reason = reason if config.rollout_only else "there is no [rollout_only]"
-        yield _SCHEDULE, f"[{_SCHEDULE}] has nobody to choose but the actor: {reason}"
+        yield _SCHEDULE, f"[{_SCHEDULE}] has only the actor to choose: {reason}"
     if active and schedule is None:
         reason = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
         yield "rollout_only", f'{reason} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'

@@ -14,7 +14,7 @@ from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
-from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.plugins import BOARDS, READS
@@ -79,6 +79,8 @@ def _other_systems() -> Iterator[str]:
     for system, names in SYSTEMS.items():
         yield f"\n| {system} | here |\n|---|---|"
         yield from (f"| `{name}` | {ours} |" for name, ours in names.items())
+    yield "\nNo key stands for these, and an error says why:\n"
+    yield from (f"- `{name}`: {why}" for name, why in NEEDLESS.items())
 
 
 def _what_is_read() -> Iterator[str]:

@@ -224,11 +224,25 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
         "inference.parallel.dp": "inference.replicas",
     },
 }
+# Keys that nothing here replaces, and why none is needed.
+NEEDLESS = {
+    "data.return_raw_chat": "messages reach the gateway as they are",
+    "calculate_log_probs": "every sample has its log-probs",
+}
 _OURS = {name: ours for names in SYSTEMS.values() for name, ours in names.items()}
 
 
 def find_our_key(dotted: str) -> str | None:
     """Return our key, with what differs, of the longest end of a key that another system has."""
+    return _at_longest_end(dotted, _OURS)
+
+
+def find_why_needless(dotted: str) -> str | None:
+    """Return why the longest end of a key, which another system has, needs none here."""
+    return _at_longest_end(dotted, NEEDLESS)
+
+
+def _at_longest_end(dotted: str, names: Mapping[str, str]) -> str | None:
     parts = dotted.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((_OURS[end] for end in ends if end in _OURS), None)
+    return next((names[end] for end in ends if end in names), None)

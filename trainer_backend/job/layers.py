@@ -47,6 +47,8 @@ ALTERNATIVES = (
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *_SWITCHES,
 )
+# What a person may give as a file, and means as an override; its value may be a path.
+_OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
     "model.path",
@@ -356,7 +358,7 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError as error:
-        meant = f". Did you mean --set '{path}'?" if "=" in path.name and "." in path.name else ""
+        meant = f". Did you mean --set '{path}'?" if _OVERRIDE.match(str(path)) else ""
         raise JobError(f"{path}: no such file{meant}") from error
     except (OSError, ValueError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from error

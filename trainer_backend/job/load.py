@@ -20,7 +20,7 @@ from trainer_backend.job.checks import (
     unknown_state_keys,
     unread_keys,
 )
-from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key, find_why_needless
 from trainer_backend.job.layers import (
     REWARD_HOMES,
     REWARD_KEYS,
@@ -350,7 +350,7 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
         keys = [path]
         if item["type"] == "extra_forbidden" and isinstance(item["input"], dict):
             inside = [*_keys_in(path, item["input"])]
-            keys = inside if any(_other_names(key) for key in inside) else keys
+            keys = inside if any(_is_elsewhere(key) for key in inside) else keys
         yield from ((item, key) for key in keys)
 
 
@@ -361,6 +361,11 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
         return
     for key, value in table.items():
         yield from _keys_in([*path, key], value) if isinstance(value, dict) else [[*path, key]]
+
+
+def _is_elsewhere(path: Sequence[str]) -> bool:
+    """Return whether another system has this key."""
+    return bool(_other_names(path)) or find_why_needless(".".join(path)) is not None
 
 
 def _other_names(path: Sequence[str]) -> list[str]:
@@ -389,6 +394,8 @@ def _homes_of(name: str) -> list[str]:
 def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) -> str:
     """Say what an unknown key may be meant to be, and then which keys its table has."""
     others = _other_names(path)
+    if why := find_why_needless(dotted):
+        return f"{dotted} is not a key, and needs none: {why}; leave it out"
     if not others:
         others, close = _homes_of(path[-1]), closest(path[-1], keys)
         if close and (len(path) > 1 or not others):  # a key outside of all tables is none of their names

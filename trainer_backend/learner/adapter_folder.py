@@ -49,7 +49,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(
             f"{folder}: no adapter in this checkpoint, but the job has [lora]",
-            hint="A run goes on with the tables that it was started with.",
+            hint="A run keeps the tables that it was started with.",
         )
     try:
         stored = load_file(folder / WEIGHTS)
@@ -96,7 +96,7 @@ def refuse_adapters(checkpoint: Path) -> None:
     if (checkpoint / FOLDER).is_dir():
         raise CheckpointError(
             f"{checkpoint}: it has adapters, but the job has no [lora]",
-            hint="A run goes on with the tables that it was started with; `turnwise merge` writes the model "
+            hint="A run keeps the tables that it was started with; `turnwise merge` writes the model "
             "for a new run.",
         )
 

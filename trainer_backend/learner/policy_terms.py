@@ -160,9 +160,13 @@ class PolicyTerms:
         return objective.surrogate(tokens, unit_logs), shares
 
     def _metrics(self, policy: str, terms: Mapping[str, float], share: float) -> dict[str, float]:
-        """Return a piece's metrics; added over all pieces they are means over the policy's own samples."""
+        """Return a piece's metrics; added over all pieces they are means over the policy's own samples.
+
+        They are 0 in a step in which no sample of the policy has a weight.
+        """
         of_step = {
-            name: value if name.endswith(("_min", "_max")) else value / share for name, value in terms.items()
+            name: value if name.endswith(("_min", "_max")) else value / (share or 1.0)
+            for name, value in terms.items()
         }
         if policy == ACTOR:
             return {f"loss/{name}": value for name, value in of_step.items()}

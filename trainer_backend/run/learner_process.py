@@ -89,7 +89,7 @@ class LearnerConnection:
         silence_s: a process that says nothing for so long in a call is lost.
         log_file: of the process, for errors; None: whoever started it has it.
         session: the name of this orchestrator; the process serves the first one alone.
-        wait_for_exit: returns the exit code of a process that nobody reaches any more; None: it is not known.
+        wait_for_exit: returns the exit code of a process that no call reaches; None: it is not known.
 
     Raises (every call):
         LearnerLost: the process has ended, or is silent.

@@ -1,6 +1,7 @@
 """The job of a run that is to begin: the models, files and libraries that it names must be there."""
 
 import difflib
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from trainer_backend.job.layers import Places
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import HUB_NAME, ModelTable
+from trainer_backend.job.tables import HUB_NAME, TASK_APP_SETTINGS, ModelTable, ServicesTable
 from trainer_backend.rundir.checkpoint_paths import model_in
 from trainer_backend.sinks import refuse_missing_libraries
 
@@ -29,17 +30,26 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
 def refuse_missing_parts(config: JobConfig, places: Places) -> None:
     """
     Raises:
-        JobError: a model folder, a file of interactions or plug-ins, or the library of a sink is missing.
+        JobError: a model folder, a file of interactions, plug-ins or MCP servers, a Python, or the library of
+            a sink is missing.
     """
     _refuse_no_model(config.model, config.fixed_policies, places)
     interactions = config.multi_turn.interaction_config_path
     files = [("services.task_plugins", file) for file in config.services.task_plugins]
     files += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
+    files += _files_of_task_app(config.services)
     for key, file in files:
         if not file.is_file():
             meant = _meant(file, Path.is_file)
             raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
     refuse_missing_libraries(config.sinks)
+
+
+def _files_of_task_app(services: ServicesTable) -> list[tuple[str, Path]]:
+    """Return the files among its settings, except a Python that is a command of PATH."""
+    values = [(f"services.{name}", getattr(services, name)) for name in TASK_APP_SETTINGS]
+    files = [(key, value) for key, value in values if isinstance(value, Path)]
+    return [(key, file) for key, file in files if not (key.endswith("_python") and shutil.which(file))]
 
 
 def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], places: Places) -> None:

@@ -122,7 +122,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_place(state: RunState | None) -> str:
-    """Say, in a sentence about the end of its process, how far a run was; empty where nobody knows."""
+    """Say, in a sentence about the end of its process, how far a run was; empty where that is not known."""
     if state is None or state.state in FINAL:
         return ""
     if state.stage:

@@ -283,7 +283,11 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
-        return "failed", "killed", f"{_GONE}{describe_place(status.state)}; turnwise train --resume goes on"
+        return (
+            "failed",
+            "killed",
+            f"{_GONE}{describe_place(status.state)}; turnwise train --resume continues it",
+        )
     if status.state is None:  # written by a version without a state file
         return "paused", None, None
     return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None

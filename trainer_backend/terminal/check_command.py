@@ -20,6 +20,7 @@ from trainer_backend.collect.trial import try_job, unborn_gateway
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.checks import biases
+from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
@@ -39,8 +40,11 @@ class MarkedLine(NamedTuple):
 
 
 def own_choices(job: JobConfig) -> list[MarkedLine]:
-    """Write what differs from the defaults as TOML, which is the same job where it is read again."""
-    defaults = dict(_other_defaults(job))
+    """Write what differs from the defaults as TOML, which is the same job where it is read again.
+
+    Digests of files are a run's to note: in a job they would refuse the file that its author edits.
+    """
+    defaults = {key: text for key, text in _other_defaults(job) if key not in DIGESTS.values()}
     return _marked(_without_defaults(tomli.loads(dump_job(job)), defaults), defaults)
 
 

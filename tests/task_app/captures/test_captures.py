@@ -149,7 +149,10 @@ async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_s
         assert f"turnwise_held_bytes {float(once)}" in (await client.get("/metrics")).text
         await ask(client, capture, "y" * 5_000)
         refused = await ask(client, capture, "z", status_code=429)
-        assert refused["error"]["code"] == "capacity_reached"
+        assert (refused["error"]["type"], refused["error"]["code"]) == (
+            "rate_limit_error",
+            "capacity_reached",
+        )
         assert (
             "bytes of rollouts and captures are held, of max_held_bytes = 20000"
             in (refused["error"]["message"])

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from task_app.errors import ContextLengthExceeded
 from tests.task_app.counting import PlannedPolicy, add, boards, running_app
 
 ADD = {"name": "add", "description": "Counts.", "parameters": {"type": "object"}}
@@ -236,6 +237,26 @@ async def test_a_wrong_model_name_is_a_404_where_names_are_listed():
         with pytest.raises(openai.NotFoundError, match="unknown model 'large'; known: small") as caught:
             await sdk(client, capture).responses.create(model="large", input="x")
         assert caught.value.code == "model_not_found"
+
+
+async def test_anthropic_s_library_is_told_in_its_own_words_that_no_thread_is_held():
+    # Its tool runner then sends the whole conversation each time, and not only what is new.
+    body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    async with captured(TEXT) as (client, policy, _):
+        answer = await client.post("v1/messages", json=body | {"thread": {"type": "create"}})
+        details = {"error_code": "thread_unsupported_request", "unsupported": []}
+        assert (answer.status_code, answer.json()["error"]["details"]) == (400, details)
+        assert not policy.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("messages", "prompt is too long"), ("chat/completions", "context_length_exceeded")]
+)
+async def test_a_prompt_that_is_too_long_is_known_by_the_words_that_libraries_look_for(path, words):
+    body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    async with captured(ContextLengthExceeded("300 tokens of 256")) as (client, _, _capture):
+        answer = await client.post(f"v1/{path}", json=body)
+    assert words in answer.json()["error"]["message"]
 
 
 async def test_settings_without_effect_stand_in_the_warnings():

@@ -68,8 +68,8 @@ async def test_every_route_but_two_is_closed_even_one_that_does_not_exist():
         for method, path in (documented() - OPEN) | unknown:
             assert (await client.request(method, path, json={})).status_code == 401, (method, path)
             answer = await keyless.request(method, path, json={}, headers={"X-API-Key": KEY})
-            found = (answer.status_code, answer.json()["code"])
-            assert found == (503, "missing_environment_api_key"), (method, path)
+            assert answer.status_code == 503, (method, path)
+            assert "missing_environment_api_key" in answer.text, "also in the forms of a capture's libraries"
 
 
 async def test_the_root_and_the_bare_health_answer_are_open():

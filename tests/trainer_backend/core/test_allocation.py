@@ -150,6 +150,7 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
         (lambda: LinearSchedule(seed=0, alpha_0=0.1, beta=-0.1), "beta must be finite and not below 0"),
         (lambda: ExponentialSchedule(seed=0, gamma=math.inf), "gamma must be finite"),
         (lambda: StepSchedule(seed=0, switch_steps=[3, 3]), r"switch_steps must rise, got \[3, 3\]"),
+        (lambda: StepSchedule([3], "reference"), "initial_policy is 'reference'; known: actor, fixed"),
         (
             lambda: AdaptiveSchedule(seed=0, alpha_0=0.5, min_alpha=0.9, max_alpha=0.2),
             "alpha_0 must lie within min_alpha and max_alpha",

@@ -152,3 +152,9 @@ def test_metrics_of_cuts_merge_to_those_of_the_whole_and_padding_is_not_read():
     cuts = [clip_metrics(new[p], OLD[p], ADVANTAGES[p], weights[p], CLIP) for p in (slice(0, 2), slice(2, 4))]
     assert merge_metrics(cuts) == pytest.approx(whole)
     assert merge_metrics([]) == {}
+
+
+def test_a_cut_whose_tokens_weigh_nothing_adds_nothing():
+    one = torch.ones(2)
+    nothing, rest = (clip_metrics(one, one * 0, one, one * weight, CLIP) for weight in (0.0, 0.5))
+    assert merge_metrics([nothing, rest]) == rest

@@ -74,6 +74,15 @@ def test_a_name_has_one_meaning_and_is_found_in_the_tables_of_its_system():
         # in the table that has such a key itself
         ({"warmup": {"lr": 1e-6}}, ["Did you mean warmup.learning_rate? Known: "]),
         ({"lora": {"r": 8}}, ["Did you mean lora.rank? Known: "]),
+        # needed nowhere here
+        (
+            {"data": {"path": "a", "return_raw_chat": True}},
+            ["return_raw_chat is not a key, and needs none: m"],
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"calculate_log_probs": True}}},
+            ["x: actor_rollout_ref.rollout.calculate_log_probs is not a key, and needs none: every sample"],
+        ),
     ],
 )
 def test_a_key_of_another_system_is_refused_with_ours(document: dict[str, Any], told: list[str]):
@@ -98,11 +107,10 @@ def test_a_set_of_another_system_is_refused_with_ours(override: str, told: str):
     assert line.startswith(f"--set {override.partition('=')[0]}=…: {told}")
 
 
-def test_an_argument_in_verls_form_is_refused_with_the_option():
-    with pytest.raises(
-        JobError, match=r"no such file\. Did you mean --set 'algorithm\.adv_estimator=grpo'\?"
-    ):
-        load_job(Path("algorithm.adv_estimator=grpo"))
+@pytest.mark.parametrize("override", ["algorithm.adv_estimator=grpo", "warmup={}", "model.path=/a/b"])
+def test_an_override_in_the_place_of_a_file_is_refused_with_the_option(override: str):
+    with pytest.raises(JobError, match=re.escape(f"no such file. Did you mean --set '{override}'?")):
+        load_job(Path(override))
 
 
 def test_the_table_vllm_is_told_with_its_place():

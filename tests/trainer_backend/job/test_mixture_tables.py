@@ -195,8 +195,7 @@ def test_a_key_that_stands_where_the_name_of_its_variable_belongs_is_not_repeate
 
 def test_a_schedule_without_a_fixed_policy_is_refused():
     assert refusal(rollout_only=None) == (
-        "job.toml: [rollout_allocation_schedule] has nobody to choose but the actor: there is no "
-        "[rollout_only]"
+        "job.toml: [rollout_allocation_schedule] has only the actor to choose: there is no [rollout_only]"
     )
     assert refusal(rollout_only={"top_k": 0}).endswith(
         "[rollout_only] is active only when model_path, or inference_url, is set"

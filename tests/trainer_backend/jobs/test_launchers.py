@@ -69,7 +69,7 @@ async def test_a_launchers_job_is_ours_with_its_keys_translated(open_to_launcher
         "algorithm.variety is for other backends and is not read",
         "model.trainer_mode is for other backends and is not read",
         "model.label is for other backends and is not read",
-        "[judge] is for other backends and is not read",
+        "[judge] is for other backends and is not read; here it is rollout.reward_function",
     }
     again = await served.client.post("/api/rl/jobs", json=body, headers={"Idempotency-Key": "launch"})
     assert (again.status_code, again.json()["job_id"]) == (200, job["id"])

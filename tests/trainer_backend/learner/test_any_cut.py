@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.critic import targets_of
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
@@ -148,3 +149,9 @@ def test_constant_divides_by_the_plan_whatever_was_played(tokenizer):
     )
     torch.testing.assert_close(planned * 512, mean * 13, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(given * 8 * 3, mean * 13, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_in_which_no_token_has_a_weight_changes_nothing(tokenizer, monkeypatch):
+    plug = AggregationPlug(lambda segments: [0.0 * part.logprobs for part in segments], over="plan")
+    monkeypatch.setitem(AGGREGATIONS, "constant", plug)
+    assert gradient(tokenizer, CUTS[0], training__aggregation="constant").abs().max() == 0.0

@@ -46,7 +46,7 @@ def test_check_takes_the_schedule_of_the_page_as_the_page_says(
     monkeypatch.chdir(tmp_path)
     found = CliRunner().invoke(app, [*command.split(), "--no-trial"])
     assert found.exit_code == 0
-    assert 'type = "pulses"  # default: "constant"' in found.stdout
+    assert re.search(r'type = "pulses" +# default: "constant"', found.stdout)
     assert "rollout_allocation_schedule.alpha is not read by type = 'pulses'" in found.stderr
 
 

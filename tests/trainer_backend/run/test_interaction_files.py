@@ -62,6 +62,8 @@ def test_the_path_is_one_from_the_folder_of_the_job_and_survives_being_written(t
     [
         ("multi_turn.interaction_config_path", '[multi_turn]\nenable = true\ninteraction_config_path = "{}"'),
         ("services.task_plugins", '[services]\ntask_plugins = ["{}"]'),
+        ("services.mcp_servers", '[services]\nmcp_servers = "{}"'),
+        ("services.textarena_python", '[services]\ntextarena_python = "{}"'),
     ],
 )
 def test_a_file_that_is_not_there_is_told_before_a_run_begins(key, tables, tmp_path):

@@ -106,7 +106,7 @@ def sent(learner: Learner) -> dict[str, float]:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Without those of peft, which hold the order of a set and the folder's own path."""
     paths = [*folder.rglob("*.safetensors"), *folder.glob("*/*.json"), *folder.glob("*/*.jinja")]
-    paths = [path for path in paths if path.name != "digests.json"]
+    paths = [path for path in paths if path.name not in ("digests.json", "adapter_config.json")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 

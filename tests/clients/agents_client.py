@@ -1,0 +1,114 @@
+"""The package `openai-agents`, in its mode of Chat Completions and of Responses."""
+
+import asyncio
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from script import CALL, main, on, script
+
+set_tracing_disabled(True)
+CITY = '{"name": "Ulm", "people": 130}'
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+def _agents(server, **options):
+    """An agent of each mode that the server speaks."""
+    for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel)[: 2 if server.kind == "capture" else 1]:
+        model = kind(model=server.model, openai_client=AsyncOpenAI(max_retries=1))
+        yield Agent(name="adder", model=model, **options)
+
+
+def _output(agent, *answers):
+    return Runner.run_sync(agent, script(*answers), run_config=RunConfig(tracing_disabled=True)).final_output
+
+
+def plain(server):
+    for agent in _agents(server, instructions="Be short.", model_settings=ModelSettings(temperature=0.1)):
+        assert _output(agent, "Two.") == "Two."
+
+
+def tools(server):
+    for agent in _agents(server, instructions="Be short.", tools=[add]):
+        assert _output(agent, CALL, "5") == "5"
+
+
+def tools_one_at_a_time(server):
+    for agent in _agents(server, tools=[add], model_settings=ModelSettings(parallel_tool_calls=False)):
+        assert _output(agent, CALL, "5") == "5"
+
+
+def forced_tool(server):
+    for choice in ("required", "add"):
+        for agent in _agents(server, tools=[add], model_settings=ModelSettings(tool_choice=choice)):
+            assert _output(agent, CALL, "5") == "5"
+
+
+def structured(server):
+    for agent in _agents(server, output_type=City):
+        assert _output(agent, CITY) == City(name="Ulm", people=130)
+
+
+def structured_after_tools(server):
+    for agent in _agents(server, tools=[add], output_type=City):
+        assert _output(agent, CALL, CITY) == City(name="Ulm", people=130)
+
+
+async def streaming(server):
+    for agent in _agents(server, tools=[add]):
+        run = Runner.run_streamed(agent, script(CALL, "It is 5."))
+        deltas = [
+            event.data.delta
+            async for event in run.stream_events()
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+        ]
+        assert "".join(deltas) == run.final_output == "It is 5."
+
+
+def handoff(server):
+    for second in _agents(server, instructions="You are second."):
+        first = Agent(name="first", model=second.model, handoffs=[second])
+        transfer = {"calls": [["transfer_to_adder", {}]]}
+        assert _output(first, transfer, "Second here.") == "Second here."
+
+
+async def asynchronous(server):
+    for agent in _agents(server):
+        runs = await asyncio.gather(*[Runner.run(agent, script(f"No {i}")) for i in range(3)])
+        assert [run.final_output for run in runs] == ["No 0", "No 1", "No 2"]
+
+
+@on("capture")
+def by_variables(server):
+    """The library's own default: Responses, and the settings that it has for the model's name."""
+    for model in (server.model, "gpt-5"):
+        agent = Agent(name="adder", instructions="Be short.", model=model, tools=[add])
+        assert _output(agent, CALL, "5") == "5"
+
+
+def retries(server):
+    for agent in _agents(server):
+        assert _output(agent, "ok") == "ok"
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,121 @@
+"""The package `crewai`."""
+
+import asyncio
+import os
+
+os.environ |= {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "OTEL_SDK_DISABLED": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_TESTING": "true",
+}
+
+from crewai import LLM, Agent, Crew, Task
+from crewai.tools import tool
+from pydantic import BaseModel
+from script import CALL, main, script
+
+CITY = '{"name": "Ulm", "people": 130}'
+ANSWER = "Thought: I know.\nFinal Answer: Two."
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+@tool("add")
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+def _models(server, **options):
+    # A name that it does not know needs the address.
+    address = {"base_url": server.openai_url, "api_key": server.key} if server.kind == "serve" else {}
+    yield LLM(model=f"openai/{server.model}", **address, **options)
+    if server.kind == "capture":
+        yield LLM(model=f"openai/{server.model}", api="responses", **options)
+        yield LLM(model=f"anthropic/{server.claude}", max_tokens=200, **options)
+
+
+def _crew(model, *answers, tools=(), **task):
+    agent = Agent(
+        role="adder",
+        goal="add",
+        backstory="An adder.",
+        llm=model,
+        tools=list(tools),
+        verbose=False,
+        max_retry_limit=0,
+    )
+    job = Task(description=script(*answers), expected_output="A sum.", agent=agent, **task)
+    return Crew(agents=[agent], tasks=[job], verbose=False)
+
+
+def plain(server):
+    for model in _models(server, temperature=0.2):
+        assert model.call([{"role": "user", "content": script("Two.")}]) == "Two."
+
+
+def crew(server):
+    for model in _models(server):
+        assert "Two." in _crew(model, "Two.").kickoff().raw
+
+
+def tools(server):
+    for model in _models(server):
+        assert "5" in _crew(model, CALL, "It is 5.", tools=[add]).kickoff().raw
+
+
+def structured(server):
+    for model in _models(server):
+        assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == City(
+            name="Ulm", people=130
+        )
+
+
+def structured_json(server):
+    for model in _models(server):
+        assert _crew(model, CITY, CITY, output_json=City).kickoff().json_dict == {
+            "name": "Ulm",
+            "people": 130,
+        }
+
+
+def structured_call(server):
+    for model in _models(server, response_format=City):
+        reply = model.call([{"role": "user", "content": script(CITY)}])
+        city = reply if isinstance(reply, City) else City.model_validate_json(reply)
+        assert city.people == 130
+
+
+def structured_after_tools(server):
+    for model in _models(server):
+        result = _crew(model, CALL, CITY, CITY, tools=[add], output_pydantic=City).kickoff()
+        assert result.pydantic == City(name="Ulm", people=130)
+
+
+def stop_words(server):
+    for model in _models(server, stop=["\nObservation:"]):
+        assert model.call([{"role": "user", "content": script("Two.")}]) == "Two."
+
+
+def streaming(server):
+    for model in _models(server, stream=True):
+        assert model.call([{"role": "user", "content": script("One, two.")}]) == "One, two."
+
+
+async def asynchronous(server):
+    for model in _models(server):
+        results = await asyncio.gather(*[_crew(model, f"No {i}").kickoff_async() for i in range(2)])
+        assert [f"No {i}" in result.raw for i, result in enumerate(results)] == [True, True]
+
+
+def retries(server):
+    for model in _models(server):
+        assert model.call([{"role": "user", "content": script("ok")}]) == "ok"
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,138 @@
+"""The package `instructor`, in each of its modes."""
+
+import asyncio
+import warnings
+
+import instructor
+from anthropic import Anthropic
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, field_validator
+from script import main, on, script
+
+warnings.simplefilter("ignore")
+CITY = '{"name": "Ulm", "people": 130}'
+VALUES = {"name": "Ulm", "people": 130}
+CITY_CALL = {"calls": [["City", VALUES]]}
+ULM = [("name", "Ulm"), ("people", 130)]
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+    @field_validator("people")
+    @classmethod
+    def _few(cls, value):
+        assert value < 1_000, "too many"
+        return value
+
+
+def _asked(server, *answers, **more):
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": script(*answers)}]
+    return {"model": server.model, "messages": messages, "response_model": City, **more}
+
+
+def _chat(mode, answer, server):
+    client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
+    assert list(client.chat.completions.create(**_asked(server, answer))) == ULM
+
+
+def mode_tools(server):
+    _chat(instructor.Mode.TOOLS, CITY_CALL, server)
+
+
+def mode_tools_strict(server):
+    _chat(instructor.Mode.TOOLS_STRICT, CITY_CALL, server)
+
+
+def mode_json(server):
+    _chat(instructor.Mode.JSON, CITY, server)
+
+
+def mode_json_schema(server):
+    _chat(instructor.Mode.JSON_SCHEMA, CITY, server)
+
+
+def mode_json_o1(server):
+    _chat(instructor.Mode.JSON_O1, CITY, server)
+
+
+def mode_markdown_json(server):
+    _chat(instructor.Mode.MD_JSON, f"```json\n{CITY}\n```", server)
+
+
+def mode_parallel_tools(server):
+    from collections.abc import Iterable
+
+    client = instructor.from_openai(OpenAI(max_retries=0), mode=instructor.Mode.PARALLEL_TOOLS)
+    two = {"calls": [["City", VALUES], ["City", {"name": "Bonn", "people": 330}]]}
+    cities = client.chat.completions.create(**_asked(server, two) | {"response_model": Iterable[City]})
+    assert [city.name for city in cities] == ["Ulm", "Bonn"]
+
+
+@on("capture")
+def mode_responses_tools(server):
+    for mode in (instructor.Mode.RESPONSES_TOOLS,):
+        client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
+        assert list(client.chat.completions.create(**_asked(server, CITY_CALL))) == ULM
+
+
+@on("capture")
+def mode_anthropic_tools(server):
+    client = instructor.from_anthropic(Anthropic(max_retries=0))
+    assert list(client.chat.completions.create(**_asked(server, CITY_CALL, max_tokens=200))) == ULM
+
+
+@on("capture")
+def mode_anthropic_json(server):
+    client = instructor.from_anthropic(Anthropic(max_retries=0), mode=instructor.Mode.ANTHROPIC_JSON)
+    assert list(client.chat.completions.create(**_asked(server, CITY, max_tokens=200))) == ULM
+
+
+def asks_again(server):
+    """A wrong answer is sent back with its error."""
+    many = {"calls": [["City", {"name": "Ulm", "people": 13_000}]]}
+    for mode, wrong, right in (
+        (instructor.Mode.TOOLS, many, CITY_CALL),
+        (instructor.Mode.JSON, CITY.replace("130", "13000"), CITY),
+    ):
+        client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
+        assert list(client.chat.completions.create(**_asked(server, wrong, right, max_retries=2))) == ULM
+
+
+def streaming_parts(server):
+    client = instructor.from_openai(OpenAI(max_retries=0))
+    call = {"calls": [["PartialCity", VALUES]]}
+    *_, last = client.chat.completions.create_partial(**_asked(server, call))
+    assert last.people == 130
+
+
+def streaming_list(server):
+    client = instructor.from_openai(OpenAI(max_retries=0))
+    answer = {"calls": [["IterableCity", {"tasks": [VALUES, VALUES]}]]}
+    assert len(list(client.chat.completions.create_iterable(**_asked(server, answer)))) == 2
+
+
+async def asynchronous(server):
+    client = instructor.from_openai(AsyncOpenAI(max_retries=0))
+    cities = await asyncio.gather(
+        *[client.chat.completions.create(**_asked(server, CITY_CALL)) for _ in range(3)]
+    )
+    assert [city.people for city in cities] == [130] * 3
+
+
+@on("capture")
+def by_variables(server):
+    for name in (f"openai/{server.model}", "openai/gpt-5", f"anthropic/{server.claude}"):
+        client, asked = instructor.from_provider(name), _asked(server, CITY_CALL, max_tokens=200)
+        del asked["model"]
+        assert list(client.chat.completions.create(**asked)) == ULM
+
+
+def retries(server):
+    client = instructor.from_openai(OpenAI(max_retries=1))
+    assert list(client.chat.completions.create(**_asked(server, CITY_CALL))) == ULM
+
+
+if __name__ == "__main__":
+    main(globals())

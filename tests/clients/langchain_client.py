@@ -1,0 +1,199 @@
+"""The packages `langchain`, `langchain-openai`, `langchain-anthropic` and `langgraph`."""
+
+import asyncio
+import warnings
+
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+from pydantic import BaseModel
+from script import CALL, main, on, script
+
+warnings.simplefilter("ignore")
+CITY = '{"name": "Ulm", "people": 130}'
+CITY_CALL = {"calls": [["City", {"name": "Ulm", "people": 130}]]}
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    people: int
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+def _models(server, **options):
+    """A model of each dialect that the server speaks."""
+    yield ChatOpenAI(model=server.model, **{"max_retries": 0, **options})
+    if server.kind == "capture":
+        yield ChatOpenAI(model=server.model, use_responses_api=True, **{"max_retries": 0, **options})
+        yield ChatAnthropic(model=server.claude, **{"max_retries": 0, **options})
+
+
+def plain(server):
+    for model in _models(server):
+        reply = model.invoke([("system", "Be short."), ("user", script("Two."))])
+        assert reply.text == "Two.", reply
+        assert reply.usage_metadata is not None
+
+
+def tools(server):
+    for model in _models(server):
+        bound, messages = model.bind_tools([add]), [("user", script(CALL, "5"))]
+        first = bound.invoke(messages)
+        assert first.tool_calls[0]["args"] == {"a": 2, "b": 3}
+        assert bound.invoke([*messages, first, add.invoke(first.tool_calls[0])]).text == "5"
+
+
+def forced_tool(server):
+    for model in _models(server):
+        for choice in ("add", "any"):
+            reply = model.bind_tools([add], tool_choice=choice).invoke(script(CALL))
+            assert reply.tool_calls[0]["name"] == "add"
+
+
+def one_call_at_a_time(server):
+    for model in _models(server):
+        assert model.bind_tools([add], parallel_tool_calls=False).invoke(script(CALL)).tool_calls
+
+
+def strict_tools(server):
+    for model in _models(server):
+        assert model.bind_tools([add], strict=True).invoke(script(CALL)).tool_calls
+
+
+def structured(server):
+    """By its default: JSON Schema at OpenAI's models, a forced call at Anthropic's."""
+    for model in _models(server):
+        answer = CITY_CALL if isinstance(model, ChatAnthropic) else CITY
+        assert model.with_structured_output(City).invoke(script(answer)) == City(name="Ulm", people=130)
+
+
+def structured_by_call(server):
+    for model in _models(server):
+        bound = model.with_structured_output(City, method="function_calling")
+        assert bound.invoke(script(CITY_CALL)) == City(name="Ulm", people=130)
+
+
+def structured_by_schema(server):
+    for model in _models(server):
+        bound = model.with_structured_output(City, method="json_schema", include_raw=True)
+        assert bound.invoke(script(CITY))["parsed"] == City(name="Ulm", people=130)
+
+
+def json_mode(server):
+    model, *_ = _models(server)
+    bound = model.with_structured_output(None, method="json_mode")
+    assert bound.invoke(script(CITY, text="JSON")) == {"name": "Ulm", "people": 130}
+
+
+def streaming(server):
+    for model in _models(server):
+        parts = list(model.stream(script("One, two.")))
+        assert "".join(part.text for part in parts) == "One, two."
+
+
+def streaming_of_calls(server):
+    for model in _models(server):
+        first, *rest = model.bind_tools([add]).stream(script(CALL))
+        for part in rest:
+            first += part
+        assert first.tool_calls[0]["args"] == {"a": 2, "b": 3}
+
+
+async def asynchronous(server):
+    for model in _models(server):
+        replies = await asyncio.gather(*[model.ainvoke(script(f"No {i}")) for i in range(3)])
+        assert [reply.text for reply in replies] == ["No 0", "No 1", "No 2"]
+        assert [part.text async for part in model.astream(script("Yes."))]
+
+
+def batch(server):
+    for model in _models(server):
+        assert [one.text for one in model.batch([script("a"), script("b")])] == ["a", "b"]
+
+
+def react_agent(server):
+    for model in _models(server):
+        agent = create_react_agent(model, [add], prompt="Be short.")
+        state = agent.invoke({"messages": [("user", script(CALL, "5"))]})
+        assert state["messages"][-1].text == "5"
+
+
+def agent(server):
+    for model in _models(server):
+        graph = create_agent(model, [add], system_prompt="Be short.")
+        state = graph.invoke({"messages": [("user", script(CALL, "5"))]})
+        assert state["messages"][-1].text == "5"
+
+
+def agent_structured(server):
+    from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+
+    for model in _models(server):
+        for form, answer in ((ToolStrategy(City), CITY_CALL), (ProviderStrategy(City), CITY)):
+            graph = create_agent(model, [add], response_format=form)
+            state = graph.invoke({"messages": [("user", script(CALL, answer))]})
+            assert state["structured_response"] == City(name="Ulm", people=130), form
+
+
+async def agent_streaming(server):
+    for model in _models(server):
+        graph = create_agent(model, [add])
+        parts = graph.astream({"messages": [("user", script(CALL, "It is 5."))]}, stream_mode="messages")
+        texts = [part.text async for part, _ in parts if type(part).__name__ == "AIMessageChunk"]
+        assert "".join(texts) == "It is 5."
+
+
+def react_agent_structured(server):
+    for model in _models(server):
+        agent = create_react_agent(model, [add], response_format=City)
+        answer = CITY_CALL if isinstance(model, ChatAnthropic) else CITY
+        state = agent.invoke({"messages": [("user", script(CALL, "5", answer))]})
+        assert state["structured_response"] == City(name="Ulm", people=130)
+
+
+@on("serve")
+def logprobs(server):
+    reply = ChatOpenAI(model=server.model).bind(logprobs=True, top_logprobs=2).invoke(script("Two."))
+    assert reply.response_metadata["logprobs"]["content"]
+
+
+@on("capture")
+def count_of_tokens(server):
+    *_, claude = _models(server)
+    assert claude.get_num_tokens_from_messages([HumanMessage("Two.")]) > 0
+
+
+@on("capture")
+def by_variables(server):
+    for name in (f"openai:{server.model}", "openai:gpt-5", f"anthropic:{server.claude}"):
+        graph = create_agent(name, [add])
+        assert graph.invoke({"messages": [("user", script(CALL, "5"))]})["messages"][-1].text == "5"
+
+
+def retries(server):
+    for model in _models(server, max_retries=1):
+        assert model.invoke(script("ok")).text == "ok"
+
+
+def too_long(server):
+    for model in _models(server):
+        try:
+            model.invoke(script("x", text="word " * 30_000))
+        except ContextOverflowError:
+            continue
+        raise AssertionError("a prompt that is too long was answered")
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,134 @@
+"""The package `litellm`: the server as `openai/…`, `hosted_vllm/…` and `anthropic/…`."""
+
+import asyncio
+
+import litellm
+from pydantic import BaseModel
+from script import CALL, SCHEMA, main, on, script
+
+litellm.suppress_debug_info = True
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+CITY = '{"name": "Ulm", "people": 130}'
+LONG = "word " * 30_000
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+def _ways(server):
+    """Arguments that name the model, for each dialect."""
+    yield {"model": f"openai/{server.model}"}
+    yield {"model": f"hosted_vllm/{server.model}", "api_base": server.openai_url, "api_key": server.key}
+    if server.kind == "capture":
+        yield {"model": f"anthropic/{server.claude}"}
+        yield {"model": "openai/gpt-5"}
+
+
+def _user(*answers, text=""):
+    return [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": script(*answers, text=text)},
+    ]
+
+
+def _completion(way, *answers, **more):
+    return litellm.completion(**way, messages=_user(*answers), **{"num_retries": 0, "max_retries": 0, **more})
+
+
+def plain(server):
+    for way in _ways(server):
+        assert _completion(way, "Two.").choices[0].message.content == "Two."
+
+
+def tools(server):
+    for way in _ways(server):
+        messages = _user(CALL, "5")
+        first = litellm.completion(**way, messages=messages, tools=[TOOL]).choices[0].message
+        (call,) = first.tool_calls
+        messages += [first, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        assert litellm.completion(**way, messages=messages, tools=[TOOL]).choices[0].message.content == "5"
+
+
+def forced_tool(server):
+    for way in _ways(server):
+        for choice in ({"type": "function", "function": {"name": "add"}}, "required"):
+            reply = _completion(way, CALL, tools=[TOOL], tool_choice=choice)
+            assert reply.choices[0].message.tool_calls[0].function.name == "add"
+
+
+def structured(server):
+    for way in _ways(server):
+        # Its own translation for Anthropic's older models is a forced call.
+        by_call = {"calls": [["json_tool_call", {"name": "Ulm", "people": 130}]]}
+        answers = [by_call] if way["model"].startswith("anthropic/") else [CITY]
+        reply = _completion(way, *answers, response_format=City)
+        assert City.model_validate_json(reply.choices[0].message.content).people == 130
+
+
+def json_mode(server):
+    for way in list(_ways(server))[:2]:
+        reply = _completion(way, CITY, response_format={"type": "json_object"})
+        assert reply.choices[0].message.content == CITY
+
+
+def streaming(server):
+    for way in _ways(server):
+        parts = list(_completion(way, "One, two.", stream=True, stream_options={"include_usage": True}))
+        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == "One, two."
+
+
+def streaming_of_calls(server):
+    for way in _ways(server):
+        messages = _user(CALL)
+        parts = list(litellm.completion(**way, messages=messages, tools=[TOOL], stream=True))
+        whole = litellm.stream_chunk_builder(parts, messages=messages)
+        assert whole.choices[0].message.tool_calls[0].function.name == "add"
+
+
+async def asynchronous(server):
+    for way in _ways(server):
+        replies = await asyncio.gather(
+            *[litellm.acompletion(**way, messages=_user(f"No {i}")) for i in range(3)]
+        )
+        assert [reply.choices[0].message.content for reply in replies] == ["No 0", "No 1", "No 2"]
+
+
+@on("capture")
+def responses(server):
+    reply = litellm.responses(model=f"openai/{server.model}", input=script("Two."))
+    assert reply.output[0].content[0].text == "Two."
+
+
+@on("capture")
+async def anthropic_messages(server):
+    reply = await litellm.anthropic.messages.acreate(
+        model=f"anthropic/{server.claude}", api_base=server.url, max_tokens=100,
+        messages=[{"role": "user", "content": script("Two.")}],
+    )  # fmt: skip
+    assert reply["content"][0]["text"] == "Two."
+
+
+def errors(server):
+    for way in _ways(server):
+        _refused(litellm.ContextWindowExceededError, way, _user("x", text=LONG))
+        prefix = way["model"].partition("/")[0]
+        _refused(litellm.NotFoundError, way | {"model": f"{prefix}/no-such"}, _user("x"))
+
+
+def retries(server):
+    for way in _ways(server):
+        assert _completion(way, "ok", max_retries=1, num_retries=1).choices[0].message.content == "ok"
+
+
+def _refused(kind, way, messages):
+    try:
+        value = litellm.completion(**way, messages=messages, max_retries=0)
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was expected, and not {value!r:.300}")
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,154 @@
+"""The package `pydantic-ai`."""
+
+import asyncio
+
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.exceptions import ModelContextWindowExceededError, ModelHTTPError
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from script import CALL, main, on, script
+
+CITY = '{"name": "Ulm", "people": 130}'
+CITY_VALUES = {"name": "Ulm", "people": 130}
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+def _models(server):
+    yield OpenAIChatModel(server.model)
+    if server.kind == "capture":
+        yield OpenAIResponsesModel(server.model)
+        yield AnthropicModel(server.claude)
+
+
+def _add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+def _agents(server, **options):
+    for model in _models(server):
+        yield Agent(model, **options)
+
+
+def plain(server):
+    for agent in _agents(server, instructions="Be short.", model_settings={"max_tokens": 100}):
+        assert agent.run_sync(script("Two.")).output == "Two."
+
+
+def tools(server):
+    for agent in _agents(server):
+        agent.tool_plain(_add, name="add")
+        result = agent.run_sync(script(CALL, "5"))
+        assert result.output == "5"
+        again = agent.run_sync(script("Six."), message_history=result.all_messages())
+        assert again.output == "Six."
+
+
+def structured_by_call(server):
+    """The library's default: the output is a tool, and a call is required."""
+    answer = {"calls": [["final_result", CITY_VALUES]]}
+    for agent in _agents(server, output_type=City):
+        assert agent.run_sync(script(answer)).output == City(**CITY_VALUES)
+    for agent in _agents(server, output_type=ToolOutput(City, name="city", strict=True)):
+        assert agent.run_sync(script({"calls": [["city", CITY_VALUES]]})).output == City(**CITY_VALUES)
+
+
+def structured_native(server):
+    for agent in _agents(server, output_type=NativeOutput(City)):
+        assert agent.run_sync(script(CITY)).output == City(**CITY_VALUES)
+
+
+def structured_prompted(server):
+    for agent in _agents(server, output_type=PromptedOutput(City)):
+        assert agent.run_sync(script(CITY)).output == City(**CITY_VALUES)
+
+
+def tools_and_structured(server):
+    for agent in _agents(server, output_type=City):
+        agent.tool_plain(_add, name="add")
+        assert agent.run_sync(script(CALL, {"calls": [["final_result", CITY_VALUES]]})).output.people == 130
+
+
+def retries_of_the_library(server):
+    """A wrong output is answered with its error, and asked again."""
+    wrong, right = (
+        {"calls": [["final_result", {"name": "Ulm", "people": people}]]} for people in ("many", 130)
+    )
+    for agent in _agents(server, output_type=City):
+        assert agent.run_sync(script(wrong, right)).output.people == 130
+
+
+def retry_of_a_tool(server):
+    for agent in _agents(server):
+
+        @agent.tool_plain
+        def add(a: int, b: int) -> int:
+            raise ModelRetry("not now")
+
+        try:
+            agent.run_sync(script(CALL, "I give up."))
+        except Exception as error:
+            assert "UnexpectedModelBehavior" in type(error).__name__, error
+
+
+async def streaming(server):
+    for agent in _agents(server):
+        agent.tool_plain(_add, name="add")
+        async with agent.run_stream(script(CALL, "It is 5.")) as run:
+            parts = [part async for part in run.stream_text(delta=True)]
+        assert "".join(parts) == "It is 5."
+
+
+async def streaming_structured(server):
+    for form, answer in ((City, {"calls": [["final_result", CITY_VALUES]]}), (NativeOutput(City), CITY)):
+        for agent in _agents(server, output_type=form):
+            async with agent.run_stream(script(answer)) as run:
+                assert await run.get_output() == City(**CITY_VALUES)
+
+
+async def asynchronous(server):
+    for agent in _agents(server):
+        runs = await asyncio.gather(*[agent.run(script(f"No {i}")) for i in range(3)])
+        assert [run.output for run in runs] == ["No 0", "No 1", "No 2"]
+
+
+def unknown_model(server):
+    for kind in [type(model) for model in _models(server)]:
+        try:
+            Agent(kind("no-such")).run_sync("x")
+        except ModelHTTPError as error:
+            assert error.status_code == 404, error
+        else:
+            raise AssertionError("an unknown model answered")
+
+
+@on("capture")
+def by_variables(server):
+    names = "openai:gpt-4o", "openai-chat:gpt-5", "openai-responses:gpt-5", f"anthropic:{server.claude}"
+    for name in names:
+        agent = Agent(name)
+        agent.tool_plain(_add, name="add")
+        assert agent.run_sync(script(CALL, "5")).output == "5"
+
+
+def retries(server):
+    for agent in _agents(server):
+        assert agent.run_sync(script("ok")).output == "ok"
+
+
+def too_long(server):
+    for agent in _agents(server):
+        try:
+            agent.run_sync(script("x", text="word " * 30_000))
+        except ModelContextWindowExceededError:
+            continue
+        raise AssertionError("a prompt that is too long was answered")
+
+
+if __name__ == "__main__":
+    main(globals())
