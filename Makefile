@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-clients gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-compose test-clients gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -74,6 +74,10 @@ test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmod
 		build/clients/$$name/bin/python -m pip install --quiet --disable-pip-version-check \
 			--requirement tests/clients/environments/$$name.txt || exit 1; done
 	TURNWISE_TEST_CLIENTS=$(CURDIR)/build/clients $(BIN)/python -m pytest tests/clients
+
+# PYTHON_IMAGE and POSTGRES_IMAGE may name other images to build from.
+test-compose: $(VENV)/.ready ## the stack of docker-compose.yml on a Docker host: kills, backup, restore; builds images
+	TURNWISE_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 

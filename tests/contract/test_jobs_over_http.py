@@ -33,9 +33,9 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "TRAINER_API_KEY": KEY, "ENVIR
 class Trainer:
     """`turnwise trainer` as a process, with the estimator of docs/plugins.md."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, data_dir: str) -> None:
         (folder / "medians.py").write_text(ESTIMATOR, encoding="utf-8")
-        command = [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", "runs"]
+        command = [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", data_dir]
         command += ["--plugins", "medians.py"]
         with (folder / "trainer.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -58,8 +58,8 @@ class Trainer:
 
 
 @contextmanager
-def trainer(folder: Path) -> Iterator[Trainer]:
-    started = Trainer(folder)
+def trainer(folder: Path, data_dir: str = "runs") -> Iterator[Trainer]:
+    started = Trainer(folder, data_dir)
     try:
         yield started
     finally:
@@ -70,6 +70,12 @@ def turnwise(url: str, *arguments: str) -> str:
     done = CliRunner().invoke(app, ["jobs", *arguments, "--url", url], env={"TRAINER_API_KEY": KEY})
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def moved(command: str, folder: Path, data_dir: str) -> None:
+    words = [command, str(folder / "backup.tar"), "--data-dir", str(folder / data_dir)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "1 jobs and 1 run directories" in done.output
 
 
 def a_stranger_gets_nothing(url: str) -> None:
@@ -100,6 +106,7 @@ def test_a_job_survives_the_service_that_runs_it_and_a_stranger_gets_nothing(tmp
             if name == "metrics" and data["kind"] == "iteration":
                 break
         assert first.client.get(f"/jobs/{job_id}")["state"] == "running"
+        moved("backup", tmp_path, "runs")
         first.kill()
     with trainer(tmp_path) as second:
         again = turnwise(second.url, "submit", str(job), "--idempotency-key", "one").split()[0]
@@ -124,3 +131,12 @@ def test_a_job_survives_the_service_that_runs_it_and_a_stranger_gets_nothing(tmp
     ledger = [json.loads(line) for line in Path(found["run_dir"], "ledger.jsonl").read_text().splitlines()]
     trained = Counter(name for line in ledger for name in line["rollout_ids"])
     assert sum(trained.values()) == len(trained) == 4 * 8, "each rollout once"
+    # The backup of the running service, in another folder, goes on to the end under the same id.
+    moved("restore", tmp_path, "elsewhere")
+    with trainer(tmp_path, "elsewhere") as third:
+        assert turnwise(third.url, "submit", str(job), "--idempotency-key", "one").split()[0] == job_id
+        for _ in third.client.events(f"/jobs/{job_id}/events"):
+            pass
+        restored = third.client.get(f"/jobs/{job_id}")
+    assert (restored["state"], restored["progress"]["iteration"]) == ("succeeded", 4)
+    assert Path(restored["run_dir"]).parent == tmp_path / "elsewhere"

@@ -117,6 +117,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
         for name, folder in checked_folders(job.fixed_policies, job.model).items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
+    yield from _slow_sampling(job)
     if trial:
         yield from _trial(job, data)
     if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run
@@ -137,6 +138,17 @@ def _refuse_unread_names(job: JobConfig) -> None:
 
         if (tokenizer := actors_tokenizer(job.model)) is not None:
             ChatRenderer(tokenizer).refuse_unread_settings(job.model.chat_template_kwargs)
+
+
+def _slow_sampling(job: JobConfig) -> Iterator[str]:
+    """A sentence where this machine has a GPU on which Triton's kernels do not run."""
+    if job.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return
+    from trainer_backend.inference.paged_attention import why_no_kernels  # with torch
+    from trainer_backend.learner.capacity import slower_sampling
+    from trainer_backend.learner.device import place
+
+    yield from slower_sampling(why_no_kernels(place(job.model.device).device))
 
 
 def _trial(job: JobConfig, data: DataSet | None) -> list[str]:
