@@ -10,23 +10,20 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from datetime import datetime
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from uuid import uuid4
-
-from sqlalchemy import DateTime, insert, select
 
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.jobs.data_dir import SERVICE, DataDir, open_data_dir
 from trainer_backend.rundir import lock
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import OWNERS_ALONE
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.tables import Job
+from trainer_backend.store.database import open_store
+from trainer_backend.store.job_rows import put_rows, read_rows
 
 JOBS, RUNS = "jobs.jsonl", "runs"
 # What a run directory holds of the moment: who trains in it, and files that are being written.
@@ -46,7 +43,10 @@ def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
     if not data_dir.is_dir():
         raise RunDirectoryError(f"there is no data directory {data_dir}", hint="Name it with --data-dir.")
     with open_data_dir(data_dir, runs_jobs=False) as data, closing(open_store(database_url)) as store:
-        rows = _rows(store, data)
+        rows = read_rows(store, data.home)
+        for row in rows:
+            if row["run_dir"] is not None:
+                row["run_dir"] = os.path.relpath(row["run_dir"], data.path)
         with _linked(data) as folder, tarfile.open(fileobj=archive, mode="w|") as tar:
             _add_text(tar, JOBS, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
             runs = sorted(path.relative_to(data.path) for path in data.runs())
@@ -74,40 +74,14 @@ def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
         aside = data.path / SERVICE / f"restored-{uuid4().hex}"
         try:
             rows = _extract(archive, aside)
-            with closing(open_store(database_url)) as store, store.write() as connection:
-                _refuse_known(connection.scalars(select(Job.id)), rows, store)
-                for row in rows:
-                    connection.execute(insert(Job).values(_values(row, data)))
-                count = _move_runs(aside / RUNS, data)
+            for row in rows:
+                if row["run_dir"] is not None:
+                    row["run_dir"] = str((data.path / row["run_dir"]).resolve())
+            with closing(open_store(database_url)) as store:
+                count = put_rows(store, rows, data.home, finish=lambda: _move_runs(aside / RUNS, data))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return len(rows), count
-
-
-def _rows(store: Store, data: DataDir) -> list[dict[str, Any]]:
-    """The jobs of this data directory, in order, with paths relative to it."""
-    with store.read() as connection:
-        found = connection.execute(select(Job.__table__).where(Job.home == data.home).order_by(Job.number))
-        rows = [dict(row) for row in found.mappings()]
-    for row in rows:
-        del row["number"], row["home"]
-        if row["run_dir"] is not None:
-            row["run_dir"] = os.path.relpath(row["run_dir"], data.path)
-        for name, value in row.items():
-            if isinstance(value, datetime):
-                row[name] = value.isoformat()
-    return rows
-
-
-def _values(row: Mapping[str, Any], data: DataDir) -> dict[str, Any]:
-    """A row as it is stored here."""
-    values = {**row, "home": data.home}
-    for column in Job.__table__.columns:
-        if isinstance(getattr(column.type, "impl", None), DateTime) and values.get(column.name) is not None:
-            values[column.name] = datetime.fromisoformat(values[column.name])
-    if values["run_dir"] is not None:
-        values["run_dir"] = str((data.path / values["run_dir"]).resolve())
-    return values
 
 
 @contextmanager
@@ -203,16 +177,6 @@ def _write(source: IO[bytes], target: Path, modified_s: float) -> None:
         with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OF_FILES), "wb") as file:
             shutil.copyfileobj(source, file)
         os.utime(target, (modified_s, modified_s))
-
-
-def _refuse_known(known: Iterable[str], rows: Iterable[Mapping[str, Any]], store: Store) -> None:
-    here = set(known)
-    for row in rows:
-        if row["id"] in here:
-            raise JobError(
-                f"the store {store.shown} has job {row['id']} already",
-                hint="A backup is restored into a database that does not have its jobs.",
-            )
 
 
 def _move_runs(folder: Path, data: DataDir) -> int:
