@@ -47,7 +47,7 @@ def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
         for row in rows:
             if row["run_dir"] is not None:
                 row["run_dir"] = os.path.relpath(row["run_dir"], data.path)
-        with _linked(data) as folder, tarfile.open(fileobj=archive, mode="w|") as tar:
+        with _linked(data) as folder, tarfile.open(fileobj=archive, mode="w|", encoding="utf-8") as tar:
             _add_text(tar, JOBS, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
             runs = sorted(path.relative_to(data.path) for path in data.runs())
             for path in sorted(folder.rglob("*")):
@@ -147,7 +147,7 @@ def _extract(archive: IO[bytes], folder: Path) -> list[dict[str, Any]]:
         folder.mkdir(OWNERS_ALONE)
         (folder / RUNS).mkdir(OWNERS_ALONE)
     try:
-        with tarfile.open(fileobj=archive, mode="r|*") as tar:
+        with tarfile.open(fileobj=archive, mode="r|*", encoding="utf-8") as tar:
             for entry in tar:
                 source = tar.extractfile(entry) if entry.isreg() else None
                 if source is None:
