@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from io import BytesIO
@@ -29,6 +30,8 @@ JOBS, RUNS = "jobs.jsonl", "runs"
 # What a run directory holds of the moment: who trains in it, and files that are being written.
 _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
+# The folder of a backup's links, and how old one is that no backup writes any more.
+_LINKS, _LEFT_S = "backup-", 86_400.0
 # Of a disk without links.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
@@ -90,7 +93,10 @@ def _linked(data: DataDir) -> Iterator[Path]:
 
     A file that is replaced or deleted meanwhile stays there; one that only grows is read up to its end.
     """
-    folder = data.path / SERVICE / f"backup-{uuid4().hex}"
+    folder = data.path / SERVICE / f"{_LINKS}{uuid4().hex}"
+    for left in (data.path / SERVICE).glob(f"{_LINKS}*"):  # by a backup that was killed
+        if time.time() - left.stat().st_mtime > _LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
     try:
         for run in data.runs():
             if not (folder / run.relative_to(data.path)).exists():  # one inside of another is there already

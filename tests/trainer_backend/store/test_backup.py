@@ -1,6 +1,7 @@
 """A backup holds what is there only once, jobs and run directories; a restore gives all back, or nothing."""
 
 import io
+import os
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_files_that_change_while_they_are_read_are_as_they_were(tmp_path: Path, 
             file.write('{"iteration": 2}\n')
 
     names = (run / "run.json").read_text(), (run / "job.toml").read_text()
+    killed = tmp_path / "runs" / ".service" / "backup-of-yesterday"
+    killed.mkdir()
+    os.utime(killed, (0, 0))
     monkeypatch.setattr(backup, "_add_text", meanwhile)
     with tarfile.open(fileobj=archive_of(tmp_path / "runs", url)) as tar:
         read = {
