@@ -133,7 +133,8 @@ def _opened(archive: Path | None, mode: str) -> Iterator[IO[bytes]]:
         yield sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
         return
     try:
-        file = archive.open(mode)
+        # Its owner's alone, as run directories are.
+        file = open(archive, mode, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
     except FileExistsError as error:
         raise JobError(f"{archive} is there already, and a backup replaces no file") from error
     except OSError as error:
