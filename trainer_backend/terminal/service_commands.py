@@ -108,7 +108,7 @@ def back_up_runs(
     from trainer_backend.jobs.backup import back_up
     from trainer_backend.jobs.settings import find_database
 
-    with _opened(archive, "xb") as file:
+    with _opened(archive, writes=True) as file:
         jobs, runs = back_up(data_dir, find_database(database_url, data_dir), file)
     tell(_err, f"{jobs} jobs and {runs} run directories of {data_dir}")
 
@@ -120,7 +120,7 @@ def restore_runs(
     from trainer_backend.jobs.backup import restore
     from trainer_backend.jobs.settings import find_database
 
-    with _opened(archive, "rb") as file:
+    with _opened(archive, writes=False) as file:
         jobs, runs = restore(data_dir, find_database(database_url, data_dir), file)
     tell(
         _err, f"restored {jobs} jobs and {runs} run directories; `turnwise trainer` resumes what was running"
@@ -128,22 +128,23 @@ def restore_runs(
 
 
 @contextmanager
-def _opened(archive: Path | None, mode: str) -> Iterator[IO[bytes]]:
+def _opened(archive: Path | None, *, writes: bool) -> Iterator[IO[bytes]]:
     if archive is None:
-        yield sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+        yield sys.stdout.buffer if writes else sys.stdin.buffer
         return
     try:
-        # Its owner's alone, as run directories are.
-        file = open(archive, mode, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
+        file = archive.open("xb") if writes else archive.open("rb")
     except FileExistsError as error:
         raise JobError(f"{archive} is there already, and a backup replaces no file") from error
     except OSError as error:
         raise JobError(f"{archive} cannot be opened: {error.strerror}") from error
     with file:
         try:
+            if writes:
+                os.fchmod(file.fileno(), 0o600)  # its owner's alone, as run directories are
             yield file
         except BaseException:
-            if mode == "xb":
+            if writes:
                 archive.unlink()  # a part of a backup is none
             raise
 

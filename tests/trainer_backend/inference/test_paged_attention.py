@@ -286,7 +286,7 @@ def test_kernels_are_for_gpus():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels may run here")
 def test_where_a_gpu_cannot_run_them_the_log_says_why_and_it_says_it_once():
     # without Triton, or with it and no driver: either way the first kernel cannot be launched
-    paged_attention.kernels_are_here.cache_clear()
+    paged_attention.why_no_kernels.cache_clear()
     with capture_logs() as lines:
         assert [PageLimits(None, None).wanted_on(torch.device("cuda")) for _ in range(2)] == [False, False]
     assert [(line["event"], line["device"]) for line in lines] == [("runs_without_kernels", "cuda")]
