@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from shared_schemas.base import is_one_of, say_needed, shown
-from shared_schemas.chat import without_nulls
+from shared_schemas.chat import RESPONSE_FORMAT, without_nulls
 from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from shared_schemas.tool_choice import chosen_tools, read_tool_choice
@@ -159,7 +159,7 @@ class Keys:
         if kind == "json_schema" and "json_schema" not in value:
             inner = {name: part for name, part in value.items() if name != "type"}
             value = {"type": kind, "json_schema": {"name": "answer", **inner}}
-        self.options["response_format"] = value
+        self.options[RESPONSE_FORMAT] = value
 
     def max_tokens(self, *names: str) -> int | None:
         values = [value for name in names if (value := self.take(name, int)) is not None]

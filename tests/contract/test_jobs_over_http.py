@@ -132,7 +132,7 @@ def test_a_job_survives_the_service_that_runs_it_and_a_stranger_gets_nothing(tmp
     ledger = [json.loads(line) for line in Path(found["run_dir"], "ledger.jsonl").read_text().splitlines()]
     trained = Counter(name for line in ledger for name in line["rollout_ids"])
     assert sum(trained.values()) == len(trained) == 4 * 8, "each rollout once"
-    # The backup of the running service, in another folder, goes on to the end under the same id.
+    # The backup of the running service, in another folder, continues to the end under the same id.
     moved("restore", tmp_path, "elsewhere")
     with trainer(tmp_path, "elsewhere") as third:
         assert turnwise(third.url, "submit", str(job), "--idempotency-key", "one").split()[0] == job_id

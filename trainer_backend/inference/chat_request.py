@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from shared_schemas.base import Body
 from shared_schemas.chat import RESPONSE_FORMAT
-from shared_schemas.tool_choice import chosen_tools, read_tool_choice
+from shared_schemas.tool_choice import ToolChoice, chosen_tools, read_tool_choice
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_tool
@@ -75,17 +75,20 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @cached_property
+    def choice(self) -> ToolChoice:
+        """Raises ValueError for a wrong `tool_choice`."""
+        return ToolChoice() if self.tool_choice is None else read_tool_choice(self.tool_choice)
+
+    @cached_property
     def active_tools(self) -> list[dict[str, Any]]:
         """The tools that the prompt shows. Raises ValueError for a wrong `tool_choice`."""
         tools = self.tools or []
-        if self.tool_choice is None:
-            return tools
         names = [str(tool["function"]["name"]) for tool in tools]
-        return [tools[place] for place in chosen_tools(read_tool_choice(self.tool_choice), names)]
+        return [tools[place] for place in chosen_tools(self.choice, names)]
 
     @property
     def forces_call(self) -> bool:
-        return self.tool_choice is not None and read_tool_choice(self.tool_choice).mode == "required"
+        return self.choice.mode == "required"
 
     @property
     def include_usage(self) -> bool:

@@ -306,7 +306,8 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
 
 def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) -> bool:
     """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
-    several = services.get("task_apps", 1) != ServicesTable().task_apps
+    one = ServicesTable().task_apps
+    several = services.get("task_apps", one) != one
     interactions = _table(document.get("multi_turn", {}), "multi_turn").get("interaction_config_path")
     return bool(several or services.get("task_plugins") or interactions)
 

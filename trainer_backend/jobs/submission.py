@@ -162,7 +162,7 @@ def dashboard_of(service: Service) -> page.Dashboard:
 
 
 def _written_by_init() -> tuple[str, str]:
-    """The job that the form opens with: that of the command, which needs no file beside it."""
+    """The job that the form opens with: that of the command, which needs no other file."""
     return "turnwise init", job_text(Choices().values())
 
 

@@ -66,7 +66,7 @@ def test_every_job_of_configs_can_be_posted(tmp_path, url):
         # One with keys of task apps that it starts itself does so, whatever the service has.
         of_its_own = own.services.task_apps > 1 or own.multi_turn.interaction_config_path is not None
         assert found.services.task_url == (() if of_its_own or not url else (url,)), path
-    # They name a model that somebody has to train or to fetch first; docs/jobs.md says so.
+    # They name a model that has to be trained or fetched first; docs/jobs.md says so.
     page = Path("docs/jobs.md").read_text()
     assert refused.keys() == {"crafter_mixture.toml", "crafter_online.toml"}
     assert all(name in page and "outside of what posted jobs may read" in refused[name] for name in refused)

@@ -5,7 +5,6 @@ text between <answer> and </answer>, as the package itself reads it, or of the w
 """
 
 import sys
-from difflib import get_close_matches
 from typing import Any
 
 try:
@@ -20,6 +19,9 @@ _UNREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, 
 # Seeds of generators are 32 bits wide.
 _SEEDS = 2**32
 
+# What may be named, and what it is.
+NAMES, KIND = DATASETS, "data sets of reasoning_gym"
+
 
 class World:
     """The questions of a data set, of which one is played at a time."""
@@ -27,12 +29,6 @@ class World:
     tools: tuple[Any, ...] = ()
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
-        if name not in DATASETS:
-            close = " or ".join(map(repr, get_close_matches(name[:100], DATASETS)))
-            sys.exit(
-                f"{name[:100]!r} is none of the {len(DATASETS)} data sets of reasoning_gym"
-                + (f". Did you mean {close}?" if close else "")
-            )
         self._name = name
         self._config = config
 

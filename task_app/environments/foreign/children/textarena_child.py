@@ -8,7 +8,6 @@ as the game sets it. A move against the rules is refused with the game's reason,
 import random
 import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 try:
@@ -18,6 +17,9 @@ try:
 except ImportError as exc:
     sys.exit(f"{sys.executable} has no textarena ({exc}): pip install textarena")
 
+# What may be named, and what it is.
+NAMES, KIND = ENV_REGISTRY, "games of textarena"
+
 
 class World:
     """A game, which is made again for each seed: some draw their boards while they are made."""
@@ -25,12 +27,6 @@ class World:
     tools: tuple[Any, ...] = ()
 
     def __init__(self, game: str, config: dict[str, Any]) -> None:
-        if game not in ENV_REGISTRY:
-            close = " or ".join(map(repr, get_close_matches(game[:100], ENV_REGISTRY)))
-            sys.exit(
-                f"{game[:100]!r} is none of the {len(ENV_REGISTRY)} games of textarena"
-                + (f". Did you mean {close}?" if close else "")
-            )
         self._game = game
         self._config = config
 
