@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainer_backend.core.allocation import DrawnSchedule
-from trainer_backend.core.behaviour import WeightConfig, behaviour_weights
-from trainer_backend.core.losses import LossConfig, clipped_policy_loss
+from trainer_backend.core.behaviour import WeightKeys, behaviour_weights
+from trainer_backend.core.losses import ClipKeys, clipped_policy_loss
 from trainer_backend.core.objective import Objective, ObjectiveKind, Tokens
 from trainer_backend.core.policies import ACTOR
 
@@ -42,7 +42,7 @@ class Lock:
     numbers: int
     fixed: Sequence[float]
     kind: ObjectiveKind = "decoupled"
-    weighting: WeightConfig = field(default_factory=WeightConfig)
+    weighting: WeightKeys = field(default_factory=WeightKeys)
     group: int = 16
     steps: int = 2
     learning_rate: float = 0.05
@@ -104,8 +104,10 @@ def _iterate(
 def _loss(kind: ObjectiveKind, lock: Lock, columns: Sequence[Tensor], chosen_N: Tensor) -> Tensor:
     """The loss of one policy's samples; all tokens of the step have equal weight."""
     logprobs, proximal, behaviour, advantages = columns
-    units = torch.arange(len(advantages)) // (1 if lock.weighting.level == "token" else lock.dials)
-    objective = Objective(kind, clipped_policy_loss, LossConfig(), "token", lock.weighting)
+    units = torch.arange(len(advantages)) // (
+        1 if lock.weighting.behaviour_weight_level == "token" else lock.dials
+    )
+    objective = Objective(kind, clipped_policy_loss, ClipKeys(clip_high=0.2), "token", lock.weighting)
     tokens = Tokens(
         logprobs=logprobs,
         proximal_logprobs=proximal,

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from inspect import isabstract, isclass, iscoroutinefunction
@@ -26,19 +26,27 @@ from service_kit.errors import SettingsError
 from service_kit.plugin_file import module_of, package_plugs
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
     Estimator,
+    EstimatorKeys,
     EstimatorPlug,
 )
-from trainer_backend.core.aggregation import Aggregation, AggregationPlug, WeighedOver, refuse_none
+from trainer_backend.core.aggregation import (
+    Aggregation,
+    AggregationPlug,
+    ConstantKeys,
+    WeighedOver,
+    refuse_none,
+    without_keys,
+)
 from trainer_backend.core.allocation import AllocationPlug, RolloutAllocationSchedule
 from trainer_backend.core.critic import ByToken, ValueLevel
-from trainer_backend.core.losses import LossConfig, LossPlug, PolicyLoss
+from trainer_backend.core.keys import Table
+from trainer_backend.core.losses import LossPlug, PolicyLoss
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, JobError, NonFiniteLoss, place
-from trainer_backend.plugins import BUILT_IN, READS, OperatorPlug, add_plug, remove_plug
+from trainer_backend.plugins import BUILT_IN, OPEN_BOARDS, OperatorPlug
 
 KEY = "job.trainer_plugins"
 _SCHEDULES = "rollout_allocation_schedule.type"
@@ -72,23 +80,26 @@ class _Plug:
 
 
 def estimator(
-    name: str, *, takes: Collection[str] = (), **facts: Any
-) -> Callable[[Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]], Any]:
+    name: str, *, keys: type[EstimatorKeys] = EstimatorKeys, **facts: Any
+) -> Callable[[Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]], Any]:
     """Name an estimator, as `algorithm.advantage` then may.
 
-    The function gets all episodes of a batch and the keys of `[algorithm]`, and returns for each episode, in
-    the order given, its [T] advantages in reward units; or `Advantages`, which may hold parts and counts too.
+    The function gets all episodes of a batch and its keys, and returns for each episode, in the order given,
+    its [T] advantages in reward units; or `Advantages`, which may hold parts and counts too.
 
     Args:
-        takes: the keys of `[algorithm]` that it reads, beside gamma.
+        keys: the class of its keys. Those that `[algorithm]` has are read there, the others in
+            `[algorithm.NAME]`.
         facts: what else `EstimatorPlug` tells of it, such as needs_values = "decision".
 
     Raises:
-        SettingsError: `takes` or `facts` name what is not known, or say it in another type.
+        SettingsError: `facts` name what is not known, or say it in another type.
     """
-    _refuse_unknown(name, takes, {item.name for item in fields(AdvantageConfig)} - {"gamma"}, "[algorithm]")
-    known = {item.name for item in fields(EstimatorPlug)} - {"compute", "takes"}
-    _refuse_unknown(name, [*facts], known, "EstimatorPlug")
+    _refuse_no_keys(name, keys, EstimatorKeys)
+    known = {item.name for item in fields(EstimatorPlug)} - {"compute"}
+    for key in facts:
+        if key not in known:
+            raise SettingsError(f"{name!r} names {key!r} of EstimatorPlug{did_you_mean(key, known)}")
     _refuse_values(name, facts.get("values", {}))
     levels, level = get_args(ValueLevel), facts.get("needs_values")
     if level is not None and level not in levels:
@@ -97,9 +108,9 @@ def estimator(
         if not isinstance(facts[key], bool):
             raise SettingsError(f"{name!r} has {key} = {facts[key]!r}; write True or False")
 
-    def mark(compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]) -> Any:
+    def mark(compute: Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]) -> Any:
         _refuse_async(name, compute)
-        plug = EstimatorPlug(_with_checks(name, compute), takes=frozenset(takes), **facts)
+        plug = EstimatorPlug(_with_checks(name, compute), keys, **facts)
         setattr(compute, _MARK, _Plug("algorithm.advantage", name, plug))
         return compute
 
@@ -107,34 +118,38 @@ def estimator(
 
 
 def loss(
-    name: str, *, takes: Collection[str] = (), values: Mapping[str, float | bool | str] | None = None
+    name: str, *, keys: type[Table] = Table, values: Mapping[str, float | bool | str] | None = None
 ) -> Callable[[PolicyLoss], PolicyLoss]:
     """Name a loss, as `algorithm.loss` then may; arguments and result are those of `clipped_policy_loss`.
 
     Args:
-        takes: the keys of `[training]` that it reads, of those in `LossConfig`. With none it counts as a loss
-            without a ratio, whose rollouts are used for one pass.
+        keys: the class of its keys. Those that `[training]` has are read there, others in `[training.NAME]`.
+            Without any it counts as a loss without a ratio.
         values: by dotted key of the job, what stands where the job does not say otherwise.
 
     Raises:
-        SettingsError: `takes` or `values` name a key that is not known.
+        SettingsError: `values` name a key that is not known.
     """
-    _refuse_unknown(name, takes, {item.name for item in fields(LossConfig)}, "[training]")
+    _refuse_no_keys(name, keys, Table)
     _refuse_values(name, values or {})
 
     def mark(compute: PolicyLoss) -> PolicyLoss:
         _refuse_async(name, compute)
-        plug = LossPlug(_scalar(name, compute), frozenset(takes), dict(values or {}))
+        plug = LossPlug(_scalar(name, compute), keys, dict(values or {}))
         setattr(compute, _MARK, _Plug("algorithm.loss", name, plug))
         return compute
 
     return mark
 
 
-def aggregation(name: str, *, over: WeighedOver = "step") -> Callable[[Aggregation], Aggregation]:
+def aggregation(
+    name: str, *, over: WeighedOver = "step", keys: type[Table] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Name an aggregation, as `training.aggregation` then may: arguments and result as in `token_mean`.
 
     Args:
+        keys: the class of its keys, which it then gets after the segments. Those that `[training]` has are
+            read there, others in `[training.NAME]`.
         over: whose segments it gets: those of an optimizer step or of the iteration, whose weights then sum
             to 1, or with "plan" those of a step, whose weights are then divided by the planned tokens.
 
@@ -144,9 +159,13 @@ def aggregation(name: str, *, over: WeighedOver = "step") -> Callable[[Aggregati
     if over not in get_args(WeighedOver):
         raise SettingsError(f"{name!r} has over = {over!r}{did_you_mean(str(over), get_args(WeighedOver))}")
 
-    def mark(compute: Aggregation) -> Aggregation:
+    kind = keys or (ConstantKeys if over == "plan" else Table)
+    _refuse_no_keys(name, kind, Table)
+
+    def mark(compute: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_async(name, compute)
-        plug = AggregationPlug(_with_weights_checked(name, compute, over), over)
+        weights = without_keys(compute) if keys is None else compute
+        plug = AggregationPlug(_with_weights_checked(name, compute, weights, over), over, kind)
         setattr(compute, _MARK, _Plug("training.aggregation", name, plug))
         return compute
 
@@ -158,7 +177,7 @@ def schedule(name: str) -> Callable[[Schedule], Schedule]:
 
     The class has `get_policy_choice(step)`, which returns "actor" or "fixed", as the published
     `RolloutAllocationSchedule`; or it is a `DrawnSchedule` with `alpha_at(step)`, P(actor). Its arguments are
-    keys of [rollout_allocation_schedule], see `AllocationPlug`.
+    keys of [rollout_allocation_schedule]; those that this table lacks stand in a table of its name.
 
     Raises:
         SettingsError: it is no such class.
@@ -180,12 +199,9 @@ def schedule(name: str) -> Callable[[Schedule], Schedule]:
     return mark
 
 
-def _refuse_unknown(name: str, given: Collection[str], known: Collection[str], home: str) -> None:
-    if isinstance(given, str):
-        raise SettingsError(f"{name!r} has takes = {given!r}; write a set of names, {{{given!r}}}")
-    for key in given:
-        if key not in known:
-            raise SettingsError(f"{name!r} names {key!r} of {home}{did_you_mean(key, known)}")
+def _refuse_no_keys(name: str, keys: object, base: type[Table]) -> None:
+    if not (isclass(keys) and issubclass(keys, base)):
+        raise SettingsError(f"{name!r} has keys = {keys!r}; write a class that derives from {base.__name__}")
 
 
 def _refuse_values(name: str, values: Mapping[str, Any]) -> None:
@@ -200,13 +216,13 @@ def _refuse_async(name: str, compute: object) -> None:
 
 
 def _with_checks(
-    name: str, compute: Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages | Rows]
-) -> Estimator:
+    name: str, compute: Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]
+) -> Estimator[Any]:
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
 
-    def advantages_of(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    def advantages_of(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
         with Boundary(f"the estimator {name!r}", AdvantageError, compute):
-            result = _as_advantages(compute(episodes, config))
+            result = _as_advantages(compute(episodes, keys))
         _refuse_rows(name, "", episodes, result.per_episode)
         for part, rows in result.parts.items():
             _refuse_rows(name, f" as its part {part!r}", episodes, rows)
@@ -283,11 +299,11 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     """The function without what stands in padded tokens, and with a check of what it returns."""
 
     # Tensors: the orchestrator reads this file too, and has no torch.
-    def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, config: LossConfig) -> Any:
+    def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
         # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
         with Boundary(f"the loss {name!r}", JobError):
-            found = compute(own, before, credit, weights, config)
+            found = compute(own, before, credit, weights, keys)
         if not isinstance(found, type(own)):
             raise JobError(f"the loss {name!r} returned a {type(found).__name__}; return a tensor")
         if found.shape:
@@ -307,14 +323,16 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     return loss_of
 
 
-def _with_weights_checked(name: str, compute: Aggregation, over: WeighedOver) -> Aggregation:
+def _with_weights_checked(
+    name: str, compute: Callable[..., Any], weights: Aggregation, over: WeighedOver
+) -> Aggregation:
     """The function with a check of what it returns, which scales the loss."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
-    def weights_of(segments: Sequence[Segment]) -> list[NDArray[Any]]:
+    def weights_of(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
         refuse_none(segments)
         with Boundary(f"the aggregation {name!r}", JobError, compute):
-            rows = [np.asarray(row, np.float64) for row in compute(segments)]
+            rows = [np.asarray(row, np.float64) for row in weights(segments, keys)]
         if len(rows) != len(segments):
             raise JobError(f"{where} returned {len(rows)} rows for {len(segments)} segments")
         for segment, row_N in zip(segments, rows, strict=True):
@@ -469,13 +487,13 @@ def _digest(file: Path, option: str) -> str:
 
 def _add(plugs: Sequence[_Plug]) -> None:
     for item in plugs:
-        add_plug(item.board, item.name, item.plug)
+        OPEN_BOARDS[item.board][item.name] = item.plug
 
 
 def _unload(file: Path) -> None:
     known = _BY_FILE.pop(file, None)
     for item in known.plugs if known is not None else ():
-        remove_plug(item.board, item.name)
+        del OPEN_BOARDS[item.board][item.name]
 
 
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
@@ -504,17 +522,3 @@ def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -
                 f"{where}: {item.board} = {item.name!r} is there already ({home}); choose another name"
             )
         homes[item.board, item.name] = f"of {item.home}"
-        if isinstance(item.plug, AllocationPlug):
-            _refuse_arguments(item.name, item.plug, where)
-
-
-def _refuse_arguments(name: str, plug: AllocationPlug, where: str) -> None:
-    """Refuse an argument of a schedule's class that no built-in one takes: these take all that there are."""
-    known = {"seed", "history"} | {
-        key.partition(".")[2] for keys in READS[_SCHEDULES].values() for key in keys
-    }
-    for argument in sorted((plug.needs | plug.takes) - known):
-        raise JobError(
-            f"{where}: the schedule {name!r} has the argument {argument!r}, and there is none for it in "
-            f"[rollout_allocation_schedule]{did_you_mean(argument, known)}"
-        )

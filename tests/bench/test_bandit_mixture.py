@@ -4,7 +4,7 @@ import pytest
 
 from bench.bandit_mixture import Lock, leaning, learned
 from trainer_backend.core.allocation import ConstantSchedule
-from trainer_backend.core.behaviour import WeightConfig
+from trainer_backend.core.behaviour import WeightKeys
 
 SEEDS = (0, 1, 2)
 # One combination of 4^6 = 4096 opens it; the good policy does in 0.925^6 = 63 % of its samples.
@@ -31,7 +31,7 @@ def test_with_a_good_policy_it_is_opened_where_the_actor_alone_never_sees_it_ope
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_weights_by_the_episode_it_is_not(seed):
-    by_episode = Lock(**HARD, fixed=GOOD, weighting=WeightConfig(level="episode"))
+    by_episode = Lock(**HARD, fixed=GOOD, weighting=WeightKeys(behaviour_weight_level="episode"))
     assert curve(by_episode, 0.5, seed)[-1] < 0.01
 
 

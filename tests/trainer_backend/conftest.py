@@ -5,14 +5,14 @@ from unittest.mock import patch
 import pytest
 
 from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once
-from trainer_backend.plugins import OPEN_BOARDS, READS
+from trainer_backend.plugins import OPEN_BOARDS
 
 
 @pytest.fixture
 def own_boards() -> Iterator[None]:
     """No other test meets the plug-ins that a test adds."""
     with ExitStack() as stack:
-        for board in (*OPEN_BOARDS.values(), *READS.values(), _BY_FILE):
+        for board in (*OPEN_BOARDS.values(), _BY_FILE):
             stack.enter_context(patch.dict(board))
         yield
     _load_packages_once.cache_clear()

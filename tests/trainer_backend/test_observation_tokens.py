@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.critic import targets_of, values_of_episode
-from trainer_backend.core.losses import LossConfig, at_level_of, log_ratio, unit_means
+from trainer_backend.core.losses import ClipKeys, at_level_of, log_ratio, unit_means
 from trainer_backend.core.segments import segments_of
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
-CONFIG = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
+CONFIG = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
 # Of each episode, the answers of its decisions; ids tell which token it is, wherever it comes to lie.
 ANSWERS = {"r-0": [(50, 51, 52), (53,)], "r-1": [(60,), (61, 62), (63, 64)]}
 REWARDS = {"r-0": [1.0, 0.0], "r-1": [0.0, 0.5, 2.0]}
@@ -121,6 +122,6 @@ def test_for_given_log_probs_the_loss_is_equal(loss, level, spans):
             means = unit_means(batch.unit_N, log_ratio(logprobs, proximal, weights), weights)
             logprobs = at_level_of(means, logprobs, proximal)
         rows = (column[order] for column in (logprobs, proximal, batch.advantage_N, weights))
-        return LOSSES[loss].compute(*rows, LossConfig(clip_low=0.05, clip_high=0.05))
+        return LOSSES[loss].compute(*rows, ClipKeys(clip_low=0.05, clip_high=0.05))
 
     torch.testing.assert_close(value(spans), value(BARE), rtol=1e-6, atol=1e-7)

@@ -8,30 +8,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli
 import torch
 
 from tests.trainer_backend.jobs.rows import job as posted_row
 from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
+from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
-from trainer_backend.core.losses import LossConfig
+from trainer_backend.core.advantages.episodes import EpisodeRewards
+from trainer_backend.core.losses import ClipKeys
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import AdvantageError, JobError, rejected_rollouts
 from trainer_backend.evaluation.play import what_to_evaluate
 from trainer_backend.job.load import dump_job, load_job, parse_job
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
+from trainer_backend.learner.behaviour import objectives_of
 from trainer_backend.operator_plugins import _load_packages_once, load_packages, load_plugins
 from trainer_backend.pages.compare import read_sides
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.stored import Frames
-from trainer_backend.plugins import estimator, policy_loss
+from trainer_backend.plugins import aggregation, estimator, policy_loss
+from trainer_backend.terminal.check_command import own_choices
 
 pytestmark = pytest.mark.usefixtures("own_boards")
 PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
 OF_THE_PAGE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
 HEAD = (
     "from trainer_backend.core.advantages.episodes import Advantages\n"
+    "from trainer_backend.core.advantages.gigpo import GigpoKeys\n"
     "from trainer_backend.core.critic import ByToken\n"
     "from trainer_backend.operator_plugins import estimator, loss\n"
 )
@@ -62,9 +69,32 @@ def refusal(folder: Path, code: str, *overrides: str) -> str:
 
 def test_the_estimator_of_the_page_subtracts_the_median_of_the_group_at_each_turn(tmp_path):
     # returns-to-go at gamma 0.5: a 3, 4, 4; b 0.5, 1; medians 1.75, 2.5, 4
-    job = job_with(tmp_path, OF_THE_PAGE, "algorithm.advantage=median_return", "algorithm.loss=spo")
-    found = estimator(job.algorithm.advantage).compute(EPISODES, AdvantageConfig(gamma=0.5))
-    assert found.per_episode == [[1.25, 1.5, 0.0], [-1.25, -1.5]]
+    assert computed(job_with(tmp_path, OF_THE_PAGE, *CHOSEN)) == [[1.25, 1.5, 0.0], [-1.25, -1.5]]
+
+
+CHOSEN = ("algorithm.advantage=median_return", "algorithm.loss=spo", "algorithm.gamma=0.5")
+
+
+def computed(job):
+    plug = estimator(job.algorithm.advantage)
+    return plug.compute(EPISODES, job.algorithm.read(plug.keys, job.algorithm.advantage)).per_episode
+
+
+def test_a_key_of_the_plug_s_own_stands_in_a_table_of_its_name(tmp_path):
+    job = job_with(tmp_path, OF_THE_PAGE, *CHOSEN, "algorithm.median_return.share=0.0")
+    assert computed(job) == [[3.0, 4.0, 4.0], [0.5, 1.0]]
+    assert "[algorithm.median_return]" in "\n".join(line.toml for line in own_choices(job))
+    assert parse_job(tomli.loads(dump_job(job)), where="job.toml").config == job
+    for own, words in (
+        ("shar=0.0", "algorithm.median_return.shar is not a key"),
+        ("share='a'", "algorithm.median_return.share is 'a'"),
+        ("gamma=0.5", "algorithm.median_return.gamma is not a key. Did you mean "),
+    ):
+        assert words in refusal(tmp_path, OF_THE_PAGE, *CHOSEN, f"algorithm.median_return.{own}")
+    told = refusal(tmp_path, OF_THE_PAGE, "algorithm.median_return.share=0.5")
+    assert "[algorithm.median_return] is not read by algorithm.advantage = 'stepwise'" in told
+    told = refusal(tmp_path, OF_THE_PAGE.replace("share: float = 1.0", "share: float"), *CHOSEN)
+    assert "algorithm.median_return.share is required" in told
 
 
 def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_path):
@@ -75,7 +105,7 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
     proximal = torch.tensor([0.0, -1.0, nan]) - torch.tensor([2.0, 0.5, 1.0]).log()
     weights = torch.tensor([0.5, 0.25, 0.0])
     found = policy_loss("spo").compute(
-        logprobs, proximal, torch.tensor([3.0, -4.0, nan]), weights, LossConfig(clip_high=0.5)
+        logprobs, proximal, torch.tensor([3.0, -4.0, nan]), weights, ClipKeys(clip_high=0.5)
     )
     assert found.item() == pytest.approx(-(0.5 * 3 + 0.25 * -3))
     found.backward()
@@ -111,7 +141,7 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
 def test_wrong_credit_is_never_learned_from(tmp_path, result, words):
     job_with(tmp_path, MINE.format(result))
     with pytest.raises(AdvantageError) as error:
-        estimator("mine").compute(EPISODES, AdvantageConfig())
+        estimator("mine").compute(EPISODES, AlgorithmTable(gamma=1.0))
     assert words in str(error.value)
     assert not rejected_rollouts(error.value), "none of them is at fault"
 
@@ -121,7 +151,7 @@ def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):
         "Advantages([np.ones(len(e.rewards_T), 'f4') for e in episodes])"
     )
     job_with(tmp_path, code)
-    found = estimator("mine").compute(EPISODES, AdvantageConfig()).per_episode
+    found = estimator("mine").compute(EPISODES, AlgorithmTable(gamma=1.0)).per_episode
     assert json.dumps(found) == "[[1.0, 1.0, 1.0], [1.0, 1.0]]"
 
 
@@ -139,7 +169,9 @@ def test_what_is_no_loss_is_refused(tmp_path, result, words):
     code = f'@loss("raw")\ndef raw(lp, proximal, advantages, weights, config):\n    return {result}\n'
     job_with(tmp_path, HEAD + code)
     with pytest.raises(JobError, match=words):
-        policy_loss("raw").compute(torch.ones(2, requires_grad=True), *[torch.ones(2)] * 3, LossConfig())
+        policy_loss("raw").compute(
+            torch.ones(2, requires_grad=True), *[torch.ones(2)] * 3, ClipKeys(clip_high=0.2)
+        )
 
 
 @pytest.mark.parametrize(
@@ -147,9 +179,9 @@ def test_what_is_no_loss_is_refused(tmp_path, result, words):
     [
         (MINE.replace('"mine"', '"gae"').format(ONES), "algorithm.advantage = 'gae' is there already"),
         (MINE.replace('"mine"', '"My est"').format(ONES), "'My est' is no name"),
-        (MINE.replace('"mine"', '"mine", takes=["gae_lamda"]').format(ONES), "Did you mean 'gae_lambda'?"),
+        (MINE.replace('"mine"', '"mine", takes=["omega"]').format(ONES), "names 'takes' of EstimatorPlug"),
         (MINE.replace('"mine"', '"mine", needs_value="decision"').format(ONES), "'needs_values'?"),
-        (MINE.replace('"mine"', '"mine", takes="omega"').format(ONES), "write a set of names, {'omega'}"),
+        (MINE.replace('"mine"', '"mine", keys=dict').format(ONES), "a class that derives from EstimatorKeys"),
         (MINE.replace('"mine"', '"mine", needs_values="decsion"').format(ONES), "Did you mean 'decision'?"),
         (MINE.replace('"mine"', '"mine", divides_by_std="no"').format(ONES), "write True or False"),
         (MINE.replace('"mine"', '"mine", values={{"job.seed": 3}}').format(ONES), "algorithm. and training."),
@@ -169,7 +201,7 @@ def test_an_unknown_name_is_told_those_of_the_file_too(tmp_path):
 
 
 def test_keys_that_a_plug_in_does_not_read_are_refused_and_those_that_it_takes_are_not(tmp_path):
-    code = MINE.replace('"mine"', '"mine", takes=["omega"]').format(ONES)
+    code = MINE.replace('"mine"', '"mine", keys=GigpoKeys').format(ONES)
     job_with(tmp_path, code, "algorithm.advantage=mine", "algorithm.omega=0.25")
     told = refusal(tmp_path, code, "algorithm.advantage=mine", "algorithm.gae_lambda=0.5")
     assert "algorithm.gae_lambda is not read by" in told
@@ -187,7 +219,7 @@ def test_a_run_goes_on_with_the_file_that_it_began_with_alone(tmp_path):
         load_job(stored / "job.toml")
     assert not (tmp_path / "sprung").exists(), "what a run did not begin with is not run"
     load_job(stored / "job.toml", [f"job.trainer_plugins={tmp_path / 'mine.py'}"])
-    assert estimator("mine").compute(EPISODES, AdvantageConfig()).per_episode[0] == [2.0] * 3
+    assert estimator("mine").compute(EPISODES, AlgorithmTable(gamma=1.0)).per_episode[0] == [2.0] * 3
 
 
 def test_who_looks_at_a_run_runs_none_of_its_code(tmp_path):
@@ -284,3 +316,24 @@ def test_a_posted_job_takes_the_file_as_it_is_and_runs_none_that_was_withdrawn(t
     ):
         data.run_of(waiting)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_loss_and_an_aggregation_read_a_table_of_their_own_too(tmp_path):
+    code = HEAD + (
+        "from trainer_backend.core.keys import Table\n"
+        "from trainer_backend.operator_plugins import aggregation\n"
+        "class Own(Table):\n    clip_low: float = 0.1\n    power: float = 1.0\n"
+        '@loss("mine", keys=Own)\ndef mine(lp, proximal, advantages, weights, keys):\n'
+        "    return (lp * keys.power * keys.clip_low).sum()\n"
+        '@aggregation("mine", keys=Own)\ndef weigh(segments, keys):\n'
+        "    return [[keys.power] for _ in segments]\n"
+    )
+    chosen = ("algorithm.loss=mine", "training.aggregation=mine", "training.mine.power=3.0")
+    job = job_with(tmp_path, code, *chosen, "training.clip_low=0.5")
+    objective = objectives_of(job.training, job.algorithm)[ACTOR]
+    logprobs = torch.ones(2, requires_grad=True)
+    found = objective.loss(logprobs, *[torch.ones(2)] * 3, objective.clip)
+    assert found.item() == 2 * 3.0 * 0.5
+    plug = aggregation("mine")
+    with pytest.raises(JobError, match="weights that sum to 3"):
+        plug.weights([segment_of("a", (1, 1), [-1, 0], (0.0,) * 2)], job.training.read(plug.keys, "mine"))

@@ -13,7 +13,7 @@ from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.errors import BatchError, JobError
 from trainer_backend.job.load import LoadedJob, dump_job, load_job, parse_job
 from trainer_backend.operator_plugins import _load_packages_once, load_plugins
-from trainer_backend.plugins import READS, aggregation
+from trainer_backend.plugins import AGGREGATIONS, aggregation
 
 pytestmark = pytest.mark.usefixtures("own_boards")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -84,7 +84,7 @@ def test_the_aggregation_of_the_page_weighs_by_the_roots_of_lengths(tmp_path):
     # roots 1, sqrt(3) and 2, shared by 1, 3 and 4 tokens
     job_with(tmp_path, ROOTS + CHOOSES.format('"actor"'), "training.aggregation=root_length")
     root, total = 3**0.5, 3 + 3**0.5
-    found = lists(aggregation("root_length").weights(SEGMENTS))
+    found = lists(aggregation("root_length").weights(SEGMENTS, None))
     assert found == [pytest.approx([1 / total] + [1 / (root * total)] * 3), pytest.approx([0.5 / total] * 4)]
 
 
@@ -129,10 +129,6 @@ def test_an_answer_that_cannot_be_taken_is_refused_before_anything_is_played(tmp
         (HEAD + '@schedule("mine")\nclass Mine(DrawnSchedule): ...', "the method alpha_at(step)"),
         (HEAD + '@schedule("mine")\nclass Mine(RolloutAllocationSchedule): ...', "get_policy_choice(step)"),
         (CHOOSES.replace("def", "async def").format(0), "write def without async"),
-        (
-            CHOOSES.replace("    def", "    def __init__(self, windw): ...\n    def").format(0),
-            "has the argument 'windw', and there is none for it in [rollout_allocation_schedule]. Did",
-        ),
         (WEIGHS.format(', over="pass"', ONES), "'mine' has over = 'pass'; known: iteration, plan, step"),
         (CHOOSES.format(0) + "class Other(Mine): ...\ndel Mine", "marks nothing with"),
         (HEAD + "@schedule(3)\nclass Mine(ConstantSchedule): ...", "'3' is no name"),
@@ -141,6 +137,17 @@ def test_an_answer_that_cannot_be_taken_is_refused_before_anything_is_played(tmp
 def test_a_class_or_function_that_cannot_be_taken_is_refused_with_its_file(tmp_path, code, words):
     told = refusal(tmp_path, code)
     assert words in told and told.startswith("job.toml: job.trainer_plugins") and "mine.py" in told
+
+
+def test_an_argument_that_the_table_lacks_stands_in_a_table_of_the_schedule_s_name(tmp_path):
+    code = CHOOSES.replace("    def", "    def __init__(self, last: int): self.last = last\n    def")
+    job = {**JOB, "rollout_allocation_schedule": {"type": "mine"}}
+    (tmp_path / "mine.py").write_text(code.format("'fixed' if step > self.last else 'actor'"))
+    job["job"] = {"trainer_plugins": [str(tmp_path / "mine.py")]}
+    with pytest.raises(JobError, match=r"rollout_allocation_schedule\.mine\.last is required by"):
+        parse_job(job, where="job.toml")
+    job["rollout_allocation_schedule"]["mine"] = {"last": 2}
+    assert samplers(parse_job(job, where="job.toml"), range(1, 5)) == ["actor", "actor", "fixed", "fixed"]
 
 
 def test_arguments_of_a_schedule_are_its_keys_in_whatever_order_it_is_decorated(tmp_path):
@@ -198,17 +205,17 @@ def test_a_choice_of_its_own_goes_before_what_a_base_class_would_draw(tmp_path):
 def test_wrong_weights_are_never_learned_from(tmp_path, result, words):
     job_with(tmp_path, WEIGHS.format("", result) + CHOOSES[len(HEAD) :].format("'actor'"))
     with pytest.raises(JobError) as error:
-        aggregation("mine").weights(SEGMENTS)
+        aggregation("mine").weights(SEGMENTS, None)
     assert words in str(error.value) and "'mine'" in str(error.value) and "mine.py:" in str(error.value)
 
 
 def test_weights_over_the_plan_have_any_sum_and_read_the_planned_tokens(tmp_path):
     code = WEIGHS.format(', over="plan"', ONES) + CHOOSES[len(HEAD) :].format("'actor'")
     loaded = job_with(tmp_path, code, "training.aggregation=mine", "training.constant_tokens=7")
-    assert lists(aggregation("mine").weights(SEGMENTS)) == [[1.0] * 4] * 2
+    assert lists(aggregation("mine").weights(SEGMENTS, None)) == [[1.0] * 4] * 2
     assert loaded.config.training.constant_tokens == 7
     with pytest.raises(BatchError):
-        aggregation("mine").weights([segment_of("a", (1,), [-1], (0.0,))])
+        aggregation("mine").weights([segment_of("a", (1,), [-1], (0.0,))], None)
 
 
 def test_unknown_names_are_told_those_of_the_file_too(tmp_path):
@@ -233,7 +240,7 @@ def test_who_looks_at_a_job_asks_no_schedule_of_a_package_either(tmp_path, monke
     job = {**JOB, "rollout_allocation_schedule": {"type": "mine"}}
     loaded = parse_job(job, where="job.toml", overrides=["training.aggregation=mine"])
     assert samplers(loaded, range(1, 3)) == ["fixed", "fixed"]
-    assert "mine" in READS["training.aggregation"]
+    assert "mine" in AGGREGATIONS
     sys.modules["of_pulses"].Mine.x = 0
     with pytest.raises(JobError, match=r"get_policy_choice\(1\) raised ZeroDivisionError"):
         parse_job(job, where="job.toml")

@@ -12,13 +12,24 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
-Aggregation = Callable[[Sequence[Segment]], list[NDArray[Any]]]
+# Of segments and the keys of the plug.
+Aggregation = Callable[[Sequence[Segment], Any], list[NDArray[Any]]]
 WeighedOver = Literal["step", "iteration", "plan"]
+
+
+class ConstantKeys(Table):
+    """Of aggregations over the plan."""
+
+    constant_tokens: int | None = Field(default=None, ge=1)
+    """constant: sampled tokens that each of rollout.episodes_per_batch counts as in the denominator; absent:
+    the most that an episode may sample"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +41,12 @@ class AggregationPlug:
         the number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan"
         are divided by what was planned, which nothing that is sampled changes; those of the steps of a pass
         add up to those of the whole.
+    keys: what it reads of `[training]`; keys that [training] lacks stand in `[training.NAME]`.
     """
 
     weights: Aggregation
     over: WeighedOver = "step"
-
-    @property
-    def takes(self) -> frozenset[str]:
-        """The keys of `[training]` that it reads."""
-        return frozenset({"constant_tokens"}) if self.over == "plan" else frozenset()
+    keys: type[Table] = Table
 
     @property
     def is_biased(self) -> bool:
@@ -159,3 +167,16 @@ def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[
             of_spans.append(numbers[name])
         rows.append(np.repeat(of_spans, segment.spans["end"] - segment.spans["start"]))
     return rows
+
+
+def without_keys(weights: Callable[[Sequence[Segment]], list[NDArray[Any]]]) -> Aggregation:
+    """An aggregation that goes by the segments alone."""
+    return lambda segments, keys: weights(segments)
+
+
+AGGREGATIONS: dict[str, AggregationPlug] = {
+    "token_mean": AggregationPlug(without_keys(token_mean)),
+    "decision_mean": AggregationPlug(without_keys(decision_mean)),
+    "episode_equal": AggregationPlug(without_keys(episode_equal), over="iteration"),
+    "constant": AggregationPlug(without_keys(constant), over="plan", keys=ConstantKeys),
+}

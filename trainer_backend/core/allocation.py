@@ -14,13 +14,17 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
+
+from pydantic import create_model
 
 from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
+from trainer_backend.core.keys import Table
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.rounding import has_spread, largest
@@ -292,22 +296,27 @@ class AllocationPlug:
     kind: type[RolloutAllocationSchedule]
 
     @property
+    def keys(self) -> type[Table]:
+        """What it reads of its table; keys that the table lacks stand in one of its name."""
+        return _keys_of(self.kind)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Keys that a job must give: arguments without a default."""
-        arguments = self._arguments()
+        arguments = self.arguments()
         return frozenset(name for name in arguments.keys() - _GIVEN if arguments[name].default is _NO_DEFAULT)
 
     @property
     def takes(self) -> frozenset[str]:
         """Keys that it may give beside them."""
-        return frozenset(self._arguments()) - _GIVEN - self.needs
+        return frozenset(self.arguments()) - _GIVEN - self.needs
 
     @property
     def looks_back(self) -> bool:
         """Whether a choice depends on earlier iterations."""
-        return "history" in self._arguments()
+        return "history" in self.arguments()
 
-    def _arguments(self) -> dict[str, Parameter]:
+    def arguments(self) -> dict[str, Parameter]:
         named = signature(self.kind).parameters
         return {name: item for name, item in named.items() if item.kind not in _UNNAMED}
 
@@ -325,6 +334,26 @@ class AllocationPlug:
             JobError: its class refuses them.
         """
         given = {"seed": seed, "history": history}
-        given = {name: value for name, value in given.items() if name in self._arguments()}
+        given = {name: value for name, value in given.items() if name in self.arguments()}
         with Boundary(f"{self.kind.__name__}(...)", JobError, self.kind.__init__):
             return _Checked(self.kind(**keys, **given), seed=seed, selection=selection)
+
+
+@cache
+def _keys_of(kind: type[RolloutAllocationSchedule]) -> type[Table]:
+    """The arguments of a schedule's class as keys."""
+    named, hints = AllocationPlug(kind).arguments(), get_type_hints(kind.__init__)
+    fields = {
+        name: (hints.get(name, Any), ... if item.default is _NO_DEFAULT else item.default)
+        for name, item in named.items()
+        if name not in _GIVEN
+    }
+    return create_model(kind.__name__, __base__=Table, **fields)  # type: ignore[call-overload,no-any-return]
+
+
+ALLOCATIONS: dict[str, AllocationPlug] = {
+    "constant": AllocationPlug(ConstantSchedule),
+    "linear": AllocationPlug(LinearSchedule),
+    "exponential": AllocationPlug(ExponentialSchedule),
+    "step": AllocationPlug(StepSchedule),
+}

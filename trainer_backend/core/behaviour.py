@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LOG_RATIO_LIMIT, RatioLevel
 
 if TYPE_CHECKING:
@@ -25,33 +27,21 @@ if TYPE_CHECKING:
 WeightMode = Literal["truncate", "mask"]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightConfig:
-    """What becomes of weights that are far from 1: a bias that bounds their variance.
+class WeightKeys(Table):
+    """What becomes of weights that are far from 1: a bias that bounds their variance."""
 
-    cap: the largest weight.
-    level: whose weight a token has: its own, its decision's or its episode's.
-    mode: "truncate" holds a weight above the cap at it; "mask" makes weights outside [floor, cap] 0.
-    floor: of mode "mask".
-
-    Raises:
-        ValueError: cap is not finite and above 0, or floor is negative or above it.
-    """
-
-    cap: float = 2.0
-    level: RatioLevel = "token"
-    mode: WeightMode = "truncate"
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.cap < math.inf:
-            raise ValueError(f"cap must be finite and above 0, got {self.cap}")
-        if not 0.0 <= self.floor <= self.cap:
-            raise ValueError(f"floor must lie in [0, cap], got {self.floor} with a cap of {self.cap}")
+    behaviour_weight_cap: float = Field(default=2.0, ge=1)
+    """truncation of proximal / behaviour"""
+    behaviour_weight_floor: float = Field(default=0.0, ge=0, le=1)
+    """mask: smaller weights are set to 0 too; truncate does not read it"""
+    behaviour_weight_level: RatioLevel = "token"
+    """a token's weight: its own, its decision's or its episode's (products)"""
+    behaviour_weight_mode: WeightMode = "truncate"
+    """a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)"""
 
 
 def behaviour_weights(
-    logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, config: WeightConfig
+    logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
     """How much likelier a policy finds each token's unit than its sampler did, truncated; no gradient.
 
@@ -62,7 +52,7 @@ def behaviour_weights(
         logprobs: [N] of the policy that the samples are to stand for (nats).
         behaviour_logprobs: [N] of the policy that sampled them, as it sampled.
         units: int64, [N], see `log_weights`.
-        config: the truncation.
+        keys: the truncation.
 
     Returns:
         [N], in [0, cap].
@@ -70,7 +60,7 @@ def behaviour_weights(
     Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi";
     DESIGN.md 4.9, 4.10.
     """
-    return truncated(log_weights(logprobs, behaviour_logprobs, units), config)
+    return truncated(log_weights(logprobs, behaviour_logprobs, units), keys)
 
 
 def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
@@ -91,12 +81,14 @@ def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | No
     return difference.clamp(max=LOG_RATIO_LIMIT)
 
 
-def truncated(logs: Tensor, config: WeightConfig) -> Tensor:
+def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
     """[N] weights from their logs, in [0, cap]."""
     weights = logs.exp()
-    if config.mode == "mask":
-        return weights.where((weights >= config.floor) & (weights <= config.cap), 0.0)
-    return weights.clamp(max=config.cap)
+    if keys.behaviour_weight_mode == "mask":
+        return weights.where(
+            (weights >= keys.behaviour_weight_floor) & (weights <= keys.behaviour_weight_cap), 0.0
+        )
+    return weights.clamp(max=keys.behaviour_weight_cap)
 
 
 def effective_share(weights: Sequence[float]) -> float:

@@ -9,14 +9,55 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from trainer_backend.core.columns import Row
+from trainer_backend.core.keys import Table
 from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
 # What an estimator reads a critic's values of.
 ValueLevel = Literal["decision", "token"]
+
+
+class HeadKeys(Table):
+    """Of a critic that is a head of the policy."""
+
+    value_coef: float = Field(default=0.5, gt=0)
+    """critic: weight of half the squared error of its values"""
+    value_trunk_gradient: bool = False
+    """critic: let the value loss train the policy's own weights too, not only the value head"""
+
+
+class OwnCriticKeys(Table):
+    """Of a critic with layers of its own."""
+
+    critic_learning_rate: float = Field(default=1e-3, gt=0)
+    """own critic: constant learning rate of its layers' AdamW"""
+    critic_passes: int = Field(default=2, ge=1)
+    """own critic: passes over an iteration's decisions"""
+    critic_batch_decisions: int = Field(default=256, ge=1)
+    """own critic: decisions per optimizer step"""
+    critic_warmup: int = Field(default=0, ge=0)
+    """own critic: its first iterations, in which it learns alone and the policy stays"""
+
+
+class CriticKeys(HeadKeys, OwnCriticKeys):
+    """What a job with an estimator that reads values may set."""
+
+    critic: Literal["head", "own"] = "head"
+    """critic: head reads the policy's last hidden state by one linear layer; own is a second model, which
+    begins as a copy of the policy and has an optimizer, batches and passes of its own"""
+    value_clip: float | None = Field(default=None, gt=0)
+    """critic: a value that moved further than this in an iteration has no gradient; reward units; absent: no
+    limit"""
+    value_learning_rate: float = Field(default=0.5, gt=0)
+    """critic: AdamW's rate for the value head, divided among its inputs: about how far a step can move a
+    value, in reward units; it falls as learning_rate does"""
+
+
+CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
 
 
 @dataclass(frozen=True, slots=True)

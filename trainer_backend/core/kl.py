@@ -15,13 +15,25 @@ Source: Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from shared_schemas.base import did_you_mean
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import log_ratio, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class KlKeys(Table):
+    """Of a KL in the loss."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """weight of the KL to the model that RL started from"""
+    kl_kind: Literal["k2", "k3"] = "k3"
+    """estimator of that KL"""
 
 
 def k1(log_ratios: Tensor) -> Tensor:

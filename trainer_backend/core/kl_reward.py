@@ -5,13 +5,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
 from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import by_decision
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LOG_RATIO_LIMIT
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import RewardError, place
 
 KlKind = Literal["k1", "k2", "k3"]
+
+
+class KlRewardKeys(Table):
+    """Of a KL in r_t."""
+
+    kl_reward_coef: float = Field(default=0.0, ge=0)
+    """reward units that a decision pays per nat of its KL to that model: in r_t, while kl_coef is in the
+    loss"""
+    kl_reward_kind: KlKind = "k1"
+    """estimator of that KL; only k1 has its gradient (docs/credit.md)"""
+
 
 # Of d = log policy - log reference; as tensors, with their properties, in core.kl.
 _ESTIMATES: dict[KlKind, Callable[[float], float]] = {

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_backend.core.kl import k3
-from trainer_backend.core.losses import LossConfig, log_ratio, weighted_sum
+from trainer_backend.core.losses import RangeKeys, log_ratio, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def clip_metrics(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> dict[str, float]:
     """How far the policy has moved from the proximal one, over tokens of weight above 0.
 
@@ -26,8 +26,8 @@ def clip_metrics(
     those of the cuts of a step add up to the step's (`merge_metrics`).
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).detach().exp()
-    held_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
-    held_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
+    held_low = (ratio < 1.0 - keys.clip_low) & (advantages < 0)
+    held_high = (ratio > 1.0 + keys.clip_high) & (advantages > 0)
     counted = ratio[weights != 0]
     bounds = (
         {"loss/ratio_min": float(counted.min()), "loss/ratio_max": float(counted.max())}

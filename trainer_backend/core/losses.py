@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer_backend.core.keys import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,39 +20,41 @@ if TYPE_CHECKING:
 LOG_RATIO_LIMIT = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """How far a ratio may move before its gradient stops: to [1 - clip_low, 1 + clip_high].
+class RangeKeys(Table):
+    """How far a ratio may move before its gradient stops: to [1 - clip_low, 1 + clip_high]."""
 
-    clip_dual: with it, a token of negative advantage is also held once its ratio is above this, however
-        far the policy has been pulled towards it.
-    tau_pos, tau_neg: of `sapo_loss`, which has no range: how fast a gradient fades as the ratio leaves 1,
-        where the advantage is positive, and where it is not.
-
-    Raises:
-        ValueError: clip_low is outside [0, 1], clip_high is negative, clip_dual is not above 1 + clip_high, a
-            tau is not positive.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = None
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
-            raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}")
-        if not 0.0 <= self.clip_high < float("inf"):
-            raise ValueError(f"clip_high must be finite and at least 0, got {self.clip_high}")
-        if self.clip_dual is not None and not 1.0 + self.clip_high < self.clip_dual < float("inf"):
-            raise ValueError(f"clip_dual must be finite and above 1 + clip_high, got {self.clip_dual}")
-        for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
-            if not 0.0 < tau < float("inf"):
-                raise ValueError(f"{name} must be finite and above 0, got {tau}")
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """ratios are clipped below 1 - clip_low; at 1 none are"""
+    clip_high: float = Field(default=0.25, gt=0)
+    """ratios are clipped above 1 + clip_high"""
 
 
-PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", LossConfig], "Tensor"]
+class ClipKeys(RangeKeys):
+    """With clip_dual a token of negative advantage is also held once its ratio is above that."""
+
+    clip_dual: float | None = Field(default=None, gt=1)
+    """upper clip of ratios with a negative advantage"""
+
+    @model_validator(mode="after")
+    def _dual_is_beyond(self) -> Self:
+        if self.clip_dual is not None and self.clip_dual <= 1.0 + self.clip_high:
+            raise ValueError(
+                f"clip_dual ({self.clip_dual}) must be above 1 + clip_high ({1.0 + self.clip_high:g})"
+            )
+        return self
+
+
+class SapoKeys(Table):
+    """Of `sapo_loss`, which has no range."""
+
+    tau_pos: float = Field(default=1.0, gt=0)
+    """sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages"""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """sapo: the same for negative advantages"""
+
+
+# log-probs of the policy and of the proximal one, advantages, weights, and the keys of the plug.
+PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", Any], "Tensor"]
 RatioLevel = Literal["token", "decision", "episode"]
 
 
@@ -56,22 +62,22 @@ RatioLevel = Literal["token", "decision", "episode"]
 class LossPlug:
     """A loss on the plug board.
 
-    takes: the keys of `[training]` that it reads.
+    keys: what it reads of `[training]`; keys that [training] lacks stand in `[algorithm.NAME]`.
     values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
     """
 
     compute: PolicyLoss
-    takes: frozenset[str] = frozenset()
+    keys: type[Table] = Table
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
 
     @property
     def clips(self) -> bool:
-        """Whether it has a ratio, and holds it near 1."""
-        return bool(self.takes)
+        """Whether it has a ratio, and holds it near 1: a loss with keys."""
+        return bool(self.keys.model_fields)
 
 
 def clipped_policy_loss(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: ClipKeys
 ) -> Tensor:
     """The clipped surrogate of PPO, negated, as a weighted sum over tokens.
 
@@ -86,7 +92,7 @@ def clipped_policy_loss(
         advantages: of the decision that sampled the token, in reward units.
         weights: of `core.aggregation`, times any of `core.behaviour`. Where it is 0 the token is padding:
             whatever else stands there, NaN included, touches neither loss nor gradient.
-        config: the clip range.
+        keys: the clip range.
 
     Returns:
         Scalar, in reward units.
@@ -96,17 +102,17 @@ def clipped_policy_loss(
     """
     # Mask before exp(): a NaN on a padded token would survive a mask applied afterwards, in the gradient.
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
-    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high)
     masked_advantages = _masked(advantages, weights)
     surrogate = (ratio * masked_advantages).minimum(clipped * masked_advantages)
-    if config.clip_dual is not None:
-        bound = config.clip_dual * masked_advantages
+    if keys.clip_dual is not None:
+        bound = keys.clip_dual * masked_advantages
         surrogate = surrogate.maximum(bound).where(masked_advantages < 0, surrogate)
     return -weighted_sum(surrogate, weights)
 
 
 def cispo_loss(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> Tensor:
     """Policy gradient with a clipped ratio as its weight, negated: every token keeps a gradient.
 
@@ -119,12 +125,12 @@ def cispo_loss(
     its upper one. ScaleRL, arXiv:2510.13786, holds ratios at about 5, which is clip_high = 4.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
-    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high)
     return -weighted_sum(clipped * _masked(advantages, weights) * _masked(logprobs, weights), weights)
 
 
 def sapo_loss(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: SapoKeys
 ) -> Tensor:
     """A soft gate in place of the clip, negated: the gradient fades as a ratio leaves 1, and never stops.
 
@@ -134,14 +140,14 @@ def sapo_loss(
 
     At ratio 1 that is the policy gradient for every tau. A higher tau fades faster; the paper lets tau_neg be
     the higher one, as what pushes a token down lifts all the others. Arguments and result as in
-    `clipped_policy_loss`; of the config only the taus are read.
+    `clipped_policy_loss`; of the keys only the taus are read.
 
     Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8; it weighs sequences alike, which are a decision's
     tokens here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
     masked_advantages = _masked(advantages, weights)
-    gate = _soft_gate(ratio, config.tau_pos).where(masked_advantages > 0, _soft_gate(ratio, config.tau_neg))
+    gate = _soft_gate(ratio, keys.tau_pos).where(masked_advantages > 0, _soft_gate(ratio, keys.tau_neg))
     return -weighted_sum(gate * masked_advantages, weights)
 
 
@@ -150,11 +156,11 @@ def _soft_gate(ratio: Tensor, tau: float) -> Tensor:
 
 
 def policy_gradient_loss(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: Table
 ) -> Tensor:
     """The plain policy gradient, negated: -sum(w * A * logprob).
 
-    Neither the proximal log-probs nor the config are read, so nothing corrects for what earlier steps of the
+    Neither the proximal log-probs nor the keys are read, so nothing corrects for what earlier steps of the
     iteration changed: exact for the first step. Arguments and result as in `clipped_policy_loss`.
 
     Source: Williams, REINFORCE, 1992.
@@ -225,3 +231,39 @@ def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
     Source: Mnih et al., A3C, arXiv:1602.01783, section 4.
     """
     return -weighted_sum(entropies, weights)
+
+
+LOSSES: dict[str, LossPlug] = {
+    "clipped": LossPlug(clipped_policy_loss, ClipKeys),
+    # arXiv:2503.14476, sections 2.3 and 3.1 to 3.3. refill_rounds as verl's recipe, of ten batches at most.
+    "dapo": LossPlug(
+        clipped_policy_loss,
+        ClipKeys,
+        values={
+            "training.clip_low": 0.2,
+            "training.clip_high": 0.28,
+            "training.aggregation": "token_mean",
+            "training.skip_flat_groups": True,
+            "training.refill_rounds": 9,
+            "training.kl_coef": 0.0,
+            "training.entropy_coef": 0.0,
+        },
+    ),
+    "gspo": LossPlug(
+        clipped_policy_loss,
+        ClipKeys,
+        values={
+            "algorithm.ratio_level": "decision",
+            "training.clip_low": 3e-4,
+            "training.clip_high": 4e-4,
+            "training.aggregation": "decision_mean",
+        },
+    ),
+    "cispo": LossPlug(
+        cispo_loss,
+        RangeKeys,
+        values={"training.clip_low": 1.0, "training.clip_high": 4.0, "training.aggregation": "token_mean"},
+    ),
+    "sapo": LossPlug(sapo_loss, SapoKeys, values={"training.aggregation": "decision_mean"}),
+    "policy_gradient": LossPlug(policy_gradient_loss),
+}

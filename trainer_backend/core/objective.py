@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from trainer_backend.core.behaviour import WeightConfig, behaviour_weights, log_weights, truncated
+from trainer_backend.core.behaviour import WeightKeys, behaviour_weights, log_weights, truncated
 from trainer_backend.core.losses import (
-    LossConfig,
+    ClipKeys,
     PolicyLoss,
     RatioLevel,
     at_level_of,
@@ -75,9 +75,9 @@ class Objective:
 
     kind: ObjectiveKind
     loss: PolicyLoss
-    clip: LossConfig
+    clip: ClipKeys
     ratio_level: RatioLevel
-    weighting: WeightConfig
+    weighting: WeightKeys
     trains_head: bool = True
     samples_truncated: bool = False
 
@@ -89,7 +89,7 @@ class Objective:
     @property
     def unit_level(self) -> RatioLevel:
         """What has to be known as a whole before any of its tokens can train."""
-        return self.ratio_level if self.clips else self.weighting.level
+        return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:
         """[N] log-probs that the ratio of the policy in training is taken to."""

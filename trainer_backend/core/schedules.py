@@ -2,9 +2,29 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from trainer_backend.core.keys import Table
 
 # From the share of the fall that is behind, in [0, 1], to how much of it has happened, in [0, 1].
 Fall = Callable[[float], float]
+
+
+class FallKeys(Table):
+    """Of a rate that falls."""
+
+    learning_rate_final: float = Field(default=0.1, ge=0, le=1)
+    """share of learning_rate that it falls to; reached one step after the last"""
+
+
+@dataclass(frozen=True, slots=True)
+class FallPlug:
+    """A course of the learning rate on the plug board, and the keys that it reads."""
+
+    fall: Fall
+    keys: type[Table] = FallKeys
 
 
 def linear(behind: float) -> float:
@@ -23,6 +43,9 @@ def cosine(behind: float) -> float:
 def constant(behind: float) -> float:
     """No fall at all, so `final` of `learning_rate` is not reached."""
     return 0.0
+
+
+SCHEDULES = {"linear": FallPlug(linear), "cosine": FallPlug(cosine), "constant": FallPlug(constant, Table)}
 
 
 def learning_rate(peak: float, *, progress: float, rise: float, final: float, fall: Fall = linear) -> float:

@@ -6,14 +6,13 @@ Pure: a stored rollout file gives the same numbers anywhere.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Self
+from typing import Any, Self
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory, prompts
 from trainer_backend.collect.metrics import finished_trajectories
 from trainer_backend.core.advantages.branch import Branches
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
     EstimatorPlug,
@@ -149,7 +148,7 @@ class CreditAssignment:
         return cls(job.algorithm, policies, rewards, job.training.skip_flat_groups)
 
     @property
-    def estimator(self) -> EstimatorPlug:
+    def estimator(self) -> EstimatorPlug[Any]:
         return estimator(self.algorithm.advantage)
 
     def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
@@ -248,7 +247,8 @@ class CreditAssignment:
             self._rewarded(rollout, item, earnings.rewards_T, measured)
             for rollout, item, earnings in zip(rollouts, trajectories, earned, strict=True)
         ]
-        advantages = self.estimator.compute(episodes, advantage_config(self.algorithm))
+        keys = self.algorithm.read(self.estimator.keys, self.algorithm.advantage)
+        advantages = self.estimator.compute(episodes, keys)
         trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
         targets = [
             targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
@@ -278,7 +278,7 @@ class CreditAssignment:
         values = measured.values.get(name, ())
         by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
         branched = plug.needs_branches and measured.branches is not None
-        by_outcome = self.algorithm.episode_score == "outcome" and "episode_score" in plug.takes
+        by_outcome = self.algorithm.episode_score == "outcome" and "episode_score" in plug.keys.model_fields
         return EpisodeRewards(
             name,
             self._compared_with(rollout),
@@ -301,7 +301,7 @@ class CreditAssignment:
         Raises:
             AdvantageError: it was never looked at.
         """
-        goes_on = "bootstrap_truncated" in self.estimator.takes
+        goes_on = "bootstrap_truncated" in self.estimator.keys.model_fields
         if not (self.algorithm.bootstrap_truncated and goes_on and trajectory.cut_short):
             return None
         if measured.after is None:
@@ -327,26 +327,6 @@ class CreditAssignment:
         """Return G of a branch. It counts decisions from 1, so its horizon is the rest of the parent's."""
         earned = self.rewards.earned_by(branch, scored, decisions_done=turn - 1)
         return discounted_returns(earned.rewards_T, self.algorithm.gamma)[0]
-
-
-def advantage_config(table: AlgorithmTable) -> AdvantageConfig:
-    """The keys of [algorithm], for estimators."""
-    return AdvantageConfig(
-        gamma=table.gamma,
-        gae_lambda=table.gae_lambda,
-        gae_token_lambda=table.gae_token_lambda,
-        bootstrap_truncated=table.bootstrap_truncated,
-        omega=table.omega,
-        step_advantage_w=table.step_advantage_w,
-        default_step_reward=table.default_step_reward,
-        fnorm=table.fnorm,
-        episode_baseline=table.episode_baseline,
-        context_depth=table.context_depth,
-        context_alpha=table.context_alpha,
-        similarity_temperature=table.similarity_temperature,
-        distance_discount=table.distance_discount,
-        goal_score=table.goal_score,
-    )
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:

@@ -18,7 +18,7 @@ from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import (
     AGGREGATIONS,
     LOSSES,
-    READS,
+    READ_BY,
     aggregation,
     allocation,
     estimator,
@@ -525,7 +525,7 @@ def biases(config: JobConfig) -> list[str]:
     plug = estimator(algorithm.advantage)
     findings = [f"algorithm.advantage = {algorithm.advantage!r} ({plug.bias})"] if plug.bias else []
     for key in ("gae_lambda", "gae_token_lambda"):
-        if key in plug.takes and getattr(algorithm, key) < 1.0:
+        if key in plug.keys.model_fields and getattr(algorithm, key) < 1.0:
             findings.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
     if algorithm.bootstrap_truncated:
         findings.append("algorithm.bootstrap_truncated = true (trusts the critic)")
@@ -673,20 +673,19 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def not_read_with(config: JobConfig) -> Iterator[tuple[str, str, str]]:
-    """Check the keys of `plugins.READS` against the names that the job chooses.
+    """Check the keys of `plugins.reads` against the names that the job chooses.
 
     Yields:
         The key of the choice, such as algorithm.advantage, a key that it does not read, and a sentence.
     """
-    for board in READS:
+    for board in READ_BY:
         table, _, key_of_name = board.partition(".")
         if getattr(config, table) is None:
             continue
         name = getattr(getattr(config, table), key_of_name)
         for key, readers in not_read(board, name).items():
-            if key in _ALWAYS_ALLOWED or not _is_set(
-                getattr(config, key.partition(".")[0]), key.partition(".")[2]
-            ):
+            home, _, name_of_key = key.partition(".")
+            if key in _ALWAYS_ALLOWED or not _is_set(getattr(config, home), name_of_key):
                 continue
             choice = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
             reason = f"is not read by {choice}"
@@ -709,5 +708,7 @@ def _not_read_by_the_engine(table: InferenceTable) -> Iterator[Finding]:
 
 
 def _is_set(table: Table, key: str) -> bool:
-    """Return whether the key differs from its default."""
-    return bool(getattr(table, key) != type(table).model_fields[key].get_default(call_default_factory=True))
+    """Return whether the key of the table differs from its default."""
+    return key in type(table).model_fields and bool(
+        getattr(table, key) != type(table).model_fields[key].get_default(call_default_factory=True)
+    )

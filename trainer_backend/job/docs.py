@@ -17,7 +17,7 @@ from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
-from trainer_backend.plugins import BOARDS, READS
+from trainer_backend.plugins import BOARDS, READ_BY, reads
 
 _HEAD = """\
 # The job TOML
@@ -89,9 +89,9 @@ def _what_is_read() -> Iterator[str]:
         "Beside `algorithm.gamma`, which belongs to the task. A key that the chosen name does not read is "
         "refused where it is set; a clip range and `training.learning_rate_final` may stand in any job."
     )
-    for board, reads in READS.items():
+    for board in READ_BY:
         yield f"\n`{board}`:\n"
-        for name, keys in reads.items():
+        for name, keys in reads(board).items():
             words = f": {quoted(sorted(keys))}" if keys else ""
             yield f"- `{name}`{words}{_more(BOARDS.get(board, {}).get(name))}"
     yield ""
@@ -177,7 +177,7 @@ def meaning(field: FieldInfo) -> str:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, attribute, None) is not None:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
-    description = field.description or ""
+    description = " ".join((field.description or "").split())
     return description + (f" ({', '.join(bounds)})" if bounds else "")
 
 

@@ -32,9 +32,10 @@ from trainer_backend.job.layers import (
     text_that_names_its_job,
     without,
 )
+from trainer_backend.job.plug_table import own_findings
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
-from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, refuse_unknown
+from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_BY, refuse_unknown
 
 # The most findings in one error: each lists the allowed keys and compares them.
 MOST_FINDINGS = 20
@@ -122,6 +123,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
             rest, warnings=(*left_out.values(), *rest.warnings), left_out={**left_out, **rest.left_out}
         )
     faults = [
+        *own_findings({name: getattr(config, name) for name in READ_BY.values()}),
         *unread_keys(config),
         *unknown_state_keys(config.rollout, config.algorithm),
         *mixture_findings(config),

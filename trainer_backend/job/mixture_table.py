@@ -17,6 +17,7 @@ from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.objective import ObjectiveKind
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.job.addresses import shown
+from trainer_backend.job.plug_table import PlugTable
 from trainer_backend.job.tables import Table
 
 Baseline = Literal["shared", "per_policy"]
@@ -127,10 +128,12 @@ class RolloutOnlyTable(Table):
         return self
 
 
-class AllocationTable(Table):
+class AllocationTable(PlugTable):
     """[rollout_allocation_schedule]: alpha, the probability that the actor samples, in each iteration (=
     step).
     """
+
+    boards = ("rollout_allocation_schedule.type",)
 
     type: str = Field(
         default="constant", description="course of alpha; each type has its own keys, see below"
@@ -189,4 +192,6 @@ class AllocationTable(Table):
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the values of the keys that the job sets."""
-        return {key: value for key in sorted(keys) if (value := getattr(self, key)) not in (None, ())}
+        own = self.own(self.type)
+        found = {key: own.get(key, getattr(self, key, None)) for key in sorted(keys)}
+        return {key: value for key, value in found.items() if value not in (None, ())}

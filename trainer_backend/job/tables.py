@@ -5,22 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from shared_schemas.base import Body
 from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6
+from trainer_backend.core.keys import Table as Table
 from trainer_backend.job.addresses import fault_in, http_parts
-
-# What every table of a job is.
-
-
-class Table(Body):
-    """A table of the job; no number in it may be infinite or NaN."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
 
 # One or two parts; a path would begin with / or . or ~ or have more of them.
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)

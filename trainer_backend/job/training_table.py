@@ -5,17 +5,28 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
-from trainer_backend.core.behaviour import WeightMode
-from trainer_backend.core.kl_reward import KlKind
-from trainer_backend.core.losses import RatioLevel
-from trainer_backend.job.tables import Table
+from trainer_backend.core.advantages.branch import BranchKeys
+from trainer_backend.core.advantages.gae import GaeTokenKeys
+from trainer_backend.core.advantages.gagpo import GagpoKeys
+from trainer_backend.core.advantages.gigpo import GigpoAdditiveKeys, GigpoKeys
+from trainer_backend.core.advantages.gigpo_soft import SoftKeys
+from trainer_backend.core.advantages.graphgpo import GraphgpoKeys
+from trainer_backend.core.aggregation import ConstantKeys
+from trainer_backend.core.behaviour import WeightKeys
+from trainer_backend.core.critic import CriticKeys
+from trainer_backend.core.keys import Table
+from trainer_backend.core.kl import KlKeys
+from trainer_backend.core.kl_reward import KlRewardKeys
+from trainer_backend.core.losses import ClipKeys, RatioLevel, SapoKeys
+from trainer_backend.core.schedules import FallKeys
+from trainer_backend.job.plug_table import PlugTable
 
 # Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 
 
-class TrainingTable(Table):
-    """[training]"""
+class LoopKeys(Table):
+    """Of the loop, its batches and its optimizer: what no part of the core declares."""
 
     iterations: int = Field(
         default=20, ge=0, le=1_000_000, description="rounds of collection, credit and update"
@@ -31,12 +42,6 @@ class TrainingTable(Table):
     learning_rate: float = Field(default=5e-4, gt=0, description="highest learning rate of AdamW")
     learning_rate_schedule: str = Field(
         default="linear", description="its course after the rise; constant stays at the highest"
-    )
-    learning_rate_final: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="share of learning_rate that it falls to; reached one step after the last",
     )
     learning_rate_rise: float = Field(
         default=0.0,
@@ -109,98 +114,30 @@ class TrainingTable(Table):
         description="how often an iteration replaces flat groups by other worlds; a known bias: outcomes "
         "then select the training data",
     )
-    clip_low: float = Field(
-        default=0.2, gt=0, le=1, description="ratios are clipped below 1 - clip_low; at 1 none are"
-    )
-    clip_high: float = Field(default=0.25, gt=0, description="ratios are clipped above 1 + clip_high")
-    clip_dual: float | None = Field(
-        default=None, gt=1, description="upper clip of ratios with a negative advantage"
-    )
-    tau_pos: float = Field(
-        default=1.0,
-        gt=0,
-        description="sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages",
-    )
-    tau_neg: float = Field(default=1.05, gt=0, description="sapo: the same for negative advantages")
-    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the model that RL started from"
-    )
-    kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
-    kl_reward_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="reward units that a decision pays per nat of its KL to that model: in r_t, while "
-        "kl_coef is in the loss",
-    )
-    kl_reward_kind: KlKind = Field(
-        default="k1",
-        description="estimator of that KL; only k1 has its gradient (docs/credit.md)",
-    )
-    behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
-    behaviour_weight_floor: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="mask: smaller weights are set to 0 too; truncate does not read it",
-    )
-    behaviour_weight_level: RatioLevel = Field(
-        default="token",
-        description="a token's weight: its own, its decision's or its episode's (products)",
-    )
-    behaviour_weight_mode: WeightMode = Field(
-        default="truncate",
-        description="a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)",
-    )
-    critic: Literal["head", "own"] = Field(
-        default="head",
-        description="critic: head reads the policy's last hidden state by one linear layer; own is a second "
-        "model, which begins as a copy of the policy and has an optimizer, batches and passes of its own",
-    )
-    critic_learning_rate: float = Field(
-        default=1e-3, gt=0, description="own critic: constant learning rate of its layers' AdamW"
-    )
-    critic_passes: int = Field(
-        default=2, ge=1, description="own critic: passes over an iteration's decisions"
-    )
-    critic_batch_decisions: int = Field(
-        default=256, ge=1, description="own critic: decisions per optimizer step"
-    )
-    critic_warmup: int = Field(
-        default=0,
-        ge=0,
-        description="own critic: its first iterations, in which it learns alone and the policy stays",
-    )
-    value_coef: float = Field(
-        default=0.5, gt=0, description="critic: weight of half the squared error of its values"
-    )
-    value_clip: float | None = Field(
-        default=None,
-        gt=0,
-        description="critic: a value that moved further than this in an iteration has no gradient; "
-        "reward units; absent: no limit",
-    )
-    value_learning_rate: float = Field(
-        default=0.5,
-        gt=0,
-        description="critic: AdamW's rate for the value head, divided among its inputs: about how far a step "
-        "can move a value, in reward units; it falls as learning_rate does",
-    )
-    value_trunk_gradient: bool = Field(
-        default=False,
-        description="critic: let the value loss train the policy's own weights too, not only the value head",
-    )
     aggregation: str = Field(
         default="token_mean",
         description="what has equal weight: tokens or decisions of an optimizer step, or episodes of the "
         "whole iteration, however it is split; constant: each token, divided by the planned number",
     )
-    constant_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="constant: sampled tokens that each of rollout.episodes_per_batch counts as in the "
-        "denominator; absent: the most that an episode may sample",
-    )
+    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
+
+
+class TrainingTable(
+    ConstantKeys,
+    CriticKeys,
+    WeightKeys,
+    KlRewardKeys,
+    KlKeys,
+    SapoKeys,
+    ClipKeys,
+    FallKeys,
+    LoopKeys,
+    PlugTable,
+):
+    """[training]"""
+
+    boards = ("algorithm.loss", "training.aggregation")
+
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
@@ -286,8 +223,8 @@ class LoraTable(Table):
         return self.target_modules == (ALL_LINEAR,)
 
 
-class AlgorithmTable(Table):
-    """[algorithm]; the plug board lists the keys that each estimator and loss reads."""
+class AdvantageKeys(Table):
+    """The choice of an estimator and of a loss."""
 
     advantage: str = Field(default="stepwise", description="the estimator of advantages")
     loss: str = Field(
@@ -298,74 +235,19 @@ class AlgorithmTable(Table):
         description="a token's ratio to the proximal policy: its own, its decision's or its episode's "
         "(geometric means)",
     )
-    gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
-    gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="gae, gagpo: weight of longer returns, over decisions"
-    )
-    gae_token_lambda: float = Field(
-        default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
-    )
-    episode_score: Literal["rewards", "outcome"] = Field(
-        default="rewards",
-        description="score of a whole episode among siblings: the sum of r_t, or the outcome, which is the "
-        "score of a reward function if there is one; returns of decisions come from r_t either way",
-    )
-    bootstrap_truncated: bool = Field(
-        default=False,
-        description="gae: continue an episode that a limit cut short with the critic's value of its last "
-        "state, instead of ending it there; costs each such episode one token more",
-    )
-    omega: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="gigpo: weight of the episode's advantage; the step's has the rest",
-    )
-    step_advantage_w: float = Field(
-        default=1.0,
-        ge=0,
-        description="gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage",
-    )
-    state_hashing_function: str = Field(
-        default="default",
-        description="gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states "
-        "(docs/configuration.md)",
-    )
-    default_step_reward: float = Field(
-        default=0.0, description="gigpo: reward of a decision in its step's returns while rewards are off"
-    )
-    fnorm: Literal["std", "one"] = Field(
-        default="std", description="gigpo, g2po, graphgpo, gagpo: divisor of the deviations of a group"
-    )
-    episode_baseline: Literal["trajectory", "step"] = Field(
-        default="trajectory",
-        description="gigpo, gigpo_soft, g2po, graphgpo: the unit of the mean of a group's scores",
-    )
-    context_depth: int = Field(
-        default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
-    )
-    context_alpha: float = Field(
-        default=1.0, ge=0, description="gigpo: weight (k + 1)^alpha of a context of k equal earlier states"
-    )
-    similarity_temperature: float = Field(
-        default=0.1,
-        ge=0,
-        description="gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal "
-        "ones alone",
-    )
-    distance_discount: float = Field(
-        default=0.1, gt=0, lt=1, description="graphgpo: discount per decision between a state and the goal"
-    )
-    goal_score: float | None = Field(
-        default=None,
-        description="graphgpo: least score of an episode that reached the goal; absent: the group's best",
-    )
-    branches_per_episode: int = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description="branch: decisions per episode from which others play on",
-    )
-    branch_rollouts: int = Field(
-        default=2, ge=1, le=64, description="branch: rollouts that start before each of them"
-    )
+
+
+class AlgorithmTable(
+    BranchKeys,
+    GraphgpoKeys,
+    SoftKeys,
+    GigpoKeys,
+    GigpoAdditiveKeys,
+    GagpoKeys,
+    GaeTokenKeys,
+    AdvantageKeys,
+    PlugTable,
+):
+    """[algorithm]; the plug board lists the keys that each estimator and loss reads."""
+
+    boards = ("algorithm.advantage",)

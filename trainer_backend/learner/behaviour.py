@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.behaviour import (
-    WeightConfig,
+    WeightKeys,
     counted_share,
     effective_share,
     log_weights,
@@ -26,7 +26,7 @@ from trainer_backend.core.behaviour import (
 )
 from trainer_backend.core.collate import Batch, rows_of
 from trainer_backend.core.columns import Row
-from trainer_backend.core.losses import LossConfig
+from trainer_backend.core.losses import PolicyLoss
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
@@ -36,8 +36,6 @@ from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.plugins import policy_loss
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +58,14 @@ def objectives_of(
     fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),
 ) -> dict[str, Objective]:
     """The objective of each policy's samples: first the actor's, then those of the fixed policies."""
+    plug = policy_loss(algorithm.loss)
+    keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
         kind="decoupled",
-        loss=policy_loss(algorithm.loss).compute,
-        clip=LossConfig(
-            clip_low=training.clip_low,
-            clip_high=training.clip_high,
-            clip_dual=training.clip_dual,
-            tau_pos=training.tau_pos,
-            tau_neg=training.tau_neg,
-        ),
+        loss=plug.compute if keys is training else _with_own_keys(plug.compute, keys),
+        clip=training,
         ratio_level=algorithm.ratio_level,
-        weighting=_actors_weighting(training),
+        weighting=training,
     )
     others = {
         table.name: replace(
@@ -86,28 +80,17 @@ def objectives_of(
     return {ACTOR: actors, **others}
 
 
-def _actors_weighting(table: TrainingTable) -> WeightConfig:
-    return WeightConfig(
-        cap=table.behaviour_weight_cap,
-        level=table.behaviour_weight_level,
-        mode=table.behaviour_weight_mode,
-        floor=table.behaviour_weight_floor,
+def _with_own_keys(loss: PolicyLoss, own: Any) -> PolicyLoss:
+    """A loss that reads other keys than [training] has."""
+    return lambda logprobs, proximal, advantages, weights, keys: loss(
+        logprobs, proximal, advantages, weights, own
     )
 
 
-def _weighting(training: TrainingTable, table: RolloutOnlyTable) -> WeightConfig:
+def _weighting(training: TrainingTable, table: RolloutOnlyTable) -> WeightKeys:
     """The weighting of [training], with the keys that the fixed policy's own table sets."""
-    actors = _actors_weighting(training)
-    return WeightConfig(
-        cap=_or(table.behaviour_weight_cap, actors.cap),
-        level=_or(table.behaviour_weight_level, actors.level),
-        mode=_or(table.behaviour_weight_mode, actors.mode),
-        floor=_or(table.behaviour_weight_floor, actors.floor),
-    )
-
-
-def _or(own: Value | None, inherited: Value) -> Value:
-    return inherited if own is None else own
+    keys = set(WeightKeys.model_fields)
+    return WeightKeys(**training.model_dump(include=keys) | table.model_dump(include=keys, exclude_none=True))
 
 
 def weighed(
@@ -132,14 +115,15 @@ def weighed(
     for policy in dict.fromkeys(draft.policy for draft in drafts):
         mine = [index for index, draft in enumerate(drafts) if draft.policy == policy]
         of_mine = [drafts[index].segment for index in mine]
-        config = objectives[policy].weighting
-        units = None if config.level == "token" else units_of(of_mine, [config.level] * len(mine))
+        keys = objectives[policy].weighting
+        level = keys.behaviour_weight_level
+        units = None if level == "token" else units_of(of_mine, [level] * len(mine))
         unit_N = None if units is None else torch.from_numpy(np.concatenate(units))
         columns_N = _column([proximal[index] for index in mine]), _column([part.logprobs for part in of_mine])
         logs_N = log_weights(*columns_N, unit_N)
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         ends = np.cumsum([len(part.logprobs) for part in of_mine])
-        rows |= zip(mine, np.split(truncated(logs_N, config).numpy(), ends[:-1]), strict=True)
+        rows |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
         logs[policy] = _one_each(logs_N, unit_N)
     scored = [
         replace(draft, proximal=own, behaviour=rows[index])
@@ -349,10 +333,10 @@ def mixture_metrics(
     return figures | {metric_of(ACTOR, name): value for name, value in again.items() if value is not None}
 
 
-def _cut_share(logs: Sequence[float], config: WeightConfig) -> float:
+def _cut_share(logs: Sequence[float], keys: WeightKeys) -> float:
     """The share of the weights that truncation changes."""
-    low = config.floor if config.mode == "mask" else 0.0
-    return sum(not low <= math.exp(log) <= config.cap for log in logs) / len(logs)
+    low = keys.behaviour_weight_floor if keys.behaviour_weight_mode == "mask" else 0.0
+    return sum(not low <= math.exp(log) <= keys.behaviour_weight_cap for log in logs) / len(logs)
 
 
 def _raw_weights(weights: Sequence[float]) -> dict[str, float]:

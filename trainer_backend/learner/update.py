@@ -91,7 +91,9 @@ class PolicyUpdate:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._config, self._table, self._ranks = config, config.training, scorer.ranks
         self._terms = PolicyTerms(config.update.objectives, config.training, share)
-        self._aggregation = aggregation(config.training.aggregation)
+        name = config.training.aggregation
+        self._aggregation = aggregation(name)
+        self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)
 
@@ -181,7 +183,7 @@ class PolicyUpdate:
             reference = self._logprobs(episodes, cache.reference, score)
         shares: Sequence[Row] = [()] * len(segments)
         if self._aggregation.over == "iteration":
-            shares = self._aggregation.weights(segments)
+            shares = self._aggregation.weights(segments, self._aggregation_keys)
         return [
             Scored(segment, policy=policy, share=share, reference=row)
             for segment, policy, share, row in zip(segments, policies, shares, reference, strict=True)
@@ -200,7 +202,11 @@ class PolicyUpdate:
             members: the numbers of the first step's segments.
         """
         objectives = self._terms.objectives
-        units = {level for item in objectives.values() for level in (item.unit_level, item.weighting.level)}
+        units = {
+            level
+            for item in objectives.values()
+            for level in (item.unit_level, item.weighting.behaviour_weight_level)
+        }
         cached = all(episode.rollout_id in cache.proximal for episode in episodes)
         if cached or self._head is not None or self._drops or "episode" in units:
             rows = self._logprobs(episodes, cache.proximal, self._scorer.score)
@@ -333,7 +339,7 @@ class PolicyUpdate:
         """For each segment of a step, [N] how much each of its sampled tokens counts."""
         if self._aggregation.over == "iteration":
             return [steps * np.asarray(item.share) for item in step]
-        weights = self._aggregation.weights([item.segment for item in step])
+        weights = self._aggregation.weights([item.segment for item in step], self._aggregation_keys)
         if self._aggregation.over == "step":
             return weights
         return [np.asarray(row) / self._config.update.planned_tokens for row in weights]
@@ -439,7 +445,7 @@ class PolicyUpdate:
             progress=min(iterations_done / max(table.iterations, 1), 1.0),
             rise=table.learning_rate_rise,
             final=table.learning_rate_final,
-            fall=schedule(table.learning_rate_schedule),
+            fall=schedule(table.learning_rate_schedule).fall,
         )
         for group in self._optimizer.param_groups:
             group["lr"] = rate

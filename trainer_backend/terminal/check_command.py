@@ -202,6 +202,7 @@ def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_a_table(name: str, table: Any, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    yield from ((f"{name}.{plug}", "none") for plug in table.model_extra or ())
     for key, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True)
         if getattr(table, key) != default:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.trainer_backend.segment_columns import lists, segment_of
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.aggregation import decision_mean, token_mean
 from trainer_backend.core.losses import (
-    LossConfig,
+    ClipKeys,
     at_level_of,
     cispo_loss,
     clipped_policy_loss,
@@ -21,12 +21,13 @@ from trainer_backend.core.losses import (
     unit_means,
 )
 from trainer_backend.core.segments import CONTEXT
+from trainer_backend.job.training_table import AlgorithmTable
 
 OLD = torch.full((4,), -1.0)
 NEW = torch.tensor([-0.5, -1.5, 0.5, -1.1])
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
 MEAN = torch.full((4,), 0.25)
-RANGE = LossConfig(clip_low=0.2, clip_high=0.28)
+RANGE = ClipKeys(clip_low=0.2, clip_high=0.28)
 
 
 def episodes(*groups):
@@ -43,7 +44,9 @@ def firsts(found):
 
 def test_the_clipped_loss_is_vanilla_once_the_dual_clip_is_set_as_it_always_is_there():
     new = NEW.clone().requires_grad_()
-    loss = clipped_policy_loss(new, OLD, ADVANTAGES, MEAN, LossConfig(0.2, 0.28, clip_dual=3.0))
+    loss = clipped_policy_loss(
+        new, OLD, ADVANTAGES, MEAN, ClipKeys(clip_low=0.2, clip_high=0.28, clip_dual=3.0)
+    )
     loss.backward()
     assert loss.item() == pytest.approx(0.504577, abs=1e-6)
     assert new.grad.tolist() == pytest.approx([0.0, -0.15163, 0.0, 0.22621], abs=1e-5)
@@ -53,7 +56,7 @@ def test_the_clipped_loss_is_vanilla_once_the_dual_clip_is_set_as_it_always_is_t
 
 
 def test_one_range_for_both_sides():
-    config = LossConfig(0.2, 0.2, clip_dual=3.0)
+    config = ClipKeys(clip_low=0.2, clip_high=0.2, clip_dual=3.0)
     assert clipped_policy_loss(NEW, OLD, ADVANTAGES, MEAN, config).item() == pytest.approx(0.524577, abs=1e-6)
 
 
@@ -69,28 +72,28 @@ def test_gspo_of_one_sequence_and_cispo_are_equal():
 def test_grpo_has_the_sample_std_without_epsilon_and_a_lone_episode_learns_nothing():
     # there 0.577349, -1.154699, 0.577349 (an epsilon of 1e-6), and the lone one its raw reward of 2.999997
     given = episodes([1.0, 0.0, 1.0], [3.0])
-    assert firsts(grpo(given, AdvantageConfig())) == pytest.approx(
+    assert firsts(grpo(given, AlgorithmTable(gamma=1.0))) == pytest.approx(
         [0.577350, -1.154701, 0.577350, 0.0], abs=1e-6
     )
     # there 1/3, -2/3, 1/3 and 3
-    assert firsts(grpo_no_std(given, AdvantageConfig())) == pytest.approx([1 / 3, -2 / 3, 1 / 3, 0.0])
+    assert firsts(grpo_no_std(given, AlgorithmTable(gamma=1.0))) == pytest.approx([1 / 3, -2 / 3, 1 / 3, 0.0])
 
 
 def test_rloo_agrees_and_a_lone_episode_is_0_as_in_its_vectorised_form():
     # there .5, -1, .5, and for the lone one 3 in one function and 0 in the other
-    assert firsts(rloo(episodes([1.0, 0.0, 1.0], [3.0]), AdvantageConfig())) == [0.5, -1.0, 0.5, 0.0]
+    assert firsts(rloo(episodes([1.0, 0.0, 1.0], [3.0]), AlgorithmTable(gamma=1.0))) == [0.5, -1.0, 0.5, 0.0]
 
 
 def test_group_statistics_count_an_episode_once_however_many_segments_it_lies_in():
     # there, row by row, 1.0954, -0.7303, -0.7303 where the first and the last have two rows each
-    found = firsts(grpo(episodes([1.0, 0.0, 0.0]), AdvantageConfig()))
+    found = firsts(grpo(episodes([1.0, 0.0, 0.0]), AlgorithmTable(gamma=1.0)))
     assert found == pytest.approx([1.1547, -0.5774, -0.5774], abs=5e-5)
 
 
 def test_gae_is_not_whitened_so_that_the_unit_of_the_rewards_stays():
     (found,) = gae(
         [EpisodeRewards("r", "g", [0.0, 4.0], values_T=[0.0, 0.0])],
-        AdvantageConfig(gamma=1.0, gae_lambda=1.0),
+        AlgorithmTable(gamma=1.0, gae_lambda=1.0),
     ).per_episode
     assert found == [4.0, 4.0]  # there it would have mean 0 over the batch
 

@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.branch import branch, branch_turns
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 
-HALF = AdvantageConfig(gamma=0.5)
+HALF = AlgorithmTable(gamma=0.5)
 
 
 def episode(rewards_T, branches, name="a", group="g"):
@@ -32,7 +33,7 @@ def test_a_decision_is_held_against_the_mean_of_its_branches_and_the_others_agai
 
 
 def test_an_episode_without_siblings_has_advantages_where_it_has_branches():
-    found = branch([episode([1.0, 1.0], [[0.5], []])], AdvantageConfig(gamma=1.0))
+    found = branch([episode([1.0, 1.0], [[0.5], []])], AlgorithmTable(gamma=1.0))
     assert found.per_episode == [[1.5, 0.0]]
 
 

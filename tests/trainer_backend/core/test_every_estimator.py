@@ -13,14 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.derivation import PARTS, substitution
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.critic import ByToken
 from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
 
-CONFIG = AdvantageConfig(gamma=0.75, gae_lambda=0.5, gae_token_lambda=0.5, omega=0.25)
+CONFIG = AlgorithmTable(gamma=0.75, gae_lambda=0.5, gae_token_lambda=0.5, omega=0.25)
 CRITICS = {"gae", "gae_token"}
 EACH = pytest.mark.parametrize("name", ESTIMATORS)
 # reward in eighths, state, values of its one to three tokens, returns of branches from before it
@@ -82,7 +83,7 @@ def test_every_decision_has_one_finite_advantage(drawn):
 )
 def test_the_equations_of_its_derivation_give_its_advantages_back(drawn, after, changes):
     episodes = [replace(item, truncated=True, value_after=float(after)) for item in batch_of(drawn)]
-    config = replace(CONFIG, bootstrap_truncated=True, step_advantage_w=0.75, **changes)
+    config = CONFIG.model_copy(update=dict(bootstrap_truncated=True, step_advantage_w=0.75, **changes))
     for name, plug in ESTIMATORS.items():
         found = computed(name, episodes, config)
         assert found.parts.keys() <= PARTS.keys(), name
@@ -125,7 +126,7 @@ COMPARED = {
 def test_it_says_how_many_others_a_decision_is_compared_with(name):
     first, second = (1.0, "a", [0.0], []), (0.5, "b", [0.0], [])
     episodes = batch_of([("g", [first, second]), ("g", [(0.0, "a", [0.0], [])]), ("h", [first])])
-    found = computed(name, episodes, replace(CONFIG, similarity_temperature=0.0))
+    found = computed(name, episodes, CONFIG.model_copy(update=dict(similarity_temperature=0.0)))
     assert found.parts.get("compared") == COMPARED[name]
 
 
@@ -209,7 +210,7 @@ def test_scores_equal_but_for_rounding_leave_nothing_to_learn_and_so_does_a_lone
     is_one_decision = len(episodes[0].rewards_T) == 1
     for name in set(ESTIMATORS) - CRITICS - (set() if is_one_decision else {"reinforce_pp"}):
         for fnorm in SCALES:
-            config = replace(CONFIG, gamma=gamma, fnorm=fnorm, similarity_temperature=0.0)
+            config = CONFIG.model_copy(update=dict(gamma=gamma, fnorm=fnorm, similarity_temperature=0.0))
             found = computed(name, episodes, config)
             assert not any(value for row_T in found.per_episode for value in row_T), name
             assert found.diagnostics["advantages/groups_without_spread"] == (len(episodes) > 1), name
@@ -225,7 +226,7 @@ def test_one_score_that_was_earned_at_other_decisions_is_no_spread_of_scores(rew
         assert not any(value for row_T in computed(name, episodes).per_episode for value in row_T), name
     for name in ("gigpo", "gigpo_soft", "g2po", "graphgpo"):
         for baseline in ("trajectory", "step"):
-            found = computed(name, episodes, replace(CONFIG, episode_baseline=baseline))
+            found = computed(name, episodes, CONFIG.model_copy(update=dict(episode_baseline=baseline)))
             assert not any(v for row_T in found.parts["episode_advantage"] for v in row_T), name
     assert computed("graphgpo", episodes).diagnostics["graph/groups_with_goal"] == 0.0
 
@@ -235,7 +236,7 @@ def test_one_score_that_was_earned_at_other_decisions_is_no_spread_of_scores(rew
     score=st.sampled_from([0.1, 0.7, 3.0, -0.3]), unit=st.integers(-9, 9), fnorm=st.sampled_from([*SCALES])
 )
 def test_a_true_difference_counts_in_full_however_small_it_is(score, unit, fnorm):
-    score, config = score * 10.0**unit, replace(CONFIG, fnorm=fnorm)
+    score, config = score * 10.0**unit, CONFIG.model_copy(update=dict(fnorm=fnorm))
     difference = 1e-6 * score
     for name in set(ESTIMATORS) - CRITICS:
         found = computed(name, single([score, score + difference]), config).per_episode
@@ -330,7 +331,9 @@ def test_gae_token_agrees_with_exact_arithmetic_also_where_a_limit_cut_the_episo
         for n in range(len(tokens))
     ]
     cut = replace(episode(0, "g", drawn), truncated=True, value_after=float(after))
-    (found,) = computed("gae_token", [cut], replace(CONFIG, bootstrap_truncated=True)).per_token
+    (found,) = computed(
+        "gae_token", [cut], CONFIG.model_copy(update=dict(bootstrap_truncated=True))
+    ).per_token
     assert all(abs(Fraction(a) - b) <= 1e-12 * 16 for a, b in zip(found.flat, expected, strict=True))
 
 

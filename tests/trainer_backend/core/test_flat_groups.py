@@ -2,11 +2,12 @@
 
 import pytest
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 
 
 def episodes(**groups: list[list[float]]) -> list[EpisodeRewards]:
@@ -19,7 +20,7 @@ def episodes(**groups: list[list[float]]) -> list[EpisodeRewards]:
 
 def flat(estimator, gamma: float = 1.0, **groups: list[list[float]]) -> list[str]:
     batch = episodes(**groups)
-    found: Advantages = estimator(batch, AdvantageConfig(gamma=gamma))
+    found: Advantages = estimator(batch, AlgorithmTable(gamma=gamma))
     return flat_groups(batch, found.per_episode)
 
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import gae, gae_token, generalised_advantages
 from trainer_backend.core.critic import ByToken
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
 PAIRS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=6)
@@ -20,7 +21,7 @@ SHARE = st.sampled_from([0.0, 0.5, 1.0])
 def test_it_sums_discounted_surprises():
     # values 1, 2; rewards 0, 3; gamma = lambda = 1/2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 1 - 1 = 0
     episode = EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0])
-    result = gae([episode], AdvantageConfig(gamma=0.5, gae_lambda=0.5))
+    result = gae([episode], AlgorithmTable(gamma=0.5, gae_lambda=0.5))
     assert result.per_episode == [[0.25, 1.0]]
     assert result.parts["value"] == [[1.0, 2.0]]
 
@@ -52,16 +53,10 @@ def test_a_critic_that_knows_the_returns_leaves_nothing_to_learn(pairs, gae_lamb
 
 def test_a_decision_without_a_value_is_refused_by_name():
     with pytest.raises(AdvantageError, match="rollout r-7: 0 values of a critic for 1 decisions"):
-        gae([EpisodeRewards("r-7", "g", [1.0])], AdvantageConfig())
+        gae([EpisodeRewards("r-7", "g", [1.0])], AlgorithmTable(gamma=1.0))
 
 
-@pytest.mark.parametrize("config", [AdvantageConfig(gamma=1.5), AdvantageConfig(gae_lambda=-0.5)])
-def test_shares_outside_0_1_are_refused(config):
-    with pytest.raises(ValueError, match="must lie in"):
-        gae([EpisodeRewards("r", "g", [1.0], values_T=[0.0])], config)
-
-
-BOOTSTRAP = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5, bootstrap_truncated=True)
+BOOTSTRAP = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5, bootstrap_truncated=True)
 
 
 def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_it_was_left_in():
@@ -73,7 +68,7 @@ def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_i
     assert result.per_episode == [[1.0, 4.0], [0.25, 1.0], [0.25, 1.0]]
     counted = {key: value for key, value in result.diagnostics.items() if "truncated" in key or "boot" in key}
     assert counted == {"advantages/truncated": 2.0, "advantages/bootstrapped": 1.0}
-    off = gae([cut, ended, unknown], replace(BOOTSTRAP, bootstrap_truncated=False))
+    off = gae([cut, ended, unknown], BOOTSTRAP.model_copy(update=dict(bootstrap_truncated=False)))
     assert off.per_episode == [[0.25, 1.0]] * 3
     assert off.diagnostics.keys() == result.diagnostics.keys() - counted.keys()
 

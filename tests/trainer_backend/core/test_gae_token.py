@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import foretold, gae, gae_token
 from trainer_backend.core.critic import ByToken, column_of, targets_of, values_of_episode
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
 ROW = st.lists(NUMBER, min_size=1, max_size=4)
@@ -26,7 +27,7 @@ def episode(rewards, rows):
 
 
 def of_tokens(rewards, rows, **config):
-    return gae_token([episode(rewards, rows)], AdvantageConfig(**config)).per_token[0].rows_T
+    return gae_token([episode(rewards, rows)], AlgorithmTable(**config)).per_token[0].rows_T
 
 
 def test_two_decisions_of_two_tokens_and_one_by_hand():
@@ -38,7 +39,7 @@ def test_two_decisions_of_two_tokens_and_one_by_hand():
 
 
 def test_the_advantage_of_a_decision_is_the_mean_of_its_tokens_and_its_value_that_of_the_first():
-    found = gae_token([episode([1.0, 4.0], [[1.0, 3.0], [2.0]])], AdvantageConfig(gamma=1.0, gae_lambda=1.0))
+    found = gae_token([episode([1.0, 4.0], [[1.0, 3.0], [2.0]])], AlgorithmTable(gamma=1.0, gae_lambda=1.0))
     # returns 5 and 4, less each token's value
     assert found.per_token[0].rows_T == [[4.0, 2.0], [2.0]]
     assert found.per_episode == [[3.0, 2.0]]
@@ -48,7 +49,7 @@ def test_the_advantage_of_a_decision_is_the_mean_of_its_tokens_and_its_value_tha
 def test_the_parts_of_a_decision_are_the_means_of_what_its_own_and_what_later_tokens_changed():
     # As above: the surprises of the first decision are 2 - 1/2 = 3/2 (its second token's at 1/2) and -1, mean
     # 1/4; the next decision's advantage, 2, counts 1/4 for the last token and 1/8 for the first, mean 3/8.
-    config = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
+    config = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
     parts = gae_token([episode([1.0, 4.0], [[1.0, 3.0], [2.0]])], config).parts
     assert parts["td_error"] == [[0.25, 2.0]]
     assert parts["later"] == [[0.375, 0.0]]
@@ -71,7 +72,7 @@ def test_tokens_of_equal_value_have_the_advantage_of_their_decision_however_many
 ):
     rewards = [reward for reward, _ in decisions]
     rows = [[row[0]] * len(row) for _, row in decisions]
-    config = AdvantageConfig(gamma=gamma, gae_lambda=between)
+    config = AlgorithmTable(gamma=gamma, gae_lambda=between)
     by_decision = gae([episode(rewards, rows)], config).per_episode[0]
     by_token = gae_token([episode(rewards, rows)], config).per_token[0]
     for advantage, row in zip(by_decision, by_token.rows_T, strict=True):
@@ -82,7 +83,7 @@ def test_tokens_of_equal_value_have_the_advantage_of_their_decision_however_many
 def test_with_token_lambda_1_a_tokens_target_is_its_decisions(decisions, gamma, between):
     rewards, rows = [reward for reward, _ in decisions], [row for _, row in decisions]
     values = ByToken(rows)
-    found = gae_token([episode(rewards, rows)], AdvantageConfig(gamma=gamma, gae_lambda=between))
+    found = gae_token([episode(rewards, rows)], AlgorithmTable(gamma=gamma, gae_lambda=between))
     for row in targets_of(values, found.per_token[0]).returns.rows_T:
         assert row == pytest.approx([row[0]] * len(row))
 
@@ -106,7 +107,7 @@ def credited(observation):
     own = [[float(segment.token_ids[i]) for i in segment.sampled_positions] for segment in segments]
     values = values_of_episode(segments, own, level="token")
     rewards = EpisodeRewards("r", "g", [1.0, 2.0], values_T=values.firsts_T, token_values=values)
-    config = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
+    config = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
     found = gae_token([rewards], config).per_token[0]
     assert len(segments) == 1, "the second decision continues the first"
     return column_of(segments[0], {"r": found}, "advantage").tolist()
@@ -119,19 +120,14 @@ def test_no_span_of_observation_tokens_changes_an_advantage(observation):
 
 def test_values_of_decisions_alone_are_not_enough():
     with pytest.raises(AdvantageError, match="rollout r-7: no values of its tokens; gae_token needs"):
-        gae_token([EpisodeRewards("r-7", "g", [1.0], values_T=[0.5])], AdvantageConfig())
+        gae_token([EpisodeRewards("r-7", "g", [1.0], values_T=[0.5])], AlgorithmTable(gamma=1.0))
 
 
 def test_a_value_that_is_not_finite_is_refused_by_the_name_of_its_token():
     with pytest.raises(AdvantageError, match="rollout r, turn 2, token 1: the value is nan"):
-        gae_token([episode([0.0, 0.0], [[1.0], [1.0, math.nan]])], AdvantageConfig())
+        gae_token([episode([0.0, 0.0], [[1.0], [1.0, math.nan]])], AlgorithmTable(gamma=1.0))
     with pytest.raises(AdvantageError, match="rollout r, turn 1: the value is inf"):
-        gae([EpisodeRewards("r", "g", [0.0], values_T=[math.inf])], AdvantageConfig())
-
-
-def test_a_token_lambda_outside_0_1_is_refused():
-    with pytest.raises(ValueError, match=r"gae_token_lambda must lie in \[0, 1\], got 1.5"):
-        of_tokens([0.0], [[0.0]], gae_token_lambda=1.5)
+        gae([EpisodeRewards("r", "g", [0.0], values_T=[math.inf])], AlgorithmTable(gamma=1.0))
 
 
 def test_what_the_values_foretold_is_told_before_they_have_learned_from_it():

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.errors import AdvantageError
+from trainer_backend.job.training_table import AlgorithmTable
 
-CONFIG = AdvantageConfig()
+CONFIG = AlgorithmTable(gamma=1.0)
 SCORES = st.lists(st.integers(-50, 50).map(lambda n: n / 4), min_size=1, max_size=8)
 
 

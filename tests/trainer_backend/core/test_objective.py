@@ -6,14 +6,14 @@ from math import exp, log
 import pytest
 import torch
 
-from trainer_backend.core.behaviour import WeightConfig, behaviour_weights
+from trainer_backend.core.behaviour import WeightKeys, behaviour_weights
 from trainer_backend.core.loss_metrics import clip_metrics
-from trainer_backend.core.losses import LossConfig, clipped_policy_loss, policy_gradient_loss
+from trainer_backend.core.losses import ClipKeys, clipped_policy_loss, policy_gradient_loss
 from trainer_backend.core.objective import Objective, Tokens
 
 KINDS = ["decoupled", "single_ratio", "reinforce"]
 LEVELS = ["token", "decision", "episode"]
-CLIP = LossConfig(clip_low=0.2, clip_high=0.25)
+CLIP = ClipKeys(clip_low=0.2, clip_high=0.25)
 ADVANTAGES = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 WEIGHTS = torch.full((4,), 0.25, dtype=torch.float64)
 UNITS = torch.tensor([0, 0, 1, 1])
@@ -21,11 +21,17 @@ NOW = torch.tensor([-1.0, -2.0, -0.5, -1.5], dtype=torch.float64)
 
 
 def objective(kind, level="token", cap=2.0):
-    return Objective(kind, clipped_policy_loss, CLIP, level, WeightConfig(cap, level))
+    return Objective(
+        kind,
+        clipped_policy_loss,
+        CLIP,
+        level,
+        WeightKeys(behaviour_weight_cap=cap, behaviour_weight_level=level),
+    )
 
 
 def tokens(of, *, now=NOW, proximal=NOW, behaviour=NOW):
-    units = None if of.weighting.level == "token" else UNITS
+    units = None if of.weighting.behaviour_weight_level == "token" else UNITS
     return Tokens(
         logprobs=now.clone().requires_grad_(),
         proximal_logprobs=proximal,
@@ -94,7 +100,13 @@ def test_explicit_weights_of_a_unit_are_those_of_the_policy_as_it_is_now():
 
 
 def test_what_has_to_be_known_whole_is_the_unit_of_the_ratio_or_of_the_weight():
-    both = Objective("decoupled", clipped_policy_loss, CLIP, "decision", WeightConfig(2.0, "episode"))
+    both = Objective(
+        "decoupled",
+        clipped_policy_loss,
+        CLIP,
+        "decision",
+        WeightKeys(behaviour_weight_cap=2.0, behaviour_weight_level="episode"),
+    )
     assert both.unit_level == "decision"
     assert replace(both, kind="reinforce").unit_level == "episode"
     assert replace(both, kind="single_ratio").unit_level == "decision"

@@ -12,8 +12,8 @@ from itertools import product
 import pytest
 import torch
 
-from trainer_backend.core.behaviour import WeightConfig, behaviour_weights
-from trainer_backend.core.losses import LossConfig, clipped_policy_loss
+from trainer_backend.core.behaviour import WeightKeys, behaviour_weights
+from trainer_backend.core.losses import ClipKeys, clipped_policy_loss
 from trainer_backend.core.objective import Objective, Tokens
 
 SEQUENCES = list(product(range(3), repeat=2))
@@ -59,7 +59,7 @@ def expected_gradient(objective, sampled, told=None, *, now=POLICY, proximal=POL
     drawn = torch.where(possible, chances(sampled), 0.0)
     told = torch.where(told.isfinite(), told, 0.0)  # never drawn, so never told
     logits, before = now.clone().requires_grad_(), logprobs_of(proximal)
-    units = UNITS[objective.weighting.level]
+    units = UNITS[objective.weighting.behaviour_weight_level]
     tokens = Tokens(
         logprobs=logprobs_of(logits),
         proximal_logprobs=before,
@@ -77,9 +77,14 @@ def objective(kind="decoupled", level="episode", **weighting):
     return Objective(
         kind,
         clipped_policy_loss,
-        LossConfig(),
+        ClipKeys(clip_high=0.2),
         "token",
-        WeightConfig(**{"cap": 1e6, "level": level, **weighting}),
+        WeightKeys(
+            **{
+                f"behaviour_weight_{key}": value
+                for key, value in {"cap": 1e6, "level": level, **weighting}.items()
+            }
+        ),
     )
 
 
@@ -132,7 +137,7 @@ def test_what_else_is_done_with_them_does_not():
 
 def test_a_ratio_to_the_other_policy_that_nothing_clips_is_a_token_weight():
     sampled = logprobs_of(OTHER)
-    unclipped = replace(objective("single_ratio"), clip=LossConfig(clip_low=1.0, clip_high=1e6))
+    unclipped = replace(objective("single_ratio"), clip=ClipKeys(clip_low=1.0, clip_high=1e6))
     torch.testing.assert_close(
         expected_gradient(unclipped, sampled), expected_gradient(objective(level="token"), sampled)
     )

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.losses import (
-    LossConfig,
+    ClipKeys,
+    SapoKeys,
     at_level_of,
     cispo_loss,
     clipped_policy_loss,
@@ -17,13 +18,14 @@ from trainer_backend.core.losses import (
     sapo_loss,
     unit_means,
 )
+from trainer_backend.job.training_table import TrainingTable
 
 # The example of prior-art/verl.md 3.4, whose values are those that verl prints.
 OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0])
 NEW = torch.tensor([-0.5, -1.5, 0.5, -1.1])
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
 WEIGHTS = torch.full((4,), 0.25)
-CLIP = LossConfig(clip_low=0.2, clip_high=0.28)
+CLIP = TrainingTable(clip_low=0.2, clip_high=0.28)
 
 
 def loss_and_gradient(loss, new=NEW, config=CLIP):
@@ -36,7 +38,7 @@ def loss_and_gradient(loss, new=NEW, config=CLIP):
 def test_the_dual_clip_holds_a_bad_token_that_became_far_likelier():
     # ratios e^.5 (held at 1.28), e^-.5 (free), e^1.5 = 4.48 (bad: held at 3), e^-.1 (free)
     value, gradient = loss_and_gradient(
-        clipped_policy_loss, config=LossConfig(clip_low=0.2, clip_high=0.28, clip_dual=3.0)
+        clipped_policy_loss, config=ClipKeys(clip_low=0.2, clip_high=0.28, clip_dual=3.0)
     )
     assert value == pytest.approx(-(1.28 + math.exp(-0.5) - 3.0 - math.exp(-0.1)) / 4)
     assert value == pytest.approx(0.504577, abs=1e-6)
@@ -45,7 +47,7 @@ def test_the_dual_clip_holds_a_bad_token_that_became_far_likelier():
 
 def test_a_dual_clip_inside_the_clip_range_is_refused():
     with pytest.raises(ValueError, match="clip_dual"):
-        LossConfig(clip_high=0.5, clip_dual=1.2)
+        ClipKeys(clip_high=0.5, clip_dual=1.2)
 
 
 def test_cispo_weighs_the_gradient_by_a_clipped_ratio():
@@ -124,7 +126,7 @@ def test_units_of_one_token_change_nothing(moves):
 def test_cispo_of_the_paper_has_no_lower_bound_and_holds_above():
     # ratios e^-2 and e^2 = 7.4: the first is kept, the second held at 5
     logprobs = torch.tensor([-3.0, 1.0], requires_grad=True)
-    one_sided = LossConfig(clip_low=1.0, clip_high=4.0)
+    one_sided = ClipKeys(clip_low=1.0, clip_high=4.0)
     weights = torch.full((2,), 0.5)
     cispo_loss(logprobs, torch.full((2,), -1.0), torch.tensor([1.0, -1.0]), weights, one_sided).backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.5 * math.exp(-2), 0.5 * 5.0], rel=1e-6)
@@ -135,7 +137,7 @@ def test_the_soft_gate_by_hand():
     ratios = torch.tensor([1 + math.log(3), 1 + 2 * math.log(3)], dtype=torch.float64)
     logprobs = ratios.log().requires_grad_()
     advantages, weights = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 0.25])
-    config = LossConfig(tau_pos=1.0, tau_neg=0.5)
+    config = SapoKeys(tau_pos=1.0, tau_neg=0.5)
     loss = sapo_loss(logprobs, torch.zeros(2, dtype=torch.float64), advantages, weights, config)
     assert loss.item() == pytest.approx(-(0.5 * 3 * 2 - 0.25 * 6 * 1))
     loss.backward()
@@ -151,7 +153,7 @@ TAUS = st.floats(0.1, 8)
 @given(LOG_RATIOS, TAUS, TAUS)
 def test_sapo_is_trls_formula_and_its_gradient_that_of_finite_differences(moves, tau_pos, tau_neg):
     old, advantages, weights = (column.double() for column in (OLD, ADVANTAGES, WEIGHTS))
-    config = LossConfig(tau_pos=tau_pos, tau_neg=tau_neg)
+    config = SapoKeys(tau_pos=tau_pos, tau_neg=tau_neg)
 
     def trl(logprobs):
         temperatures = torch.where(advantages > 0, old.new_tensor(tau_pos), old.new_tensor(tau_neg))
@@ -173,7 +175,7 @@ def test_sapo_is_trls_formula_and_its_gradient_that_of_finite_differences(moves,
 def test_the_gradient_of_a_far_ratio_fades_and_faster_with_a_higher_tau():
     far = OLD + torch.tensor([2.0, -1.0, 25.0, 1.0])
     slow, fast = (
-        loss_and_gradient(sapo_loss, new=far, config=LossConfig(tau_pos=tau, tau_neg=tau))[1]
+        loss_and_gradient(sapo_loss, new=far, config=SapoKeys(tau_pos=tau, tau_neg=tau))[1]
         for tau in (0.5, 2.0)
     )
     assert slow[2] == fast[2] == 0.0, "beyond the limit of log-ratios"
@@ -184,4 +186,4 @@ def test_the_gradient_of_a_far_ratio_fades_and_faster_with_a_higher_tau():
 @pytest.mark.parametrize("taus", [{"tau_pos": 0.0}, {"tau_neg": -1.0}, {"tau_pos": math.inf}])
 def test_a_temperature_that_is_not_positive_is_refused(taus):
     with pytest.raises(ValueError, match="tau_"):
-        LossConfig(**taus)
+        SapoKeys(**taus)

@@ -11,7 +11,7 @@ from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
-from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
+from trainer_backend.core.losses import ClipKeys, clipped_policy_loss, entropy_loss
 
 VOCABULARY = 37
 
@@ -112,7 +112,11 @@ def step_gradient(row_tokens, max_rows):
     for cut in cut_batch(batch_of(segments(), row_tokens), max_rows):
         logprobs, entropies = packed_logprobs(model, cut.packed)
         loss = clipped_policy_loss(
-            logprobs, cut.proximal_logprob_N, cut.advantage_N, cut.weight_N, LossConfig(0.2, 0.25)
+            logprobs,
+            cut.proximal_logprob_N,
+            cut.advantage_N,
+            cut.weight_N,
+            ClipKeys(clip_low=0.2, clip_high=0.25),
         )
         loss = loss + 0.01 * entropy_loss(entropies, cut.weight_N)
         loss.backward()
@@ -143,7 +147,11 @@ def test_the_gradient_is_that_of_the_segments_one_by_one():
     model.zero_grad()
     logprobs, _ = packed_logprobs(model, batch.packed)
     clipped_policy_loss(
-        logprobs, batch.proximal_logprob_N, batch.advantage_N, batch.weight_N, LossConfig(0.2, 0.25)
+        logprobs,
+        batch.proximal_logprob_N,
+        batch.advantage_N,
+        batch.weight_N,
+        ClipKeys(clip_low=0.2, clip_high=0.25),
     ).backward()
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)

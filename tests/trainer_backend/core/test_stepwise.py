@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.job.training_table import AlgorithmTable
 
 EPISODE = st.lists(st.integers(-8, 8).map(float), min_size=1, max_size=6)
 GROUP = st.lists(EPISODE, min_size=1, max_size=5)
@@ -17,7 +18,7 @@ GROUP = st.lists(EPISODE, min_size=1, max_size=5)
 
 def advantages_of(group, gamma=1.0):
     episodes = [EpisodeRewards(f"r-{i}", "g", rewards_T) for i, rewards_T in enumerate(group)]
-    return stepwise(episodes, AdvantageConfig(gamma=gamma))
+    return stepwise(episodes, AlgorithmTable(gamma=gamma))
 
 
 def test_each_decision_is_compared_with_its_siblings_at_the_same_t():
@@ -45,7 +46,7 @@ def test_one_sibling_left_has_advantage_0_and_its_decisions_are_counted():
             EpisodeRewards("d", "live", [1.0]),
             EpisodeRewards("e", "live", [1.0, 0.0, 1.0]),
         ],
-        AdvantageConfig(),
+        AlgorithmTable(gamma=1.0),
     )
     assert result.per_episode[:3] == [[0.0, 0.0], [0.0], [0.0]]
     assert result.diagnostics == {

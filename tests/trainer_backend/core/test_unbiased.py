@@ -14,7 +14,7 @@ import pytest
 
 from tests.trainer_backend.core.exact_gigpo import exact_gigpo
 from trainer_backend.core.advantages.branch import branch
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.rloo import rloo
@@ -22,6 +22,7 @@ from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.critic import ByToken
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import Segment
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS
 
 STOP, GO = "stop", "go"
@@ -70,12 +71,12 @@ def expected_gradient(estimator, size, p, denominator=lambda group: len(group)):
 
 def ours(group):
     episodes = [EpisodeRewards(str(i), "g", rewards_T) for i, rewards_T in enumerate(group)]
-    return stepwise(episodes, AdvantageConfig(gamma=1.0)).per_episode
+    return stepwise(episodes, AlgorithmTable(gamma=1.0)).per_episode
 
 
 def scores_alone(group):
     episodes = [EpisodeRewards(str(i), "g", rewards_T) for i, rewards_T in enumerate(group)]
-    return rloo(episodes, AdvantageConfig()).per_episode
+    return rloo(episodes, AlgorithmTable(gamma=1.0)).per_episode
 
 
 def continuations(t):
@@ -107,7 +108,7 @@ def expected_branch_gradient(turns, size, p):
                 )
                 for i, actions in enumerate(group)
             ]  # fmt: skip
-            advantages = branch(episodes, AdvantageConfig(gamma=1.0)).per_episode
+            advantages = branch(episodes, AlgorithmTable(gamma=1.0)).per_episode
             gradient = sum(
                 score(action, p) * Fraction(advantage)
                 for actions, row_T in zip(group, advantages, strict=True)
@@ -124,7 +125,7 @@ def with_critic(group, gae_lambda):
         EpisodeRewards(str(i), "g", rewards_T, values_T=[4.0, -1.5, 0.25][: len(rewards_T)])
         for i, rewards_T in enumerate(group)
     ]
-    return gae(episodes, AdvantageConfig(gamma=1.0, gae_lambda=gae_lambda)).per_episode
+    return gae(episodes, AlgorithmTable(gamma=1.0, gae_lambda=gae_lambda)).per_episode
 
 
 def anchored(group, config):
@@ -210,7 +211,7 @@ def test_the_gae_gradient_is_unbiased_at_lambda_1_whatever_the_critic_says_and_b
 def test_the_gigpo_gradient_is_its_own_value_and_not_the_policy_gradient():
     # On top of the episodes' advantage, which alone is 2/3 of the gradient with 3 siblings (they include
     # themselves), decisions are compared with those still alive at t: a bias that changes with p.
-    config = AdvantageConfig(gamma=1.0, fnorm="one", step_advantage_w=1.0)
+    config = AlgorithmTable(gamma=1.0, fnorm="one", step_advantage_w=1.0)
     ratios = []
     for p in (P, 1 - P):
         found = expected_gradient(lambda group: anchored(group, config), 3, p)
@@ -233,7 +234,7 @@ def on_the_board(name, group):
         )
         for i, rewards_T in enumerate(group)
     ]  # fmt: skip
-    config = AdvantageConfig(gamma=1.0, gae_lambda=1.0, fnorm="one")
+    config = AlgorithmTable(gamma=1.0, gae_lambda=1.0, fnorm="one")
     return ESTIMATORS[name].compute(episodes, config).per_episode
 
 
@@ -287,7 +288,7 @@ def answer(name, t, tokens):
 def first_token_weights(aggregation, group):
     """[G][T_i] weight of the first token of each decision, given how many tokens each has."""
     parts = [answer(str(i), t, tokens) for i, row in enumerate(group) for t, tokens in enumerate(row)]
-    weights = iter(AGGREGATIONS[aggregation].weights(parts))
+    weights = iter(AGGREGATIONS[aggregation].weights(parts, None))
     return [[next(weights)[0] for _ in row] for row in group]
 
 

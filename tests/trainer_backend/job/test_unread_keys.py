@@ -26,7 +26,7 @@ def job_of(algorithm, training=None):
         (
             {"advantage": "gigpo", "step_advantage_w": 2.0},
             {},
-            "algorithm.step_advantage_w is not read by algorithm.advantage = .gigpo.; known to: gigpo_add",
+            "algorithm.step_advantage_w is not read by algorithm.advantage = .gigpo.; known to: g2po, gigpo_",
         ),
         (
             {"advantage": "stepwise", "gae_lambda": 0.5},
@@ -80,7 +80,7 @@ def job_of(algorithm, training=None):
             "to: gae, gae_token",
         ),
         ({"loss": "clipped"}, {"tau_neg": 2.0}, "training.tau_neg is not read by .*; known to: sapo"),
-        ({"loss": "cispo"}, {"clip_dual": 3.0}, "training.clip_dual is not read by algorithm.loss = 'cispo'"),
+        ({"loss": "cispo"}, {"clip_dual": 6.0}, "training.clip_dual is not read by algorithm.loss = 'cispo'"),
         (
             {"advantage": "gigpo", "default_step_reward": -0.01},
             STEPWISE,

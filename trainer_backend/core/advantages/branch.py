@@ -4,16 +4,34 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from pydantic import Field
+
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, Parts
+from trainer_backend.core.advantages.derivation import AT_TURN, Derivation
+from trainer_backend.core.advantages.episodes import (
+    Advantages,
+    EpisodeRewards,
+    EstimatorKeys,
+    EstimatorPlug,
+    Parts,
+)
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 
-def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class BranchKeys(EstimatorKeys):
+    """How many branches are played; the estimator reads their returns."""
+
+    branches_per_episode: int = Field(default=2, ge=1, le=64)
+    """branch: decisions per episode from which others play on"""
+    branch_rollouts: int = Field(default=2, ge=1, le=64)
+    """branch: rollouts that start before each of them"""
+
+
+def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     """Where branches were played from the state before a decision, their mean return is the baseline.
 
         A_t = G_t - 1/K * sum_k G^(k)_t        decisions with K >= 1 branches
@@ -30,21 +48,19 @@ def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advan
 
     Args:
         episodes: all episodes of the batch; `branch_returns_T` of each is read.
-        config: gamma is read.
 
     Returns:
         [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: no branches were played; the return of one is not finite; see `siblings`.
-        ValueError: gamma is outside [0, 1].
 
     Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
     """
-    others = stepwise(episodes, config)
+    others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
-    of_episodes = [_of_episode(*row, config.gamma) for row in rows]
+    of_episodes = [_of_episode(*row, keys.gamma) for row in rows]
     advantages = [own_T for own_T, _ in of_episodes]
     measured = [
         (own, other)
@@ -150,3 +166,16 @@ def invalid_before(episode: Trajectory, turn: int) -> int:
 def seconds_before(episode: Trajectory, turn: int) -> float:
     """Seconds that policy and environment took before that turn: a branch has so much less time."""
     return sum(step.step_info.policy_s + step.step_info.environment_s for step in episode.steps[: turn - 1])
+
+
+PLUGS = {
+    "branch": EstimatorPlug(
+        branch,
+        BranchKeys,
+        Derivation(
+            ("advantage = return - baseline",),
+            (AT_TURN, ("baseline", "mean of {branches} branch[es] from before this decision")),
+        ),
+        needs_branches=True,
+    )
+}

@@ -31,6 +31,20 @@ PARTS: dict[str, str] = {
     "step_advantage": "the part of this decision alone, A_S",
     "step_weight": "weight of step_advantage",
 }
+# What several estimators say of their parts and of their bias.
+SPREAD = "their sample standard deviation, or 1 where it is 0"
+OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
+AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
+LATER = ("later", "what later decisions changed, discounted by gamma and lambda")
+OF_EPISODE = "episode_advantage = (score - score_baseline) / score_scale"
+OF_LEVELS = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
+OF_SCORE = ("score_baseline", "mean of the group")
+AT_STATE = "mean of {compared} other[s] in the same state and itself"
+OF_STATE = ("state_value", f"return, {AT_STATE}")
+TD_ERROR = "td_error = reward + discount * next_value - state_value"
+OF_GRAPH = ("graph_baseline", "mean over the decisions of the group")
+BY_A_STD = "divides by a standard deviation"
+BY_STATE = "compares a decision with those that reached its state, itself among them"
 _NAME = re.compile(r"[a-z_]+")
 
 Numbers = Mapping[str, float | None]

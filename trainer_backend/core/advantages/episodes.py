@@ -3,10 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Literal, Protocol, TypeVar
+
+from pydantic import Field
 
 from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.critic import ByToken, ValueLevel
+from trainer_backend.core.keys import Table
 from trainer_backend.errors import AdvantageError, place
 
 
@@ -53,41 +56,19 @@ class EpisodeRewards:
         return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageConfig:
-    """The keys of `[algorithm]` that estimators read; which one reads what stands on the plug board.
+class EstimatorKeys(Table):
+    """The key of `[algorithm]` that every estimator may read; classes of further keys derive from it."""
 
-    gamma: discount per decision, in [0, 1].
-    gae_lambda: weight of longer looks ahead over decisions, in [0, 1].
-    gae_token_lambda: the same inside a decision, over its tokens, for `gae_token`.
-    bootstrap_truncated: whether truncated episodes go on with `value_after`.
-    default_step_reward: added to every reward where `gigpo` makes its returns-to-go; for jobs whose decisions
-        have no rewards of their own.
-    omega: share of the episode's advantage in `gigpo`, in [0, 1].
-    step_advantage_w: weight of the step's advantage where 1 is the episode's, at least 0.
-    fnorm: "std" divides by the sample std of a group, "one" does not.
-    episode_baseline: what `gigpo`'s mean of scores counts once: "trajectory" or "step".
-    context_depth: K: states before the current one that also have to be equal, 0 to K of them.
-    context_alpha: how much more equal contexts of more states weigh: (k + 1)^alpha.
-    similarity_temperature: how unlike states may be that `gigpo_soft` still compares, at least 0.
-    distance_discount: of `graphgpo`, for each decision between a state and the goal, in (0, 1).
-    goal_score: of `graphgpo`: least score of an episode that reached the goal; None: the best of its group.
-    """
+    gamma: float = Field(default=0.97, ge=0, le=1)
+    """discount per decision"""
 
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    gae_token_lambda: float = 1.0
-    bootstrap_truncated: bool = False
-    default_step_reward: float = 0.0
-    omega: float = 0.5
-    step_advantage_w: float = 1.0
-    fnorm: str = "std"
-    episode_baseline: str = "trajectory"
-    context_depth: int = 0
-    context_alpha: float = 1.0
-    similarity_temperature: float = 0.1
-    distance_discount: float = 0.1
-    goal_score: float | None = None
+
+class ScoreKeys(EstimatorKeys):
+    """Of estimators that compare whole episodes."""
+
+    episode_score: Literal["rewards", "outcome"] = "rewards"
+    """score of a whole episode among siblings: the sum of r_t, or the outcome, which is the score of a reward
+    function if there is one; returns of decisions come from r_t either way"""
 
 
 Parts = Mapping[str, Sequence[Sequence[float | None]]]
@@ -113,15 +94,17 @@ class Advantages:
     per_token: list[ByToken] | None = None
 
 
-Estimator = Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages]
+Keys = TypeVar("Keys", bound=EstimatorKeys)
+Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 
 @dataclass(frozen=True, slots=True)
-class EstimatorPlug:
-    """An estimator on the plug board.
+class EstimatorPlug(Generic[Keys]):
+    """An estimator on the plug board; the files of this folder have them in `PLUGS`, by name.
 
+    compute: the estimator.
+    keys: the keys that it reads; those that [algorithm] lacks stand in `[algorithm.NAME]`.
     derivation: how its advantages follow from their parts; without equations it reports none.
-    takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
     needs_state_keys: whether decisions must carry the name of their state.
     needs_texts: whether decisions must carry the text of their observation.
     needs_values: what it reads a critic's values of; None: it needs no critic.
@@ -133,9 +116,9 @@ class EstimatorPlug:
     values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
     """
 
-    compute: Estimator
+    compute: Estimator[Keys]
+    keys: type[Keys]
     derivation: Derivation = field(default_factory=Derivation)
-    takes: frozenset[str] = frozenset()
     needs_state_keys: bool = False
     needs_texts: bool = False
     needs_values: ValueLevel | None = None

@@ -3,9 +3,19 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
-from trainer_backend.core.advantages.levels import additive_weights, summed_levels
-from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.derivation import (
+    AT_STATE,
+    BY_STATE,
+    OF_EPISODE,
+    OF_GRAPH,
+    OF_LEVELS,
+    OF_SCORE,
+    OF_STATE,
+    TD_ERROR,
+    Derivation,
+)
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     Columns,
     StateGraph,
@@ -16,7 +26,7 @@ from trainer_backend.core.advantages.state_graph import (
 )
 
 
-def g2po(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
     """Three comparisons: of the episode, and of a decision's TD error on the graph of its group's states.
 
         A_{i,t} = A_E(i) + w * (A_N(i, t) + A_G(i, t)),     w = step_advantage_w, A_E as in `gigpo`
@@ -32,14 +42,12 @@ def g2po(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
 
     Args:
         episodes: all episodes of the batch, groups in any order, with state_keys_T.
-        config: gamma, step_advantage_w, fnorm and episode_baseline are read.
 
     Returns:
         [T] advantages for each episode, with their parts; how often states met.
 
     Raises:
         AdvantageError: see `siblings`; state keys that are not one a decision.
-        ValueError: gamma outside [0, 1]; step_advantage_w negative or not finite.
 
     Source: Wang et al., G2PO, arXiv:2606.22995, by its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
     equations were read second hand. Where it differs:
@@ -49,23 +57,25 @@ def g2po(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
     groups = siblings(episodes)
-    weights = additive_weights(config)
     graph = state_graph(episodes, groups, "g2po")
-    of_steps_D, parts_D = _of_steps(episodes, graph, config)
-    return summed_levels(episodes, config, of_steps_D, parts_D, graph.sizes, groups=groups, weights=weights)
+    of_steps_D, parts_D = _of_steps(episodes, graph, keys)
+    weights = 1.0, keys.step_advantage_w
+    return summed_levels(
+        episodes, keys, of_steps_D, parts_D, graph.sizes, groups=groups, weights=weights, scale=keys.scale
+    )
 
 
 def _of_steps(
-    episodes: Sequence[EpisodeRewards], graph: StateGraph, config: AdvantageConfig
+    episodes: Sequence[EpisodeRewards], graph: StateGraph, keys: GraphKeys
 ) -> tuple[list[float], Columns]:
     """[D] A_N + A_G and their parts."""
-    scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
-    sizes_D = graph.td_sizes(return_sizes(episodes, config.gamma))
+    scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
+    sizes_D = graph.td_sizes(return_sizes(episodes, keys.gamma))
     values_D = graph.means(returns_D)
     next_D = graph.after(values_D)
     rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
     td_errors_D = [
-        reward + config.gamma * after - value
+        reward + keys.gamma * after - value
         for reward, after, value in zip(rewards_D, next_D, values_D, strict=True)
     ]
     of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, scale, sizes_D)
@@ -73,8 +83,28 @@ def _of_steps(
     td_parts_D = {
         "state_value": values_D,
         "next_value": next_D,
-        "discount": [config.gamma] * len(values_D),
+        "discount": [keys.gamma] * len(values_D),
         "td_error": td_errors_D,
     }
     of_steps_D = [node + edge for node, edge in zip(of_nodes_D, of_edges_D, strict=True)]
     return of_steps_D, {**td_parts_D, **parts_D, **of_graph_D}
+
+
+PLUGS = {
+    "g2po": EstimatorPlug(
+        g2po,
+        GraphKeys,
+        Derivation(
+            (
+                OF_EPISODE,
+                TD_ERROR,
+                "step_advantage = (td_error - baseline) / scale + (td_error - graph_baseline) / graph_scale",
+                OF_LEVELS,
+            ),
+            (OF_SCORE, OF_STATE, ("baseline", AT_STATE), OF_GRAPH),
+        ),
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{BY_STATE}, and trusts their mean returns",
+    )
+}

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Sequence
 
+from pydantic import Field
+
+from trainer_backend.core.advantages.derivation import LATER, Derivation
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorKeys,
+    EstimatorPlug,
     group_counts,
     siblings,
 )
@@ -15,7 +19,29 @@ from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
 
 
-def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class LambdaKeys(EstimatorKeys):
+    """Of generalised advantages."""
+
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """gae, gagpo: weight of longer returns, over decisions"""
+
+
+class GaeKeys(LambdaKeys):
+    """Of `gae`."""
+
+    bootstrap_truncated: bool = False
+    """gae: continue an episode that a limit cut short with the critic's value of its last state, instead of
+    ending it there; costs each such episode one token more"""
+
+
+class GaeTokenKeys(GaeKeys):
+    """Of `gae_token`."""
+
+    gae_token_lambda: float = Field(default=1.0, ge=0, le=1)
+    """gae_token: the same over the tokens of one decision"""
+
+
+def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
     """Generalised advantage estimation over decisions, with V(s_t) of a critic.
 
         A_t     = delta_t + gamma * lambda * A_{t+1},          A_T = 0
@@ -29,7 +55,6 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
 
     Args:
         episodes: all episodes of the batch, with values_T.
-        config: gamma, gae_lambda and bootstrap_truncated are read.
 
     Returns:
         [T] advantages for each episode; their parts; with bootstrap_truncated how many episodes were
@@ -37,35 +62,32 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
 
     Raises:
         AdvantageError: see `siblings`; values that are not one a decision, or not finite.
-        ValueError: gamma or gae_lambda outside [0, 1].
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
     batch, which hides the unit of the rewards; this does not.
     """
-    counts = _counts(episodes, config)
+    counts = _counts(episodes, keys)
     for episode in episodes:
         _refuse_other_values(episode, "gae")
     advantages = [
         generalised_advantages(
             episode.rewards_T,
             episode.values_T,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            value_after=_value_after(episode, config),
+            gamma=keys.gamma,
+            gae_lambda=keys.gae_lambda,
+            value_after=_value_after(episode, keys),
         )
         for episode in episodes
     ]
     rows = zip(episodes, advantages, strict=True)
-    return Advantages(advantages, counts, _by_name([_parts(*row, config) for row in rows]))
+    return Advantages(advantages, counts, _by_name([_parts(*row, keys) for row in rows]))
 
 
-def _parts(
-    episode: EpisodeRewards, advantages_T: Sequence[float], config: AdvantageConfig
-) -> dict[str, list[float]]:
+def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys) -> dict[str, list[float]]:
     """[T] by name."""
-    gamma, carried = config.gamma, config.gamma * config.gae_lambda
-    next_T = [*episode.values_T[1:], _value_after(episode, config)]
+    gamma, carried = keys.gamma, keys.gamma * keys.gae_lambda
+    next_T = [*episode.values_T[1:], _value_after(episode, keys)]
     columns = zip(episode.rewards_T, next_T, episode.values_T, strict=True)
     return {
         "value": list(episode.values_T),
@@ -76,7 +98,7 @@ def _parts(
     }
 
 
-def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advantages:
     """`gae` over sampled tokens, on two clocks: gamma and lambda count decisions, never the tokens of one.
 
     With token j of n in decision t, `next` being the token sampled after it, in whichever decision:
@@ -94,7 +116,6 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
 
     Args:
         episodes: all episodes of the batch, with values_T and token_values.
-        config: gamma, gae_lambda, gae_token_lambda and bootstrap_truncated are read.
 
     Returns:
         Advantages of every sampled token, and [T] their means; the parts are those of the means, but `value`
@@ -107,18 +128,18 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
     """
-    counts = _counts(episodes, config)
-    of_tokens = [_of_tokens(episode, config) for episode in episodes]
+    counts = _counts(episodes, keys)
+    of_tokens = [_of_tokens(episode, keys) for episode in episodes]
     rows = zip(episodes, of_tokens, strict=True)
-    parts = _by_name([_parts_of_tokens(*row, config) for row in rows])
+    parts = _by_name([_parts_of_tokens(*row, keys) for row in rows])
     return Advantages([item.means_T for item in of_tokens], counts, parts, of_tokens)
 
 
 def _parts_of_tokens(
-    episode: EpisodeRewards, of_tokens: ByToken, config: AdvantageConfig
+    episode: EpisodeRewards, of_tokens: ByToken, keys: GaeTokenKeys
 ) -> dict[str, list[float]]:
     """[T] by name. Later decisions reach token j of n by gae_token_lambda^(n - 1 - j); here their mean."""
-    carried, inside = config.gamma * config.gae_lambda, config.gae_token_lambda
+    carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
     later_T = [
         carried * _mean_power(inside, len(row)) * following
@@ -144,7 +165,6 @@ def generalised_advantages(
     """The recursion of `gae`; `value_after` is that after the last entry.
 
     Raises:
-        ValueError: gamma or gae_lambda outside [0, 1].
     """
     _refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
     advantages = [0.0] * len(rewards)
@@ -156,12 +176,11 @@ def generalised_advantages(
     return advantages
 
 
-def _of_tokens(episode: EpisodeRewards, config: AdvantageConfig) -> ByToken:
-    gamma, inside, between = config.gamma, config.gae_token_lambda, config.gae_lambda
-    _refuse_no_share(gamma=gamma, gae_lambda=between, gae_token_lambda=inside)
+def _of_tokens(episode: EpisodeRewards, keys: GaeTokenKeys) -> ByToken:
+    gamma, inside, between = keys.gamma, keys.gae_token_lambda, keys.gae_lambda
     values = _token_values(episode)
     rows_T: list[list[float]] = [[] for _ in values]
-    advantage, next_value = 0.0, _value_after(episode, config)
+    advantage, next_value = 0.0, _value_after(episode, keys)
     for t in reversed(range(len(values))):
         reward, discount, carried = episode.rewards_T[t], gamma, gamma * between  # at the last token
         row = [0.0] * len(values[t])
@@ -201,15 +220,15 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
             raise AdvantageError(f"the value is {value}", where=place(episode.rollout_id, t + 1))
 
 
-def _value_after(episode: EpisodeRewards, config: AdvantageConfig) -> float:
+def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
     """V(s_T): 0 but for a truncated episode that goes on with its value."""
-    goes_on = config.bootstrap_truncated and episode.truncated
+    goes_on = keys.bootstrap_truncated and episode.truncated
     return episode.value_after if goes_on and episode.value_after is not None else 0.0
 
 
-def _counts(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> dict[str, float]:
+def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, float]:
     counts = group_counts(siblings(episodes), flat=0)
-    if not config.bootstrap_truncated:
+    if not keys.bootstrap_truncated:
         return counts
     cut = [episode for episode in episodes if episode.truncated]
     for episode in cut:
@@ -244,3 +263,26 @@ def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, floa
     count = max(len(values), 1)
     found = {"value/mean": math.fsum(values) / count, "value/return_mean": math.fsum(returns) / count}
     return found if explained is None else found | {"value/explained_variance": explained}
+
+
+PLUGS = {
+    "gae": EstimatorPlug(
+        gae,
+        GaeKeys,
+        Derivation(
+            ("td_error = reward + discount * next_value - value", "advantage = td_error + later"), (LATER,)
+        ),
+        needs_values="decision",
+        compares_siblings=False,
+    ),
+    "gae_token": EstimatorPlug(
+        gae_token,
+        GaeTokenKeys,
+        Derivation(
+            ("advantage = td_error + later",),
+            (("td_error", "what the decision changed, mean over its tokens"), LATER),
+        ),
+        needs_values="token",
+        compares_siblings=False,
+    ),
+}

@@ -3,20 +3,31 @@
 from collections.abc import Sequence
 from itertools import chain
 
+from trainer_backend.core.advantages.derivation import (
+    BY_STATE,
+    LATER,
+    OF_GRAPH,
+    OF_STATE,
+    TD_ERROR,
+    Derivation,
+)
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorPlug,
     group_counts,
     siblings,
 )
-from trainer_backend.core.advantages.gae import generalised_advantages
-from trainer_backend.core.advantages.levels import by_episode
-from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.gae import LambdaKeys, generalised_advantages
+from trainer_backend.core.advantages.levels import StateKeys, by_episode
 from trainer_backend.core.advantages.state_graph import return_sizes, returns_to_go, state_graph
 
 
-def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class GagpoKeys(LambdaKeys, StateKeys):
+    """Of `gagpo`."""
+
+
+def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     """`gae` over decisions, with values that are means of the group, then relative to the group.
 
         A_{i,t} = (B_{i,t} - mean B) / Fnorm,       over all decisions of the group
@@ -31,14 +42,12 @@ def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
 
     Args:
         episodes: all episodes of the batch, groups in any order, with state_keys_T.
-        config: gamma, gae_lambda and fnorm are read.
 
     Returns:
         [T] advantages for each episode, with their parts; how often states met.
 
     Raises:
         AdvantageError: see `siblings`; state keys that are not one a decision.
-        ValueError: gamma or gae_lambda outside [0, 1].
 
     Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
     text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of
@@ -49,24 +58,24 @@ def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
     """
     groups = siblings(episodes)
     graph = state_graph(episodes, groups, "gagpo")
-    sizes_D = return_sizes(episodes, config.gamma)
-    values_D = graph.means(returns_to_go(episodes, config.gamma))
+    sizes_D = return_sizes(episodes, keys.gamma)
+    values_D = graph.means(returns_to_go(episodes, keys.gamma))
     raw, td_errors = (
         [
-            generalised_advantages(episode.rewards_T, values_T, gamma=config.gamma, gae_lambda=share)
+            generalised_advantages(episode.rewards_T, values_T, gamma=keys.gamma, gae_lambda=share)
             for episode, values_T in zip(episodes, by_episode(values_D, episodes), strict=True)
         ]
-        for share in (config.gae_lambda, 0.0)
+        for share in (keys.gae_lambda, 0.0)
     )
     raw_D = list(chain.from_iterable(raw))
-    advantages_D, of_graph_D = graph.relative(raw_D, SCALES[config.fnorm], sizes_D)
+    advantages_D, of_graph_D = graph.relative(raw_D, keys.scale, sizes_D)
     flat = sum(not any(advantages_D[d] for d in group) for group in graph.groups)
-    carried = config.gamma * config.gae_lambda
+    carried = keys.gamma * keys.gae_lambda
     parts_D = {
         "state_value": values_D,
         "compared": graph.others_D,
         "next_value": graph.after(values_D),
-        "discount": [config.gamma] * len(raw_D),
+        "discount": [keys.gamma] * len(raw_D),
         "later": [carried * value for value in graph.after(raw_D)],
         **of_graph_D,
     }
@@ -76,3 +85,18 @@ def gagpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
         graph.sizes | group_counts(groups, flat=flat),
         parts | {"td_error": td_errors},
     )
+
+
+PLUGS = {
+    "gagpo": EstimatorPlug(
+        gagpo,
+        GagpoKeys,
+        Derivation(
+            (TD_ERROR, "advantage = (td_error + later - graph_baseline) / graph_scale"),
+            (OF_STATE, LATER, OF_GRAPH),
+        ),
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{BY_STATE}, and trusts their mean returns",
+    )
+}

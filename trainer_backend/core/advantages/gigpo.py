@@ -6,12 +6,19 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from shared_schemas.trajectory import ObservationData
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
-from trainer_backend.core.advantages.levels import additive_weights, summed_levels
-from trainer_backend.core.advantages.spread import SCALES
+from trainer_backend.core.advantages.derivation import (
+    AT_STATE,
+    BY_STATE,
+    OF_EPISODE,
+    OF_LEVELS,
+    OF_SCORE,
+    Derivation,
+)
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.levels import AdditiveKeys, LevelKeys, StateKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     Columns,
     anchor_sizes,
@@ -27,7 +34,29 @@ from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError, place
 
 
-def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class AnchorKeys(LevelKeys, StateKeys):
+    """Of both sums."""
+
+    default_step_reward: float = 0.0
+    """gigpo: reward of a decision in its step's returns while rewards are off"""
+    context_depth: int = Field(default=0, ge=0, le=16)
+    """gigpo: K earlier states that are compared too, as in HGPO"""
+    context_alpha: float = Field(default=1.0, ge=0)
+    """gigpo: weight (k + 1)^alpha of a context of k equal earlier states"""
+
+
+class GigpoKeys(AnchorKeys):
+    """Of the convex sum."""
+
+    omega: float = Field(default=0.5, ge=0, le=1)
+    """gigpo: weight of the episode's advantage; the step's has the rest"""
+
+
+class GigpoAdditiveKeys(AnchorKeys, AdditiveKeys):
+    """Of the paper's sum."""
+
+
+def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
     """Group-in-group advantages, joined as a convex sum.
 
         A_{i,t} = omega * A_E(i) + (1 - omega) * A_S(i, t)
@@ -42,7 +71,6 @@ def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
 
     Args:
         episodes: all episodes of the batch, groups in any order, with state_keys_T.
-        config: gamma, omega, fnorm, episode_baseline, context_depth, context_alpha are read.
 
     Returns:
         [T] advantages for each episode; their parts (with context_depth not those of A_S); how often
@@ -50,33 +78,28 @@ def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advant
 
     Raises:
         AdvantageError: see `siblings`; state keys that are not one a decision.
-        ValueError: gamma or omega outside [0, 1].
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
     """
-    if not 0.0 <= config.omega <= 1.0:
-        raise ValueError(f"omega must lie in [0, 1], got {config.omega}")
-    return _gigpo(episodes, config, (config.omega, 1.0 - config.omega))
+    return _gigpo(episodes, keys, (keys.omega, 1.0 - keys.omega))
 
 
-def gigpo_additive(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) -> Advantages:
     """The paper's sum: A_{i,t} = A_E(i) + w * A_S(i, t), with w = step_advantage_w.
 
     All else as in `gigpo`, which is omega times this one at w = (1 - omega) / omega.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 8.
     """
-    return _gigpo(episodes, config, additive_weights(config))
+    return _gigpo(episodes, keys, (1.0, keys.step_advantage_w))
 
 
-def _gigpo(
-    episodes: Sequence[EpisodeRewards], config: AdvantageConfig, weights: tuple[float, float]
-) -> Advantages:
+def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
     """The weighted sum; `weights` are those of A_E and A_S."""
     groups = siblings(episodes)
     refuse_missing_keys(episodes, "gigpo")
-    extra = config.default_step_reward
+    extra = keys.default_step_reward
     rewarded = [
         replace(episode, rewards_T=[add_up([reward, extra]) for reward in episode.rewards_T])
         if extra
@@ -84,27 +107,29 @@ def _gigpo(
         for episode in episodes
     ]
     met = anchors(episodes)
-    of_steps_D, parts_D = _of_steps(rewarded, met, config)
+    of_steps_D, parts_D = _of_steps(rewarded, met, keys)
     sizes = anchor_sizes(met, first_decisions(episodes))
-    return summed_levels(episodes, config, of_steps_D, parts_D, sizes, groups=groups, weights=weights)
+    return summed_levels(
+        episodes, keys, of_steps_D, parts_D, sizes, groups=groups, weights=weights, scale=keys.scale
+    )
 
 
 def _of_steps(
     episodes: Sequence[EpisodeRewards],
     met: Sequence[Sequence[int]],
-    config: AdvantageConfig,
+    keys: AnchorKeys,
 ) -> tuple[list[float], Columns]:
     """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
-    scale, returns_D = SCALES[config.fnorm], returns_to_go(episodes, config.gamma)
-    sizes_D = return_sizes(episodes, config.gamma)
+    scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
+    sizes_D = return_sizes(episodes, keys.gamma)
     own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
-    if config.context_depth == 0:
+    if keys.context_depth == 0:
         return own_D, {"return": returns_D, **parts_D}
     depths = [own_D] + [
         relative_at(anchors(episodes, depth), returns_D, scale, sizes_D)[0]
-        for depth in range(1, config.context_depth + 1)
+        for depth in range(1, keys.context_depth + 1)
     ]
-    weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
+    weights = [(depth + 1) ** keys.context_alpha for depth in range(len(depths))]
     return [_weighted_mean(values, weights) for values in zip(*depths, strict=True)], {}
 
 
@@ -169,7 +194,7 @@ def system_apply_gigpo_to_batch_steps(
             for t, step in enumerate(steps)
         ]
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
-    advantages = gigpo(episodes, AdvantageConfig(gamma=float(gamma), omega=float(omega))).per_episode
+    advantages = gigpo(episodes, GigpoKeys(gamma=float(gamma), omega=float(omega))).per_episode
     return [
         _populated(steps, row_T, discounted_returns(episode.rewards_T, float(gamma)), episode.rollout_id)
         for steps, episode, row_T in zip(batch, episodes, advantages, strict=True)
@@ -264,3 +289,17 @@ def _base_rewards(
         if row_T and group in sparse:
             row_T[-1] = add_up([row_T[-1], score])
     return rewards
+
+
+_PLUG: EstimatorPlug[Any] = EstimatorPlug(
+    gigpo,
+    GigpoKeys,
+    Derivation(
+        (OF_EPISODE, "step_advantage = (return - baseline) / scale", OF_LEVELS),
+        (OF_SCORE, ("baseline", AT_STATE)),
+    ),
+    needs_state_keys=True,
+    divides_by_std=True,
+    bias=BY_STATE,
+)
+PLUGS = {"gigpo": _PLUG, "gigpo_additive": replace(_PLUG, compute=gigpo_additive, keys=GigpoAdditiveKeys)}

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
-from trainer_backend.core.advantages.levels import additive_weights, summed_levels
+from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     StateGraph,
     return_sizes,
@@ -27,7 +29,14 @@ _MOST_TERMS = 1024  # the most frequent ones of a group: a bound on the time tha
 _ROWS = 1024  # texts whose similarities to all others are held at a time
 
 
-def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class SoftKeys(AdditiveKeys):
+    """Of `gigpo_soft`."""
+
+    similarity_temperature: float = Field(default=0.1, ge=0)
+    """gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal ones alone"""
+
+
+def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages:
     """`gigpo_additive` with Fnorm 1, whose baseline of a decision is a mean by the similarity of states.
 
         A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
@@ -43,7 +52,6 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
 
     Args:
         episodes: all episodes of the batch, groups in any order, with texts_T.
-        config: gamma, step_advantage_w, episode_baseline and similarity_temperature are read.
 
     Returns:
         [T] advantages for each episode, with their parts (`compared` is the effective number of others:
@@ -51,7 +59,6 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
 
     Raises:
         AdvantageError: see `siblings`; texts that are not one a decision.
-        ValueError: gamma outside [0, 1]; step_advantage_w or similarity_temperature negative or not finite.
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:
@@ -59,27 +66,22 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> A
     - df is counted in the group and not in the batch, so that no group changes another one's credit;
     - terms of one character count: in a game's compact text they are numbers.
     """
-    if not 0.0 <= config.similarity_temperature < math.inf:
-        raise ValueError(
-            f"similarity_temperature must be finite and at least 0, got {config.similarity_temperature}"
-        )
     groups = siblings(episodes)
-    weights = additive_weights(config)
     _refuse_missing_texts(episodes)
     by_text = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
     graph = state_graph(by_text, groups, "gigpo_soft")
     texts_D = [text for episode in episodes for text in episode.texts_T]
-    returns_D = returns_to_go(episodes, config.gamma)
-    parts_D = _soft_baselines(graph, texts_D, returns_D, config.similarity_temperature)
+    returns_D = returns_to_go(episodes, keys.gamma)
+    parts_D = _soft_baselines(graph, texts_D, returns_D, keys.similarity_temperature)
     of_steps_D = [0.0] * len(returns_D)
-    sizes_D = return_sizes(episodes, config.gamma)
+    sizes_D = return_sizes(episodes, keys.gamma)
     for group in graph.groups:
         size = max(sizes_D[d] for d in group)
         for d in group:
             of_steps_D[d] = clear_rounding(returns_D[d] - parts_D["baseline"][d], size=size)
     met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
-    unscaled, parts_D = replace(config, fnorm="one"), {"return": returns_D, **parts_D}
-    return summed_levels(episodes, unscaled, of_steps_D, parts_D, met, groups=groups, weights=weights)
+    weights, parts_D = (1.0, keys.step_advantage_w), {"return": returns_D, **parts_D}
+    return summed_levels(episodes, keys, of_steps_D, parts_D, met, groups=groups, weights=weights)
 
 
 def _soft_baselines(
@@ -156,3 +158,17 @@ def _refuse_missing_texts(episodes: Sequence[EpisodeRewards]) -> None:
                 f"{texts} texts for {decisions} decisions; gigpo_soft compares them by their observations",
                 where=place(episode.rollout_id),
             )
+
+
+PLUGS = {
+    "gigpo_soft": EstimatorPlug(
+        gigpo_soft,
+        SoftKeys,
+        Derivation(
+            (OF_EPISODE, "step_advantage = return - baseline", OF_LEVELS),
+            (OF_SCORE, ("baseline", "mean by similarity, worth {compared} other[s] and itself")),
+        ),
+        needs_texts=True,
+        bias="compares a decision with those of similar states, itself among them",
+    )
+}

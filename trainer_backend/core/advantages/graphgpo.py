@@ -3,14 +3,32 @@
 from collections import deque
 from collections.abc import Sequence, Set
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
-from trainer_backend.core.advantages.levels import additive_weights, summed_levels
-from trainer_backend.core.advantages.spread import SCALES
+from pydantic import Field
+
+from trainer_backend.core.advantages.derivation import (
+    AT_STATE,
+    BY_STATE,
+    OF_EPISODE,
+    OF_LEVELS,
+    OF_SCORE,
+    Derivation,
+)
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
 from trainer_backend.core.rounding import TOLERANCE, has_spread
 
 
-def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+class GraphgpoKeys(GraphKeys):
+    """Of `graphgpo`."""
+
+    distance_discount: float = Field(default=0.1, gt=0, lt=1)
+    """graphgpo: discount per decision between a state and the goal"""
+    goal_score: float | None = None
+    """graphgpo: least score of an episode that reached the goal; absent: the group's best"""
+
+
+def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantages:
     """Scores of whole episodes, and distances to the goal on the graph of the group's states.
 
         A_{i,t} = A_E(i) + w * A_S(i, t),       w = step_advantage_w, A_E as in `gigpo`
@@ -30,7 +48,6 @@ def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
 
     Args:
         episodes: all episodes of the batch, groups in any order, with state_keys_T.
-        config: distance_discount, goal_score, step_advantage_w, fnorm and episode_baseline are read.
 
     Returns:
         [T] advantages for each episode, with their parts; how often states met, in how many groups the goal
@@ -38,7 +55,6 @@ def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
 
     Raises:
         AdvantageError: see `siblings`; state keys that are not one a decision.
-        ValueError: distance_discount not in (0, 1); step_advantage_w negative or not finite.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
     recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
@@ -47,26 +63,30 @@ def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
     - the last decision of a failed episode leads to the observation after it, which is not stored here;
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
-    if not 0.0 < config.distance_discount < 1.0:
-        raise ValueError(f"distance_discount must lie between 0 and 1, got {config.distance_discount}")
     groups = siblings(episodes)
-    weights = additive_weights(config)
     graph = state_graph(episodes, groups, "graphgpo")
     ends = [d for d, after in enumerate(graph.next_D) if after is None]
     goals = {
         ends[index]
         for members in groups.values()
         if len(members) > 1
-        for index in _at_the_goal(episodes, members, config.goal_score)
+        for index in _at_the_goal(episodes, members, keys.goal_score)
     }
     unknown = {end for end, episode in zip(ends, episodes, strict=True) if episode.truncated} - goals
-    of_steps_D, parts_D, paths = _of_steps(graph, goals, unknown, config)
+    of_steps_D, parts_D, paths = _of_steps(graph, goals, unknown, keys)
     met = {
         "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
         "graph/path_frac": paths / max(len(graph.next_D), 1),
     }
     return summed_levels(
-        episodes, config, of_steps_D, parts_D, graph.sizes | met, groups=groups, weights=weights
+        episodes,
+        keys,
+        of_steps_D,
+        parts_D,
+        graph.sizes | met,
+        groups=groups,
+        weights=(1.0, keys.step_advantage_w),
+        scale=keys.scale,
     )
 
 
@@ -83,7 +103,7 @@ def _at_the_goal(
 
 
 def _of_steps(
-    graph: StateGraph, goals: Set[int], unknown: Set[int], config: AdvantageConfig
+    graph: StateGraph, goals: Set[int], unknown: Set[int], keys: GraphgpoKeys
 ) -> tuple[list[float], Columns, int]:
     """[D] A_S and its parts, and how many decisions were made where a path leads to the goal.
 
@@ -108,10 +128,10 @@ def _of_steps(
                 next_D[d] = distances_S.get(state_D[after], farther)
             elif d not in unknown:
                 next_D[d] = 0.0 if d in goals else farther
-    closeness_D = [None if far is None else config.distance_discount**far for far in next_D]
+    closeness_D = [None if far is None else keys.distance_discount**far for far in next_D]
     compared = [[d for d in anchor if next_D[d] is not None] for anchor in graph.anchors]
     known_D = [close or 0.0 for close in closeness_D]
-    of_steps_D, of_nodes_D = relative_at(compared, known_D, SCALES[config.fnorm], known_D)
+    of_steps_D, of_nodes_D = relative_at(compared, known_D, keys.scale, known_D)
     distances = {"distance": distances_D, "next_distance": next_D, "closeness": closeness_D}
     return of_steps_D, {**of_nodes_D, **distances}, paths
 
@@ -134,3 +154,18 @@ def _distances(
                 distances_S[earlier] = distances_S[state] + 1.0
                 frontier.append(earlier)
     return distances_S
+
+
+PLUGS = {
+    "graphgpo": EstimatorPlug(
+        graphgpo,
+        GraphgpoKeys,
+        Derivation(
+            (OF_EPISODE, "step_advantage = (closeness - baseline) / scale", OF_LEVELS),
+            (OF_SCORE, ("baseline", AT_STATE), ("closeness", "{next_distance} decision[s] from the goal")),
+        ),
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=f"{BY_STATE}, by distances and not by what was earned",
+    )
+}

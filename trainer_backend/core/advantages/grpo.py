@@ -1,18 +1,21 @@
 """GRPO: the score of a whole episode against those of its siblings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from trainer_backend.core.advantages.derivation import BY_A_STD, OF_GROUP, SPREAD, Derivation
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorPlug,
+    ScoreKeys,
     against_siblings,
 )
 from trainer_backend.core.advantages.spread import relative, standardised, unscaled
 
 
-def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Group-relative advantage of whole episodes, scaled by the group's spread.
 
         A_{i,t} = (R_i - mean_j R_j) / std_j R_j      for every decision t of episode i
@@ -24,7 +27,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
 
     Args:
         episodes: all episodes of the batch, groups in any order.
-        config: not read.
+        keys: not read; the scores are made by them.
 
     Returns:
         [T] equal advantages for each episode, their parts, and counts.
@@ -38,7 +41,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     return against_siblings(episodes, partial(relative, scale=standardised))
 
 
-def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Group-relative advantage of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
 
     Arguments, result and errors as in `grpo`. `dr_grpo` on the plug board is this with the paper's constant
@@ -47,3 +50,22 @@ def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
     return against_siblings(episodes, partial(relative, scale=unscaled))
+
+
+_UNSCALED = EstimatorPlug(
+    grpo_no_std,
+    ScoreKeys,
+    Derivation(("advantage = score - baseline",), (OF_GROUP,)),
+    bias="counts an episode in its own baseline: (G - 1) / G",
+)
+PLUGS = {
+    "grpo": EstimatorPlug(
+        grpo,
+        ScoreKeys,
+        Derivation(("advantage = (score - baseline) / scale",), (OF_GROUP, ("scale", SPREAD))),
+        divides_by_std=True,
+        bias=BY_A_STD,
+    ),
+    "grpo_no_std": _UNSCALED,
+    "dr_grpo": replace(_UNSCALED, values={"training.aggregation": "constant"}),
+}

@@ -3,42 +3,78 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+from pydantic import Field
 
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorKeys,
+    ScoreKeys,
     group_counts,
 )
-from trainer_backend.core.advantages.spread import SCALES, Scale, relative
+from trainer_backend.core.advantages.spread import SCALES, Scale, relative, unscaled
 from trainer_backend.core.advantages.state_graph import Columns
 
 Number = TypeVar("Number", float, float | None)
 
 
+class StateKeys(EstimatorKeys):
+    """Of estimators that compare the decisions made in one state."""
+
+    state_hashing_function: str = "default"
+    """gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states (docs/configuration.md)"""
+    fnorm: Literal["std", "one"] = "std"
+    """gigpo, g2po, graphgpo, gagpo: divisor of the deviations of a group"""
+
+    @property
+    def scale(self) -> Scale:
+        """The divisor that fnorm names."""
+        return SCALES[self.fnorm]
+
+
+class LevelKeys(ScoreKeys):
+    """Of estimators that add the credit of a decision to that of its episode."""
+
+    episode_baseline: Literal["trajectory", "step"] = "trajectory"
+    """gigpo, gigpo_soft, g2po, graphgpo: the unit of the mean of a group's scores"""
+
+
+class AdditiveKeys(LevelKeys):
+    """Of those whose episode's advantage has the weight 1."""
+
+    step_advantage_w: float = Field(default=1.0, ge=0)
+    """gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage"""
+
+
+class GraphKeys(AdditiveKeys, StateKeys):
+    """Of estimators on the graph of a group's states, with two levels."""
+
+
 def summed_levels(
     episodes: Sequence[EpisodeRewards],
-    config: AdvantageConfig,
+    keys: LevelKeys,
     of_steps_D: Sequence[float],
     parts_D: Columns,
     met: Mapping[str, float],
     *,
     groups: Mapping[str, list[int]],
     weights: tuple[float, float],
+    scale: Scale = unscaled,
 ) -> Advantages:
     """A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), with their parts.
 
         A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
 
     Args:
-        config: episode_baseline and fnorm are read.
         of_steps_D: A_S of all decisions, one episode after the other.
         parts_D: what A_S was made of.
         met: metrics of how often states met.
         groups: see `siblings`.
+        scale: Fnorm of the scores.
     """
-    of_episodes, flat = _of_episodes(episodes, groups, config.episode_baseline, SCALES[config.fnorm])
+    of_episodes, flat = _of_episodes(episodes, groups, keys.episode_baseline, scale)
     of_steps = by_episode(of_steps_D, episodes)
     own_weight, step_weight = weights
     advantages = [
@@ -55,17 +91,6 @@ def summed_levels(
     of_parts = {name: by_episode(values_D, episodes) for name, values_D in parts_D.items()}
     diagnostics = {**met, **_agreement(of_episodes, of_steps), **group_counts(groups, flat=flat)}
     return Advantages(advantages, diagnostics, {**parts, **of_parts, "step_advantage": of_steps})
-
-
-def additive_weights(config: AdvantageConfig) -> tuple[float, float]:
-    """1 for A_E, and step_advantage_w for A_S.
-
-    Raises:
-        ValueError: it is negative or not finite.
-    """
-    if not 0.0 <= config.step_advantage_w < math.inf:
-        raise ValueError(f"step_advantage_w must be finite and at least 0, got {config.step_advantage_w}")
-    return 1.0, config.step_advantage_w
 
 
 def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -> list[list[Number]]:

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainer_backend.core.advantages.derivation import BY_A_STD, OF_GROUP, SPREAD, Derivation
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorKeys,
+    EstimatorPlug,
+    ScoreKeys,
     against_siblings,
     group_counts,
     siblings,
@@ -17,7 +20,7 @@ from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 from trainer_backend.core.rounding import largest
 
 
-def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
     """Return-to-go, standardised over all decisions of the batch.
 
         A_{i,t} = (G_{i,t} - mean G) / std G
@@ -28,20 +31,18 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
 
     Args:
         episodes: all episodes of the batch.
-        config: gamma is read.
 
     Returns:
         [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.
-        ValueError: gamma is outside [0, 1].
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term, a
     part of the reward there, is training.kl_reward_coef.
     """
-    returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
-    sizes = [size for episode in episodes for size in discounted_sizes(episode.rewards_T, config.gamma)]
+    returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
+    sizes = [size for episode in episodes for size in discounted_sizes(episode.rewards_T, keys.gamma)]
     found, baseline = _standardised_over_the_batch(episodes, returns, size=max(sizes, default=0.0))
     others = sum(map(len, returns)) - 1.0
     parts = {
@@ -53,7 +54,7 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
     return replace(found, parts=parts)
 
 
-def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Scores against their group's mean, then standardised over all decisions of the batch.
 
         A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
@@ -84,3 +85,32 @@ def _standardised_over_the_batch(
     scale = [[compared.scale] * len(row_T) for row_T in values]
     baselines = [[next(of_baselines) for _ in row_T] for row_T in values]
     return Advantages(advantages, group_counts(groups, flat=flat), {"scale": scale}), baselines
+
+
+PLUGS = {
+    "reinforce_pp": EstimatorPlug(
+        reinforce_pp,
+        EstimatorKeys,
+        Derivation(
+            ("advantage = (return - baseline) / scale",),
+            (("baseline", "mean of {compared} other decision[s] of the batch and itself"), ("scale", SPREAD)),
+        ),
+        divides_by_std=True,
+        compares_siblings=False,
+        bias=BY_A_STD,
+    ),
+    "reinforce_pp_baseline": EstimatorPlug(
+        reinforce_pp_baseline,
+        ScoreKeys,
+        Derivation(
+            ("advantage = (score - baseline - batch_baseline) / scale",),
+            (
+                OF_GROUP,
+                ("batch_baseline", "mean of score - baseline over the decisions of the batch"),
+                ("scale", SPREAD),
+            ),
+        ),
+        divides_by_std=True,
+        bias=BY_A_STD,
+    ),
+}

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
+from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorPlug,
+    ScoreKeys,
     against_siblings,
 )
 from trainer_backend.core.advantages.spread import leave_one_out
 
 
-def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def rloo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Leave-one-out advantage of whole episodes.
 
         A_{i,t} = R_i - 1/(G-1) * sum_{j != i} R_j      for every decision t of episode i
@@ -23,7 +25,7 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
 
     Args:
         episodes: all episodes of the batch, groups in any order.
-        config: not read.
+        keys: not read; the scores are made by them.
 
     Returns:
         [T] equal advantages for each episode, their parts, and counts.
@@ -35,3 +37,12 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     siblings has its raw score in one of verl's two forms and 0 in the other, as here.
     """
     return against_siblings(episodes, leave_one_out)
+
+
+PLUGS = {
+    "rloo": EstimatorPlug(
+        rloo,
+        ScoreKeys,
+        Derivation(("advantage = score - baseline",), (("baseline", "mean of {compared} sibling[s]"),)),
+    )
+}

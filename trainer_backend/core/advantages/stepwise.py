@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from trainer_backend.core.advantages.derivation import AT_TURN, Derivation
 from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    EstimatorKeys,
+    EstimatorPlug,
     group_counts,
     siblings,
 )
@@ -13,7 +15,7 @@ from trainer_backend.core.advantages.spread import leave_one_out
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
-def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
     """Leave-one-out advantage of every decision, over the siblings' returns-to-go at the same t.
 
         A_{i,t} = G_{i,t} - 1/(G-1) * sum_{j != i} G_{j,t},     G_{j,t} = 0 once j has finished
@@ -25,19 +27,17 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
 
     Args:
         episodes: all episodes of the batch, groups in any order.
-        config: gamma is read.
 
     Returns:
         [T] advantages for each episode, their parts, and counts.
 
     Raises:
         AdvantageError: see `siblings`.
-        ValueError: gamma is outside [0, 1].
 
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
-    returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
-    sizes = [discounted_sizes(episode.rewards_T, config.gamma) for episode in episodes]
+    returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
+    sizes = [discounted_sizes(episode.rewards_T, keys.gamma) for episode in episodes]
     baselines: list[list[float]] = [[] for _ in episodes]
     advantages: list[list[float]] = [[] for _ in episodes]
     compared: list[list[float]] = [[] for _ in episodes]
@@ -59,3 +59,10 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
             flat_groups += not any(value for index in members for value in advantages[index])
     counts = group_counts(groups, flat=flat_groups) | {"advantages/lone_decisions": float(lone_decisions)}
     return Advantages(advantages, counts, {"return": returns, "baseline": baselines, "compared": compared})
+
+
+PLUGS = {
+    "stepwise": EstimatorPlug(
+        stepwise, EstimatorKeys, Derivation(("advantage = return - baseline",), (AT_TURN,))
+    )
+}

@@ -1,0 +1,90 @@
+"""A table of a job that mounts the keys of plugs: those that it lacks stand in `[TABLE.NAME]`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import ValidationError, create_model, model_validator
+
+from trainer_backend.core.keys import Table
+from trainer_backend.plugins import OPEN_BOARDS, READ_BY
+
+Keys = TypeVar("Keys", bound=Table)
+
+
+class PlugTable(Table, extra="allow"):
+    """A table that plugs read. `[TABLE.NAME]` of a name that this process does not know may have any keys."""
+
+    # The boards whose plugs read it.
+    boards: ClassVar[tuple[str, ...]]
+
+    @model_validator(mode="after")
+    def _mount(self) -> Self:
+        given = self.model_extra or {}
+        faults = []
+        for name, table in given.items():
+            kinds = [OPEN_BOARDS[board][name].keys for board in self.boards if name in OPEN_BOARDS[board]]
+            try:
+                given[name] = _own_table(type(self), kinds).model_validate(table).model_dump()
+            except ValidationError as error:
+                faults += [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
+            except LookupError:
+                faults.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)  # type: ignore[arg-type]
+        return self
+
+    def own(self, name: str) -> dict[str, Any]:
+        """The values of `[TABLE.NAME]`."""
+        return dict((self.model_extra or {}).get(name, {}))
+
+    def read(self, kind: type[Keys], name: str) -> Keys:
+        """The keys of the plug of that name: the table itself if it has them all."""
+        if isinstance(self, kind):
+            return self
+        shared = {key: getattr(self, key) for key in kind.model_fields if key in type(self).model_fields}
+        return kind(**shared, **self.own(name))
+
+
+def own_findings(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
+    """Yield key and sentence for each table of a plug's own that nothing reads, or that lacks a key.
+
+    Args:
+        tables: of the job, by name.
+    """
+    chosen: dict[tuple[str, str], str] = {}
+    for board, plugs in OPEN_BOARDS.items():
+        table, _, key = board.partition(".")
+        name = getattr(tables[table], key, "")
+        home = READ_BY[board]
+        chosen[home, name] = board
+        host = tables[home]
+        if name in plugs and isinstance(host, PlugTable):
+            kind = plugs[name].keys
+            missing = [key for key in own_keys(kind, type(host)) if kind.model_fields[key].is_required()]
+            for key in set(missing) - host.own(name).keys():
+                yield f"{home}.{name}", f"{home}.{name}.{key} is required by {board} = {name!r}"
+    for home, host in tables.items():
+        for name in host.model_extra or () if host is not None else ():
+            if (home, name) not in chosen:
+                choices = ", ".join(
+                    f"{board} = {other!r}" for (table, other), board in chosen.items() if table == home
+                )
+                yield f"{home}.{name}", f"[{home}.{name}] is not read by {choices}"
+
+
+def own_keys(kind: type[Table], table: type[Table]) -> list[str]:
+    """The keys of a plug that the job's table lacks."""
+    return [key for key in kind.model_fields if key not in table.model_fields]
+
+
+def _own_table(table: type[Table], kinds: list[type[Table]]) -> type[Table]:
+    """The class of `[TABLE.NAME]`.
+
+    Raises:
+        LookupError: nothing of that name has keys of its own.
+    """
+    own = [(kind, key) for kind in kinds for key in own_keys(kind, table)]
+    if not own:
+        raise LookupError
+    fields = {key: (kind.model_fields[key].annotation, kind.model_fields[key]) for kind, key in own}
+    return create_model(own[0][0].__name__, __base__=Table, **fields)  # type: ignore[call-overload,no-any-return]
