@@ -15,6 +15,7 @@ from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
+from trainer_backend.job.plug_table import own_tables
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.plugins import BOARDS, READ_BY, reads
@@ -54,6 +55,8 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
         yield from _table(name, table_model(field))
+        for plug, own in own_tables(table_model(field)):
+            yield from _table(f"{name}.{plug}", own)
     yield from _what_is_read()
     yield "## State keys\n"
     yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
@@ -91,7 +94,11 @@ def _what_is_read() -> Iterator[str]:
     )
     for board in READ_BY:
         yield f"\n`{board}`:\n"
-        for name, keys in reads(board).items():
+        own = dict(own_tables(table_model(JobConfig.model_fields[READ_BY[board]])))
+        for name, read in reads(board).items():
+            table, of_name = READ_BY[board], own[name].model_fields if name in own else ()
+            keys = {key for key in read if key.partition(".")[2] not in of_name}
+            keys |= {f"{table}.{name}.{key}" for key in of_name}
             words = f": {quoted(sorted(keys))}" if keys else ""
             yield f"- `{name}`{words}{_more(BOARDS.get(board, {}).get(name))}"
     yield ""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import ValidationError, create_model, model_validator
+from pydantic import BaseModel, ValidationError, create_model, model_validator
 
 from trainer_backend.core.keys import Table
 from trainer_backend.plugins import OPEN_BOARDS, READ_BY
@@ -75,6 +75,14 @@ def own_findings(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]
 def own_keys(kind: type[Table], table: type[Table]) -> list[str]:
     """The keys of a plug that the job's table lacks."""
     return [key for key in kind.model_fields if key not in table.model_fields]
+
+
+def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table]]]:
+    """Each plug with keys of its own that the job's table has room for, and the class of `[TABLE.NAME]`."""
+    for board in table.boards if issubclass(table, PlugTable) else ():
+        for name, plug in OPEN_BOARDS[board].items():
+            if own_keys(plug.keys, table):
+                yield name, _own_table(table, [plug.keys])
 
 
 def _own_table(table: type[Table], kinds: list[type[Table]]) -> type[Table]:
