@@ -5,7 +5,6 @@ import pytest
 
 from trainer_backend import plugins
 from trainer_backend.core.advantages.grpo import grpo
-from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.losses import clipped_policy_loss
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
@@ -16,7 +15,6 @@ from trainer_backend.job.tables import table_model
 def test_a_name_of_a_plug_board_gives_its_entry():
     assert plugins.estimator("grpo").compute is grpo
     assert plugins.policy_loss("clipped").compute is clipped_policy_loss
-    assert plugins.aggregation("episode_equal").weights is episode_equal
 
 
 @pytest.mark.parametrize(

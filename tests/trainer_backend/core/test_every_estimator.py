@@ -57,7 +57,7 @@ def single(scores, group="g"):
 
 
 def computed(name, episodes, config=CONFIG):
-    return ESTIMATORS[name].compute(episodes, config)
+    return ESTIMATORS[name].compute(episodes, config.read(ESTIMATORS[name].keys, name))
 
 
 def exact_root(square: Fraction) -> Decimal:

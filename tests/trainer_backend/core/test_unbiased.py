@@ -235,7 +235,8 @@ def on_the_board(name, group):
         for i, rewards_T in enumerate(group)
     ]  # fmt: skip
     config = AlgorithmTable(gamma=1.0, gae_lambda=1.0, fnorm="one")
-    return ESTIMATORS[name].compute(episodes, config).per_episode
+    plug = ESTIMATORS[name]
+    return plug.compute(episodes, config.read(plug.keys, name)).per_episode
 
 
 STATES = ["turn 0", "turn 1", "turn 2"]
