@@ -127,7 +127,7 @@ def test_it_says_how_many_others_a_decision_is_compared_with(name):
     first, second = (1.0, "a", [0.0], []), (0.5, "b", [0.0], [])
     episodes = batch_of([("g", [first, second]), ("g", [(0.0, "a", [0.0], [])]), ("h", [first])])
     found = computed(name, episodes, CONFIG.model_copy(update=dict(similarity_temperature=0.0)))
-    assert found.parts.get("compared") == COMPARED[name]
+    assert found.parts.get("compared") == COMPARED.get(name)
 
 
 @EACH
