@@ -9,6 +9,10 @@ from shared_schemas.base import Body
 
 
 class Table(Body):
-    """Keys of a job; no number may be infinite or NaN. The sentence beneath a field is its documentation."""
+    """Keys of a job; no number may be infinite or NaN.
 
-    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
+    The sentence beneath a field is its documentation. job/docs.py reads it from the source: with pydantic's
+    `use_attribute_docstrings` every start would.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)

@@ -3,7 +3,12 @@
 A house test compares the file with this output, so it describes every key correctly.
 """
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from inspect import getsource
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
@@ -13,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
 from trainer_backend.job.plug_table import own_tables
@@ -55,8 +61,8 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
         yield from _table(name, table_model(field))
-        for plug, own in own_tables(table_model(field)):
-            yield from _table(f"{name}.{plug}", own)
+        for plug, kind, keys in own_tables(table_model(field)):
+            yield from _table(f"{name}.{plug}", kind, keys)
     yield from _what_is_read()
     yield "## State keys\n"
     yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
@@ -64,8 +70,8 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "| key | of | two states are the same where these are equal |"
     yield "|---|---|---|"
-    for env_name, keys in (("every environment", OF_EVERY_ENVIRONMENT), *OF_ENVIRONMENT.items()):
-        for key, description in keys.items():
+    for env_name, described in (("every environment", OF_EVERY_ENVIRONMENT), *OF_ENVIRONMENT.items()):
+        for key, description in described.items():
             yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
@@ -94,9 +100,10 @@ def _what_is_read() -> Iterator[str]:
     )
     for board in READ_BY:
         yield f"\n`{board}`:\n"
-        own = dict(own_tables(table_model(JobConfig.model_fields[READ_BY[board]])))
+        table = READ_BY[board]
+        own = {name: keys for name, _, keys in own_tables(table_model(JobConfig.model_fields[table]))}
         for name, read in reads(board).items():
-            table, of_name = READ_BY[board], own[name].model_fields if name in own else ()
+            of_name = own.get(name, [])
             keys = {key for key in read if key.partition(".")[2] not in of_name}
             keys |= {f"{table}.{name}.{key}" for key in of_name}
             words = f": {quoted(sorted(keys))}" if keys else ""
@@ -114,12 +121,14 @@ def _more(plug: object) -> str:
     return ""
 
 
-def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
+def _table(name: str, model: type[BaseModel], only: Collection[str] | None = None) -> Iterator[str]:
     yield f"## [{name}]\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, field in model.model_fields.items():
-        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
+        if only is not None and key not in only:
+            continue
+        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(model, key))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
@@ -177,15 +186,31 @@ def _default(field: FieldInfo) -> str:
     return f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
 
 
-def meaning(field: FieldInfo) -> str:
+def meaning(model: type[BaseModel], key: str) -> str:
     """Return the description of a key with its bounds."""
-    bounds = []
+    field, bounds = model.model_fields[key], []
     for item in field.metadata:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, attribute, None) is not None:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
-    description = " ".join((field.description or "").split())
+    description = field.description or _sentences(model).get(key, "")
     return description + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+@cache
+def _sentences(model: type[BaseModel]) -> dict[str, str]:
+    """The sentence beneath each field of a class and of its bases."""
+    found: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if issubclass(kind, Table):
+            (tree,) = ast.parse(dedent(getsource(kind))).body
+            for field, line in pairwise(tree.body):  # type: ignore[attr-defined]
+                match field, line:
+                    case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
+                        found[key] = " ".join(text.split())
+    return found
 
 
 if __name__ == "__main__":

@@ -77,12 +77,14 @@ def own_keys(kind: type[Table], table: type[Table]) -> list[str]:
     return [key for key in kind.model_fields if key not in table.model_fields]
 
 
-def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table]]]:
-    """Each plug with keys of its own that the job's table has room for, and the class of `[TABLE.NAME]`."""
-    for board in table.boards if issubclass(table, PlugTable) else ():
+def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[str]]]:
+    """Each plug that `[TABLE.NAME]` may stand for, with its class of keys and those that stand there."""
+    if not issubclass(table, PlugTable):
+        return
+    for board in table.boards:
         for name, plug in OPEN_BOARDS[board].items():
-            if own_keys(plug.keys, table):
-                yield name, _own_table(table, [plug.keys])
+            if own := own_keys(plug.keys, table):
+                yield name, plug.keys, own
 
 
 def _own_table(table: type[Table], kinds: list[type[Table]]) -> type[Table]:

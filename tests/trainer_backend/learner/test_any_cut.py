@@ -152,6 +152,6 @@ def test_constant_divides_by_the_plan_whatever_was_played(tokenizer):
 
 
 def test_a_step_in_which_no_token_has_a_weight_changes_nothing(tokenizer, monkeypatch):
-    plug = AggregationPlug(lambda segments: [0.0 * part.logprobs for part in segments], over="plan")
+    plug = AggregationPlug(lambda segments, keys: [0.0 * part.logprobs for part in segments], over="plan")
     monkeypatch.setitem(AGGREGATIONS, "constant", plug)
     assert gradient(tokenizer, CUTS[0], training__aggregation="constant").abs().max() == 0.0
