@@ -12,9 +12,9 @@ from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.critic import targets_of, values_of_episode
-from trainer_backend.core.losses import ClipKeys, at_level_of, log_ratio, unit_means
+from trainer_backend.core.losses import at_level_of, log_ratio, unit_means
 from trainer_backend.core.segments import segments_of
-from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
 CONFIG = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
@@ -68,7 +68,7 @@ def step_of(estimator, aggregation, spans, level="token"):
     batch = collate(
         parts,
         advantages=trained,
-        weights=AGGREGATIONS[aggregation].weights(parts),
+        weights=AGGREGATIONS[aggregation].weights(parts, None),
         proximal=[[value + 0.1 for value in part.logprobs] for part in parts],
         behaviour=[[1.0] * len(part.logprobs) for part in parts],
         units=units_of(parts, [level] * len(parts)),
@@ -122,6 +122,6 @@ def test_for_given_log_probs_the_loss_is_equal(loss, level, spans):
             means = unit_means(batch.unit_N, log_ratio(logprobs, proximal, weights), weights)
             logprobs = at_level_of(means, logprobs, proximal)
         rows = (column[order] for column in (logprobs, proximal, batch.advantage_N, weights))
-        return LOSSES[loss].compute(*rows, ClipKeys(clip_low=0.05, clip_high=0.05))
+        return LOSSES[loss].compute(*rows, TrainingTable(clip_low=0.05, clip_high=0.05))
 
     torch.testing.assert_close(value(spans), value(BARE), rtol=1e-6, atol=1e-7)

@@ -144,7 +144,7 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
         batch = collate(
             parts,
             advantages={"long": [1.0], "short": [1.0]},
-            weights=AGGREGATIONS[name].weights(parts),
+            weights=AGGREGATIONS[name].weights(parts, None),
             proximal=rows,
             behaviour=[[1.0] * len(row) for row in rows],
             units=units_of(parts, [level] * 2),

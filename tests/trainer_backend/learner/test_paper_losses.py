@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_papers_formula(loss, aggregation):
     batch = collate(
         parts,
         advantages={name: [advantage for advantage, _ in rows] for name, rows in PLAYED.items()},
-        weights=[[w / planned for w in row] for row in AGGREGATIONS[aggregation].weights(parts)],
+        weights=[[w / planned for w in row] for row in AGGREGATIONS[aggregation].weights(parts, None)],
         proximal=[[OLD] * len(row) for row in moves],
         behaviour=[[1.0] * len(row) for row in moves],
         units=units_of(parts, [terms.unit_levels["actor"]] * len(parts)),
