@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
+from shared_schemas.rounding import has_spread, largest
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
-from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import JobError
 

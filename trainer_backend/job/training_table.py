@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from shared_schemas.rewards import StepRewardKeys
 from trainer_backend.core.behaviour import WeightMode
 from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
@@ -14,8 +14,8 @@ from trainer_backend.job.tables import Table
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 
 
-class TrainingTable(Table):
-    """[training]"""
+class _UpdateKeys(Table):
+    """[training] without the switches of decision rewards, which stand last."""
 
     iterations: int = Field(
         default=20, ge=0, le=1_000_000, description="rounds of collection, credit and update"
@@ -210,34 +210,19 @@ class TrainingTable(Table):
         description="iterations between extra checkpoints, each deleted after the next: the most work that "
         "a killed run loses; 0: none",
     )
-    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
-    step_rewards_mode: StepRewardsMode = Field(default="off", description="source of r_t")
-    event_rewards_kind: EventRewardsKind = Field(
-        default="unique", description="count first unlocks, or every achievement whose counter rose"
-    )
-    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
-    step_rewards_indicator_lambda: float = Field(
-        default=0.0, ge=0, description="bonus for a decision with a first unlock"
-    )
-    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
-        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
-    )
 
     @property
     def needs_reference(self) -> bool:
         """Whether the initial model of RL is kept beside the trained one."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
-    @property
-    def step_rewards(self) -> StepRewards:
-        """Return the switches in the form that the task app receives."""
-        return StepRewards(
-            enabled=self.step_rewards_enabled,
-            mode=self.step_rewards_mode,
-            kind=self.event_rewards_kind,
-            indicator_lambda=self.step_rewards_indicator_lambda,
-            step_beta=self.step_rewards_beta,
-        )
+
+class TrainingTable(StepRewardKeys, _UpdateKeys):
+    """[training]"""
+
+    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
+        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
+    )
 
 
 # The target of adapters that stands for every linear layer except the head, as in peft.

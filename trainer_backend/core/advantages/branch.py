@@ -5,11 +5,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from shared_schemas.rollouts import Rollout
+from shared_schemas.rounding import clear_rounding
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, Parts
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 

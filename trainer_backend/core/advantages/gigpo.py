@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from shared_schemas.rounding import add_up
 from shared_schemas.trajectory import ObservationData
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
 from trainer_backend.core.advantages.levels import additive_weights, summed_levels
@@ -23,7 +24,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
 )
 from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError, place
 
 

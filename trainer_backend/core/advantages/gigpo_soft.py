@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared_schemas.rounding import clear_rounding
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
 from trainer_backend.core.advantages.levels import additive_weights, summed_levels
 from trainer_backend.core.advantages.state_graph import (
@@ -18,7 +19,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
     state_graph,
 )
-from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 Matrix = NDArray[np.float64]

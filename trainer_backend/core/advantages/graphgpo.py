@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Sequence, Set
 
+from shared_schemas.rounding import TOLERANCE, has_spread
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards, siblings
 from trainer_backend.core.advantages.levels import additive_weights, summed_levels
 from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
-from trainer_backend.core.rounding import TOLERANCE, has_spread
 
 
 def graphgpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

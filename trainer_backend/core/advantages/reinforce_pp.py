@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from shared_schemas.rounding import largest
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
@@ -14,7 +15,6 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.spread import relative, standardised, unscaled
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.core.rounding import largest
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
