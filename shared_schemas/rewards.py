@@ -1,80 +1,210 @@
-"""Decision rewards on the wire, and the pure function that computes them.
+"""What a decision earns: the switches of decision rewards, and r_t. Pure.
 
-The function is here and not in the task app, so that the trainer can credit stored rollouts again.
+Both services need it: the task app tells an episode's rewards, and the trainer credits stored rollouts again.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field
 
 from shared_schemas.base import Body
+from shared_schemas.rounding import add_up
+from shared_schemas.trajectory import DecisionRewards, StepData
 
 StepRewardsMode = Literal["off", "decision_stepwise", "env_sparse"]
 EventRewardsKind = Literal["unique", "absolute"]
-RewardSource = Literal["interaction", "tool", "penalty", "user"]
 
 
-class StepRewards(Body):
-    """The training switches in the task app's form (`config.step_rewards`).
+class StepRewardKeys(Body):
+    """The switches of decision rewards, as [training] has them.
 
-    The task app reads only `enabled` and `mode`, which decide whether a step's metadata carries
-    `decision_rewards`. The other three make a stored request tell how it was credited. Source:
-    1-crafter-event-rewards.md; names of the wire form: existing Crafter task apps.
+    An episode reads only the first two, which decide whether a step's metadata carries `decision_rewards`.
+    The other three make a stored request tell how it was credited.
+
+    Source: 1-crafter-event-rewards.md, "Switches/Flags in TOML"; DESIGN.md 4.3.
     """
 
-    enabled: bool = False
-    mode: StepRewardsMode = "off"
-    kind: EventRewardsKind = "unique"
-    indicator_lambda: float = Field(default=0.0, ge=0.0)
-    step_beta: float = Field(default=0.0, ge=0.0)
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
+    step_rewards_mode: StepRewardsMode = Field(default="off", description="source of r_t")
+    event_rewards_kind: EventRewardsKind = Field(
+        default="unique", description="count first unlocks, or every achievement whose counter rose"
+    )
+    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
+    step_rewards_indicator_lambda: float = Field(
+        default=0.0, ge=0, description="bonus for a decision with a first unlock"
+    )
+
+    @property
+    def reward_mode(self) -> StepRewardsMode:
+        """The mode that acts: `off` whenever the master switch is off."""
+        return self.step_rewards_mode if self.step_rewards_enabled else "off"
 
     @property
     def emits_decision_rewards(self) -> bool:
-        return self.enabled and self.mode == "decision_stepwise"
-
-
-class TrainingSwitches(Body):
-    """The same switches with the names that source 1 publishes for [training]."""
-
-    step_rewards_enabled: bool = False
-    step_rewards_mode: StepRewardsMode = "off"
-    step_rewards_beta: float = Field(default=0.0, ge=0.0)
-    step_rewards_indicator_lambda: float = Field(default=0.0, ge=0.0)
-    event_rewards_kind: EventRewardsKind = "unique"
+        return self.reward_mode == "decision_stepwise"
 
     @property
-    def step_rewards(self) -> StepRewards:
-        return StepRewards(
-            enabled=self.step_rewards_enabled,
-            mode=self.step_rewards_mode,
-            kind=self.event_rewards_kind,
-            indicator_lambda=self.step_rewards_indicator_lambda,
-            step_beta=self.step_rewards_beta,
-        )
+    def step_rewards(self) -> "StepRewards":
+        """The same switches as a rollout request holds them."""
+        values = {name: getattr(self, name) for name in StepRewardKeys.model_fields}
+        return StepRewards.model_validate(values, by_alias=False, by_name=True)
 
 
-class DecisionRewards(Body):
-    """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
-
-    turn: int = Field(ge=1)
-    ach_delta: int = Field(ge=0)
-    unique_delta: int = Field(ge=0)
-    all: tuple[str, ...]
-    unique: tuple[str, ...]
-
-    @model_validator(mode="after")
-    def _counts_match_names(self) -> "DecisionRewards":
-        if self.ach_delta != len(self.all) or self.unique_delta != len(self.unique):
-            raise ValueError("ach_delta and unique_delta must count the names in 'all' and 'unique'")
-        return self
+# The names of the switches in `step_rewards`, those of existing Crafter task apps.
+WIRE_NAMES = {
+    "step_rewards_enabled": "enabled",
+    "step_rewards_mode": "mode",
+    "event_rewards_kind": "kind",
+    "step_rewards_indicator_lambda": "indicator_lambda",
+    "step_rewards_beta": "step_beta",
+}
 
 
-class RewardPart(Body):
-    """A named part of a decision's reward, beside those of the environment."""
+class StepRewards(StepRewardKeys):
+    """The switches as a config or a request holds them as `step_rewards`, by names of Crafter task apps."""
 
-    source: RewardSource
-    value: float
+    model_config = ConfigDict(
+        alias_generator=lambda name: WIRE_NAMES.get(name, name), serialize_by_alias=True
+    )
+
+
+# Published names of the `strategy` in which all achievements count the same, the only one of the trainer.
+CONSISTENT_STRATEGIES = ("consistent", "simple", "consistent_stepwise", "decision_consistent")
+
+
+class UndefinedReward(ValueError):
+    """The rewards of an episode are not defined; `turn` is the decision at fault, None the whole episode."""
+
+    def __init__(self, fault: str, *, turn: int | None = None) -> None:
+        super().__init__(fault)
+        self.turn = turn
+
+
+def reward_vector(
+    steps: Sequence[StepData], outcome_reward: float, keys: StepRewardKeys, *, horizon: int | None = None
+) -> list[float]:
+    """r_t of every decision of one episode.
+
+        off                r[T-1] = outcome_reward + all penalties;  every other r[t] = 0
+        decision_stepwise  r[t] = delta_t + [unique_delta_t > 0] * (lambda + beta * (H - t)) + parts_t
+        env_sparse         r[t] = sum of the decision's env_rewards + parts_t
+
+    delta_t is unique_delta or ach_delta, parts_t the sum of the decision's reward_parts, H the horizon.
+    `off` never reads decision metadata, and the other two never read the outcome: an achievement
+    would count twice. An environment without achievements has no deltas: there r[t] is parts_t.
+
+    Args:
+        steps: [T] decisions in order; steps[t].turn is t + 1.
+        outcome_reward: what the episode as a whole was worth, in reward units.
+        horizon: decisions that H counts; None: the T that the episode turned out to have (as published;
+            looks into the future).
+
+    Returns:
+        [T] rewards, in reward units.
+
+    Raises:
+        UndefinedReward: no decision; a turn outside 1..T or out of order; two records for one turn; a
+            missing record or reward in a mode that needs it; a value that is not finite; more
+            decisions than the horizon allows.
+
+    Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
+    """
+    _check_turns(steps)
+    mode = keys.reward_mode
+    if mode == "off":
+        penalties = [part.value for step in steps for part in step.reward_parts if part.source == "penalty"]
+        rewards_T = [0.0] * (len(steps) - 1) + [add_up([outcome_reward, *penalties])]
+    elif mode == "env_sparse":
+        rewards_T = [add_up([*_environment_rewards(step), *_parts(step)]) for step in steps]
+    elif has_achievements(steps):
+        rewards_T = _event_rewards(steps, keys, horizon)
+    else:
+        rewards_T = [add_up(_parts(step)) for step in steps]
+    for t, reward in enumerate(rewards_T):
+        if not math.isfinite(reward):
+            raise UndefinedReward(f"the reward is {reward}; it must be finite", turn=t + 1)
+    return rewards_T
+
+
+def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left: int) -> list[float]:
+    """The terms of what a decision earns by its achievements: the delta, then the bonuses of a first unlock.
+
+    Args:
+        decisions_left: H - t, which counts the decision itself.
+    """
+    delta = float(record.unique_delta if keys.event_rewards_kind == "unique" else record.ach_delta)
+    if record.unique_delta == 0:
+        return [delta]
+    return [delta, keys.step_rewards_indicator_lambda, keys.step_rewards_beta * decisions_left]
+
+
+def has_achievements(steps: Sequence[StepData]) -> bool:
+    """Whether the environment of an episode has achievements: any step has a counter, or a record of them.
+
+    An environment that has any shows all its counters, zeros too, from the start on (`task_app.testing`
+    checks that). So a single step that lacks its record, or its counters, is found by those of the others.
+    """
+    return any(
+        step.metadata.decision_rewards is not None
+        or step.observation_data.achievements_counts
+        or (step.next_observation is not None and step.next_observation.achievements_counts)
+        for step in steps
+    )
+
+
+def _check_turns(steps: Sequence[StepData]) -> None:
+    if not steps:
+        raise UndefinedReward("an episode without a decision is a failure, not a reward")
+    for t, step in enumerate(steps):
+        if not 1 <= step.turn <= len(steps):
+            raise UndefinedReward(f"turns of this episode are 1..{len(steps)}", turn=step.turn)
+        if step.turn != t + 1:
+            raise UndefinedReward(f"found where turn {t + 1} belongs", turn=step.turn)
+
+
+def _parts(step: StepData) -> list[float]:
+    return [part.value for part in step.reward_parts]
+
+
+def _environment_rewards(step: StepData) -> Sequence[float]:
+    if step.env_rewards is None:
+        raise UndefinedReward("no env_rewards, which mode 'env_sparse' needs", turn=step.turn)
+    return step.env_rewards
+
+
+def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int | None) -> list[float]:
+    end = len(steps) if horizon is None else horizon
+    if len(steps) > end:
+        # Beyond the horizon the time weight would turn negative and punish an achievement.
+        raise UndefinedReward(f"{len(steps)} decisions, but the horizon is max_decisions = {end}")
+    return [
+        add_up([*event_terms(_record(step, len(steps)), keys, decisions_left=end - t), *_parts(step)])
+        for t, step in enumerate(steps)
+    ]
+
+
+def _record(step: StepData, length: int) -> DecisionRewards:
+    """The record of a decision, which its own step must hold.
+
+    Args:
+        length: decisions of the episode.
+    """
+    record = step.metadata.decision_rewards
+    if record is not None and record.turn == step.turn:
+        return record
+    if record is None:
+        fault = "no decision_rewards, which mode 'decision_stepwise' needs"
+    elif not 1 <= record.turn <= length:
+        fault = f"its record names turn {record.turn}, outside 1..{length}"
+    elif record.turn < step.turn:  # whose own step was read before
+        fault = f"holds a second record for turn {record.turn}"
+    else:
+        fault = f"holds the record of turn {record.turn}"
+    raise UndefinedReward(fault, turn=step.turn)
 
 
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:

@@ -20,7 +20,7 @@ from pydantic import (
 from shared_schemas.base import Body
 from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
 from shared_schemas.patterns import Pattern
-from shared_schemas.rewards import StepRewards
+from shared_schemas.rewards import WIRE_NAMES, StepRewards
 from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
@@ -246,11 +246,7 @@ class RolloutRequest(Body):
 PUBLISHED_PLACES = {
     "training": "step_rewards",
     "rollout": "step_rewards",
-    "step_rewards_enabled": "step_rewards.enabled",
-    "step_rewards_mode": "step_rewards.mode",
-    "event_rewards_kind": "step_rewards.kind",
-    "step_rewards_beta": "step_rewards.step_beta",
-    "step_rewards_indicator_lambda": "step_rewards.indicator_lambda",
+    **{key: f"step_rewards.{name}" for key, name in WIRE_NAMES.items()},
     "state_hashing_function": "state_keys",
     "seed": "start.seed",
     "resource_type": "env.env_name",

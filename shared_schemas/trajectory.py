@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Literal, overload
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
-from shared_schemas.rewards import DecisionRewards, RewardPart
 
 # Larger than any vocabulary or model, and small enough for every counter.
 MOST_TOKENS = 2**31 - 1
@@ -195,6 +194,29 @@ class ObservationData(Body):
     def __getitem__(self, index: slice) -> tuple[Message, ...]: ...
     def __getitem__(self, index: int | slice) -> Message | tuple[Message, ...]:
         return self.prompt[index]
+
+
+class DecisionRewards(Body):
+    """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
+
+    turn: int = Field(ge=1)
+    ach_delta: int = Field(ge=0)
+    unique_delta: int = Field(ge=0)
+    all: tuple[str, ...]
+    unique: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _counts_match_names(self) -> "DecisionRewards":
+        if self.ach_delta != len(self.all) or self.unique_delta != len(self.unique):
+            raise ValueError("ach_delta and unique_delta must count the names in 'all' and 'unique'")
+        return self
+
+
+class RewardPart(Body):
+    """A named part of a decision's reward, in addition to those of the environment."""
+
+    source: Literal["interaction", "tool", "penalty", "user"]
+    value: float
 
 
 class StepMetadata(Body):

@@ -49,7 +49,12 @@ def validated(model: type[M], value: Any, *, where: str) -> M:
         return model.model_validate(value)
     except ValidationError as exc:
         error = most_specific(exc.errors(include_url=False))
-        raise invalid(error, where=where, known=model.model_fields) from exc
+        raise invalid(error, where=where, known=list_keys(model)) from exc
+
+
+def list_keys(model: type[BaseModel]) -> list[str]:
+    """Return the keys that a body of this model may have."""
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def state_in(model: type[M], data: bytes) -> M:

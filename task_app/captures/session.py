@@ -20,9 +20,9 @@ from pydantic_core import to_json
 from shared_schemas.chat import RESPONSE_FORMAT
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolCall, ToolSpec
-from shared_schemas.rewards import RewardPart, StepRewards
+from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import RolloutLimits
-from shared_schemas.trajectory import StepData, StopReason, Trajectory
+from shared_schemas.trajectory import RewardPart, StepData, StopReason, Trajectory
 from task_app.captures.calls import Answer, Call, arguments_object
 from task_app.episode.actions import Action, Choice
 from task_app.episode.prompts import DecisionEffect, Prompt

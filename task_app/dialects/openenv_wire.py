@@ -17,8 +17,8 @@ from pydantic import Field
 
 from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import ToolSpec
-from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import Seed
+from shared_schemas.trajectory import DecisionRewards
 from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest

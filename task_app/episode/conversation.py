@@ -14,9 +14,8 @@ import structlog
 
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
-from shared_schemas.rewards import RewardPart
 from shared_schemas.rollouts import MultiTurn
-from shared_schemas.trajectory import StepData, UserAnswer
+from shared_schemas.trajectory import RewardPart, StepData, UserAnswer
 from task_app.environment_calls import list_tools
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget, apply, context_specs

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared_schemas.messages import Message, ToolSpec
-from shared_schemas.rewards import RewardPart
-from shared_schemas.trajectory import StepData, UserAnswer
+from shared_schemas.trajectory import RewardPart, StepData, UserAnswer
 from task_app.environment_calls import list_tools
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget

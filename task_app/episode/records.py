@@ -6,8 +6,15 @@ from typing import Any
 
 from shared_schemas.base import finite as finite
 from shared_schemas.json_text import encodable, encodable_json
-from shared_schemas.rewards import RewardPart, StepRewards
-from shared_schemas.trajectory import ObservationData, PolicyLogprobs, StepData, StepInfo, StopReason
+from shared_schemas.rewards import StepRewards
+from shared_schemas.trajectory import (
+    ObservationData,
+    PolicyLogprobs,
+    RewardPart,
+    StepData,
+    StepInfo,
+    StopReason,
+)
 from task_app.episode.actions import Action, Choice
 from task_app.episode.decisions import achievements_status, step_metadata
 from task_app.episode.prompts import DecisionEffect, Prompt

@@ -7,8 +7,7 @@ from typing import Any
 from shared_schemas.evaluate_result import EvaluateResult, StepOutput
 from shared_schemas.json_text import encodable, encodable_json
 from shared_schemas.messages import Message
-from shared_schemas.rewards import RewardPart
-from shared_schemas.trajectory import StepData, Trajectory, UserReward
+from shared_schemas.trajectory import RewardPart, StepData, Trajectory, UserReward
 from task_app.errors import RewardFunctionFailed, clipped
 
 

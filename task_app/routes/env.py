@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from shared_schemas.base import Reply
 from shared_schemas.messages import ToolSpec
-from shared_schemas.rewards import TrainingSwitches
+from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.captures.agents import AgentEnvironment
 from task_app.environment_calls import list_tools
@@ -128,7 +128,7 @@ async def open_session(
     services: Services,
     env_name: str,
     config: Mapping[str, Any],
-    training: TrainingSwitches | None = None,
+    training: StepRewardKeys | None = None,
     rollout: Any = None,
     *,
     seed: int,

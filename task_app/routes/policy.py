@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import Message, ToolCall, ToolSpec
-from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
-from shared_schemas.trajectory import Sampling, StepMetadata
+from shared_schemas.trajectory import DecisionRewards, Sampling, StepMetadata
 from task_app.complaints import invalid
 from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.decisions import NO_METADATA

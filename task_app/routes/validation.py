@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from service_kit.problems import problem_response
 from shared_schemas.rollouts import PUBLISHED_PLACES, RolloutBatch
-from task_app.complaints import invalid, most_specific
+from task_app.complaints import invalid, list_keys, most_specific
 from task_app.routes.wire import MISSPELT
 
 
@@ -27,7 +27,7 @@ async def validation_response(request: Request, exc: Exception) -> Response:
     elif place[0] in ("body", "query", "path", "header"):
         error["loc"] = place[1:] or place
     model = _model_around(request, place)
-    known = model.model_fields if model is not None else ()
+    known = list_keys(model) if model is not None else ()
     return problem_response(invalid(error, known=known, meant=_meant_place(model, place)))
 
 
@@ -50,7 +50,7 @@ def _meant_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str |
     if name in PUBLISHED_PLACES and (model is RolloutBatch or place[1:2] == ("rollouts",)):
         return ("rollouts.0." if model is RolloutBatch else "") + PUBLISHED_PLACES[name]
     parts = {part: _model_in(field.annotation) for part, field in model.model_fields.items()}
-    return next((f"{part}.{name}" for part, own in parts.items() if own and name in own.model_fields), None)
+    return next((f"{part}.{name}" for part, own in parts.items() if own and name in list_keys(own)), None)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse
 
 from shared_schemas.base import OpenBody, Reply
 from shared_schemas.messages import Message
-from shared_schemas.rewards import RewardPart, TrainingSwitches
-from shared_schemas.trajectory import StepMetadata
+from shared_schemas.rewards import StepRewardKeys
+from shared_schemas.trajectory import RewardPart, StepMetadata
 from task_app.episode.actions import Action
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
@@ -144,7 +144,7 @@ MOST_UNKNOWN = 100
 LONGEST_ID = 200
 
 # Names of switches, which would have no effect beside the config.
-SWITCHES = frozenset({KEY, *TrainingSwitches.model_fields})
+SWITCHES = frozenset({KEY, *StepRewardKeys.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
@@ -189,7 +189,7 @@ class CreateBody(ForeignBody):
     table."""
 
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
-    training: TrainingSwitches | None = Field(
+    training: StepRewardKeys | None = Field(
         default=None, description="the same switches, under their names in a job's [training]"
     )
     rollout: Any = Field(default=None, description="a table that may hold them under these names too")

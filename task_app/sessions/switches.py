@@ -8,7 +8,7 @@ the same names among others.
 from collections.abc import Mapping
 from typing import Any
 
-from shared_schemas.rewards import StepRewards, TrainingSwitches
+from shared_schemas.rewards import StepRewardKeys, StepRewards
 from task_app.complaints import validated
 from task_app.errors import InvalidRequest
 
@@ -20,7 +20,7 @@ def take_step_rewards(
     config: Mapping[str, Any],
     *,
     where: str,
-    training: TrainingSwitches | None = None,
+    training: StepRewardKeys | None = None,
     rollout: Any = None,
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
     """Split `config` into the plug-in's part and the switches by their body path.
@@ -33,19 +33,19 @@ def take_step_rewards(
     _refuse_misplaced(config, where=where)
     own_keys = {KEY, TABLE} | ({ROLLOUT} if _switches_in(config.get(ROLLOUT)) else set())
     rest = {name: value for name, value in config.items() if name not in own_keys}
-    by_place: dict[str, StepRewards] = {}
+    by_place: dict[str, StepRewardKeys] = {}
     if KEY in config:
         by_place[f"{where}.{KEY}"] = validated(StepRewards, config[KEY], where=f"{where}.{KEY}")
     if TABLE in config:
-        by_place[f"{where}.{TABLE}"] = training_table(config[TABLE], where=f"{where}.{TABLE}")
+        by_place[f"{where}.{TABLE}"] = validated(StepRewardKeys, config[TABLE], where=f"{where}.{TABLE}")
     if ROLLOUT in own_keys:
         place = f"{where}.{ROLLOUT}"
-        by_place[place] = training_table(_switches_in(config[ROLLOUT]), where=place)
+        by_place[place] = validated(StepRewardKeys, _switches_in(config[ROLLOUT]), where=place)
     if training is not None:
-        by_place[TABLE] = training.step_rewards
+        by_place[TABLE] = training
     if switches := _switches_in(rollout):
-        by_place[ROLLOUT] = training_table(switches, where=ROLLOUT)
-    return rest, by_place
+        by_place[ROLLOUT] = validated(StepRewardKeys, switches, where=ROLLOUT)
+    return rest, {place: keys.step_rewards for place, keys in by_place.items()}
 
 
 def _refuse_misplaced(config: Mapping[str, Any], *, where: str) -> None:
@@ -61,20 +61,13 @@ def _refuse_misplaced(config: Mapping[str, Any], *, where: str) -> None:
 def _switches_in(rollout: Any) -> dict[str, Any]:
     """The switches in a `rollout` table, which may hold other names too."""
     table = rollout if isinstance(rollout, Mapping) else {}
-    return {name: table[name] for name in TrainingSwitches.model_fields if name in table}
-
-
-def training_table(table: Any, *, where: str) -> StepRewards:
-    """The switches of a table with the published names."""
-    return validated(TrainingSwitches, table, where=where).step_rewards
+    return {name: table[name] for name in StepRewardKeys.model_fields if name in table}
 
 
 def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
     """The switches that all places agree on; off if no place names any."""
-    places = list(by_place)
-    for place in places[1:]:
-        if by_place[place] != by_place[places[0]]:
-            raise InvalidRequest(
-                f"{place} differs from {places[0]}; give one of them, or the same", where=place
-            )
-    return by_place[places[0]] if places else OFF
+    first, *others = list(by_place) or [""]
+    for place in others:
+        if by_place[place].step_rewards != by_place[first].step_rewards:
+            raise InvalidRequest(f"{place} differs from {first}; give one of them, or the same", where=place)
+    return by_place.get(first, OFF).step_rewards

@@ -2,10 +2,9 @@
 
 import pytest
 
-from shared_schemas.rewards import StepRewardsMode
+from shared_schemas.rewards import StepRewards, StepRewardsMode, reward_vector
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.core.guards import refuse_lost_reward
-from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
@@ -57,7 +56,7 @@ def test_the_score_is_what_the_last_decision_earned(run):
 def test_no_mode_counts_anything_twice(run):
     # Every env step is in the score once, and at half a point in the base rewards of all decisions but one.
     def total(trajectory, mode: StepRewardsMode):
-        config = RewardConfig(enabled=True, mode=mode)
+        config = StepRewards(enabled=True, mode=mode)
         rewards_T = reward_vector(trajectory.steps, trajectory.outcome_reward, config)
         refuse_lost_reward(trajectory, rewards_T, config, rollout_id="r")
         return sum(rewards_T)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from shared_schemas.rewards import StepRewards
+from shared_schemas.rewards import StepRewards, reward_vector
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import at_the_task_app, rows_of, tiny_job
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.start import echo_of_switches
 
 OFF = StepRewards()
@@ -53,7 +52,7 @@ def _trajectories(rollouts: Sequence[Rollout]) -> list[Trajectory]:
 
 
 def credited(trajectory: Trajectory, **switches: Any) -> list[float]:
-    return reward_vector(trajectory.steps, trajectory.outcome_reward, RewardConfig(**switches))
+    return reward_vector(trajectory.steps, trajectory.outcome_reward, StepRewards(**switches))
 
 
 def records(trajectory: Trajectory) -> list[Any]:
@@ -64,7 +63,7 @@ def records(trajectory: Trajectory) -> list[Any]:
 def test_with_the_switches_off_only_the_outcome_is_used(played, switches: StepRewards):
     for trajectory in played[switches]:
         assert records(trajectory) == [None] * len(trajectory.steps)
-        rewards = credited(trajectory, enabled=switches.enabled, mode=switches.mode)
+        rewards = credited(trajectory, **switches.model_dump())
         assert rewards == [0.0] * (len(rewards) - 1) + [trajectory.outcome_reward]
         assert trajectory.outcome_reward > 0
 

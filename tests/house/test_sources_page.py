@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 from pydantic import BaseModel
 
-from shared_schemas.rewards import TrainingSwitches
+from shared_schemas.rewards import StepRewardKeys
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.house.sources import PACKAGES, ROOT
@@ -145,8 +145,8 @@ def test_what_the_page_names_is_there():
 def test_every_config_sets_the_published_switches_with_a_reason_for_each():
     for path in (ROOT / "configs").glob("*.toml"):
         text = path.read_text(encoding="utf-8")
-        assert TrainingSwitches.model_fields.keys() <= tomli.loads(text)["training"].keys(), path
-        for key in TrainingSwitches.model_fields:
+        assert StepRewardKeys.model_fields.keys() <= tomli.loads(text)["training"].keys(), path
+        for key in StepRewardKeys.model_fields:
             assert re.search(rf"^{key} = \S+ +# \w", text, re.MULTILINE), f"{path}: {key} has no reason"
 
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from shared_schemas.rewards import RewardPart, StepRewards
+from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
-from shared_schemas.trajectory import StopReason, Trajectory, prompts
+from shared_schemas.trajectory import RewardPart, StopReason, Trajectory, prompts
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.episode.conversation import Conversation
 from task_app.episode.worker import RLRolloutWorker

@@ -5,6 +5,7 @@ from typing import Any, get_args
 import pytest
 
 from shared_schemas.rollouts import PUBLISHED_PLACES, RolloutRequest
+from task_app.complaints import list_keys
 from tests.task_app.counting import rollout, running_app
 
 OPENAI = {"policy_name": "openai", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
@@ -61,6 +62,7 @@ async def test_a_bad_field_is_named_with_its_place(place):
             rollout("a", step_rewards={"step_rewards_mode": "off"}),
             "Did you mean 'step_rewards.mode'? Known: ",
         ),
+        (rollout("a", step_rewards={"enabeld": True}), "Did you mean 'enabled'? Known: enabled, indicator"),
         (rollout("a", rollout={"step_rewards_enabled": True}), "Did you mean 'step_rewards'? Known: "),
         (rollout("a", env={"env_name": "counting", "config": TRAINING}), "it stands in a table 'training'"),
         (rollout("a", max_turns=3), "Did you mean 'limits.max_decisions'? Known: "),
@@ -80,7 +82,8 @@ def test_every_published_name_leads_to_a_key_of_a_request():
     for place in PUBLISHED_PLACES.values():
         model: Any = RolloutRequest
         for part in place.split("."):
-            model = model.model_fields[part].annotation
+            assert part in list_keys(model)
+            model = list(model.model_fields.values())[list_keys(model).index(part)].annotation
             model = next((kind for kind in get_args(model) if kind is not type(None)), model)
 
 

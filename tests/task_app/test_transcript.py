@@ -3,7 +3,6 @@ from datetime import UTC, datetime
 from shared_schemas.trajectory import StopReason, transcript
 from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, reply
 from task_app.protocols import Observation
-from task_app.sessions.switches import OFF
 from tests.trainer_backend.dialogues import AGAIN, TASK, dialogue, reader
 
 SAID = [("user", TASK.content), ("assistant", "answer 1"), ("user", AGAIN.content), ("assistant", "answer 2")]
@@ -24,7 +23,7 @@ def test_the_legacy_reply_holds_the_whole_prompt_of_each_decision():
         False,
         False,
         None,
-        Stepwise(OFF),
+        Stepwise(),
         (),
         {},
         datetime(2025, 1, 1, tzinfo=UTC),

@@ -1,9 +1,8 @@
 """Conversations that can be worked by hand, as a task app would bring them."""
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from shared_schemas.rewards import RewardPart
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
+from shared_schemas.trajectory import ObservationData, RewardPart, StepData, StepInfo, StopReason, Trajectory
 
 DEFINITION = "last turn score: of the last answer"
 TASK = Message(role="user", content="2 + 2?")

@@ -4,11 +4,14 @@ import pytest
 
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import PolicyLogprobs, Sampling, StopReason, UserReward
+from shared_schemas.trajectory import PolicyLogprobs, Sampling, StepMetadata, StopReason, UserReward
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
+from tests.trainer_backend.pages import hand_made
+from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import CreditAssignment, Measured
-from trainer_backend.errors import AdvantageError, JobError
+from trainer_backend.credit.rewards import Rewards
+from trainer_backend.errors import AdvantageError, JobError, RewardError
 from trainer_backend.job.load import parse_job
 from trainer_backend.plugins import ESTIMATORS
 
@@ -38,6 +41,28 @@ def two_dialogues():
 def credits(rollouts, **algorithm):
     keys = {f"algorithm__{key}": value for key, value in algorithm.items()}
     return CreditAssignment.of(tiny_job(**TURN_SCORES, **keys)).credits(rollouts)
+
+
+def test_a_decision_without_its_reward_is_an_error_of_its_rollout():
+    item = played(3, dialogue(0.5, 0.5))
+    steps = (item.trajectory.steps[0], item.trajectory.steps[1].model_copy(update={"env_rewards": None}))
+    with pytest.raises(RewardError) as caught:
+        credits([item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": steps})})])
+    assert caught.value.where == "rollout r/3, turn 2"
+
+
+def test_a_causal_horizon_counts_the_decisions_that_were_done_before():
+    # wood at the first decision; the limit is 10: 1 + 0.5 * 10, and 1 + 0.5 * 6 where 4 decisions were done
+    job = tiny_job(training__step_rewards_beta=0.5, training__step_rewards_horizon="max_decisions")
+    item = hand_made.rollout(1, [hand_made.WOOD, ()])
+    steps = tuple(
+        step.model_copy(update={"metadata": StepMetadata(decision_rewards=step_deltas(step))})
+        for step in item.trajectory.steps
+    )
+    item = item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": steps})})
+    rewards = Rewards(job.training, max_decisions=10)
+    assert rewards.earned_by(item, {}).rewards_T == [6.0, 0.0]
+    assert rewards.earned_by(item, {}, decisions_done=4).rewards_T == [4.0, 0.0]
 
 
 GIGPO = {"advantage": "gigpo", "fnorm": "one", "gamma": 0.5, "omega": 0.5}

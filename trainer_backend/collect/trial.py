@@ -315,7 +315,7 @@ class _Environment:
         by_decision = (
             self.has_interactions or instance.observation.achievements_counts or instance.info.rewards_calls
         )
-        if by_outcome or by_decision or not self.planner.table.step_rewards.emits_decision_rewards:
+        if by_outcome or by_decision or not self.planner.table.emits_decision_rewards:
             return None
         return (
             f"training.step_rewards_mode = 'decision_stepwise' pays nothing in {rollout.env_name!r}: it has "

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shared_schemas.rounding import clear_rounding, largest
 from trainer_backend.core.allocation import DrawnSchedule, refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.rounding import clear_rounding, largest
 
 MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # what a job gets that does not say
 

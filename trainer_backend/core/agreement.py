@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_backend.core.rounding import has_spread, largest
+from shared_schemas.rounding import has_spread, largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from pydantic import create_model
 
 from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
+from shared_schemas.rounding import has_spread, largest
 from trainer_backend.core.keys import Table
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
-from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import JobError
 

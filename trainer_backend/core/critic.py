@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from shared_schemas.rounding import has_spread, largest
 from trainer_backend.core.columns import Row
 from trainer_backend.core.keys import Table
-from trainer_backend.core.rounding import has_spread, largest
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 

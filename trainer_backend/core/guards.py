@@ -1,10 +1,10 @@
 """Checks of every credited episode before an update: a broken record stops the run, by its name."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from shared_schemas.rewards import StepRewardKeys, event_terms
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.core.rewards import RewardConfig
 from trainer_backend.errors import RewardError, place
 
 # Sums of a few hundred floats of reward.
@@ -14,8 +14,9 @@ _ROUNDING = 1e-9
 def refuse_lost_reward(
     trajectory: Trajectory,
     rewards_T: Sequence[float],
-    config: RewardConfig,
+    keys: StepRewardKeys,
     *,
+    horizon: int | None = None,
     rollout_id: str,
     kl_T: Sequence[float] = (),
 ) -> None:
@@ -26,11 +27,11 @@ def refuse_lost_reward(
         off                 sum of r_t = outcome_reward + penalties
         env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
 
-    Where decisions pay for their KL to the reference, each sum of r_t has that beside it.
+    Where decisions pay for their KL to the reference, each sum of r_t includes that.
 
     Args:
         trajectory: as it was collected.
-        rewards_T: [T] of `core.rewards.reward_vector`, under the same config.
+        rewards_T: [T] of `shared_schemas.rewards.reward_vector`, with the same keys and horizon.
         rollout_id: named in errors.
         kl_T: [T] what of rewards_T is that KL (core.kl_reward); empty where there is none.
 
@@ -39,12 +40,12 @@ def refuse_lost_reward(
 
     Source: DESIGN.md 4.1, 4.3.
     """
-    mode = config.effective_mode
+    mode = keys.reward_mode
     parts = [part for step in trajectory.steps for part in step.reward_parts]
     if mode == "decision_stepwise":
         _refuse_other_unlocks(trajectory, rollout_id)
         told = "deltas, bonuses and reward_parts"
-        paid = [*_events(trajectory, config), *(part.value for part in parts)]
+        paid = [*_events(trajectory, keys, horizon), *(part.value for part in parts)]
     elif mode == "off":
         told = "outcome_reward and penalties"
         paid = [trajectory.outcome_reward, *(part.value for part in parts if part.source == "penalty")]
@@ -59,16 +60,12 @@ def refuse_lost_reward(
         raise RewardError(f"r_t sums to {found}, but {told} to {score}", where=place(rollout_id))
 
 
-def _events(trajectory: Trajectory, config: RewardConfig) -> list[float]:
-    """The reward in the records of the decisions: all deltas, and the two bonuses where one unlocked."""
-    records = [step.metadata.decision_rewards for step in trajectory.steps]
-    known = [(t, record) for t, record in enumerate(records) if record is not None]
-    horizon = config.max_decisions if config.horizon == "max_decisions" else None
-    end = len(records) if horizon is None else horizon
-    unlocking = [t for t, record in known if record.unique_delta > 0]
-    by_delta = [record.unique_delta if config.kind == "unique" else record.ach_delta for _, record in known]
-    lefts = sum(end - t for t in unlocking)
-    return [float(sum(by_delta)), config.indicator_lambda * len(unlocking), config.beta * lefts]
+def _events(trajectory: Trajectory, keys: StepRewardKeys, horizon: int | None) -> Iterator[float]:
+    """The deltas in the records of the decisions, and the bonuses of those that unlocked something."""
+    end = len(trajectory.steps) if horizon is None else horizon
+    for t, step in enumerate(trajectory.steps):
+        if (record := step.metadata.decision_rewards) is not None:
+            yield from event_terms(record, keys, decisions_left=end - t)
 
 
 def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:

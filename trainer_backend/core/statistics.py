@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from shared_schemas.rewards import DecisionRewards, decision_rewards
-from shared_schemas.trajectory import StepData, Trajectory, exact_tokens
+from shared_schemas.rewards import decision_rewards
+from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exact_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
-from trainer_backend.core.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.statistics import t_quantile_975
 
 # Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.

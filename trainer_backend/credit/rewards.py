@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shared_schemas.rewards import UndefinedReward, reward_vector
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
 from trainer_backend.core.policies import ACTOR, policy_in
-from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RewardError, SegmentError, place
 from trainer_backend.job.mixture_table import RolloutOnlyTable
@@ -57,20 +57,6 @@ class Rewards:
         """The same rewards, with nothing paid for KL."""
         return replace(self, table=self.table.model_copy(update={"kl_reward_coef": 0.0}))
 
-    @property
-    def config(self) -> RewardConfig:
-        """The step-reward switches of [training], for `core.rewards`."""
-        table = self.table
-        return RewardConfig(
-            enabled=table.step_rewards_enabled,
-            mode=table.step_rewards_mode,
-            kind=table.event_rewards_kind,
-            beta=table.step_rewards_beta,
-            indicator_lambda=table.step_rewards_indicator_lambda,
-            horizon=table.step_rewards_horizon,
-            max_decisions=self.max_decisions,
-        )
-
     def earned_by(
         self, rollout: Rollout, scored: Mapping[str, ScoredTokens], *, decisions_done: int = 0
     ) -> Earned:
@@ -85,16 +71,18 @@ class Rewards:
         Raises:
             RewardError: see `reward_vector`, `refuse_lost_reward`; log-probs that it needs are not there.
         """
-        episode, config = rollout.trajectory, self.config
+        episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
-        if decisions_done and config.max_decisions is not None:
-            config = replace(config, max_decisions=config.max_decisions - decisions_done)
-        name = rollout.rollout_id
-        paid_T = reward_vector(
-            episode.steps, outcome_reward=episode.outcome_reward, config=config, rollout_id=name
-        )
+        if self.table.step_rewards_horizon == "max_decisions":
+            horizon = self.max_decisions - decisions_done
+        try:
+            paid_T = reward_vector(episode.steps, episode.outcome_reward, self.table, horizon=horizon)
+        except UndefinedReward as error:
+            raise RewardError(str(error), where=place(name, error.turn)) from error
         earned = self._with_kl(paid_T, scored.get(name), rollout_id=name)
-        refuse_lost_reward(episode, earned.rewards_T, config, rollout_id=name, kl_T=earned.kl_T)
+        refuse_lost_reward(
+            episode, earned.rewards_T, self.table, horizon=horizon, rollout_id=name, kl_T=earned.kl_T
+        )
         return earned
 
     def _with_kl(self, paid_T: Sequence[float], scored: ScoredTokens | None, *, rollout_id: str) -> Earned:

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from shared_schemas.rewards import DecisionRewards
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.trajectory import DecisionRewards, Trajectory
 from trainer_backend.collect.losses import count_losses
 from trainer_backend.collect.metrics import (
     are_successes,

@@ -188,10 +188,10 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
 
 def _why_to_the_end(job: JobConfig) -> str | None:
     """Why continuations have to be played to the end of their episodes, if they have to."""
-    switches = job.training.step_rewards
-    if switches.mode == "off" or not switches.enabled:
+    table = job.training
+    if table.reward_mode == "off":
         return "pays at the end of an episode"
-    looks_ahead = switches.step_beta > 0 and job.training.step_rewards_horizon == "realised"
+    looks_ahead = table.step_rewards_beta > 0 and table.step_rewards_horizon == "realised"
     return "pays by the length of an episode" if looks_ahead else None
 
 

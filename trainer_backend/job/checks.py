@@ -398,8 +398,7 @@ def advice(config: JobConfig) -> list[str]:
             f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
             "false: only the outcome is rewarded"
         )
-    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
-    by_outcome = config.algorithm.episode_score == "outcome"
+    mode, by_outcome = training.reward_mode, config.algorithm.episode_score == "outcome"
     if config.rollout.reward_function is not None and mode != "off" and not by_outcome:
         findings.append(
             f"rollout.reward_function with training.step_rewards_mode = {mode!r}: its base_reward is added "
@@ -663,12 +662,11 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
             training, coef
         ):
             yield f"training.{kind}", f"training.{kind} is not read while training.{coef} is 0"
-    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
-    if algorithm.default_step_reward and mode != "off":
+    if algorithm.default_step_reward and training.reward_mode != "off":
         yield (
             "algorithm.default_step_reward",
             "algorithm.default_step_reward is for decisions without rewards of their own; "
-            f"training.step_rewards_mode is {mode!r}",
+            f"training.step_rewards_mode is {training.reward_mode!r}",
         )
 
 

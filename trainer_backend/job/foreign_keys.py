@@ -10,6 +10,7 @@ Sources: verl 0.9 (`ppo_trainer.yaml`), TRL 1.16 (`GRPOConfig`, `ModelConfig`), 
 
 from collections.abc import Mapping
 
+from shared_schemas.rewards import WIRE_NAMES
 from trainer_backend.job.rollout_table import SAMPLING_KEYS
 
 # Tables of other backends, which launchers send along and nothing here reads, with the place of their facts.
@@ -29,11 +30,7 @@ NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
     **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in (*SAMPLING_KEYS, "max_tokens")},
-    "rollout.env_config.step_rewards.enabled": "training.step_rewards_enabled",
-    "rollout.env_config.step_rewards.mode": "training.step_rewards_mode",
-    "rollout.env_config.step_rewards.kind": "training.event_rewards_kind",
-    "rollout.env_config.step_rewards.indicator_lambda": "training.step_rewards_indicator_lambda",
-    "rollout.env_config.step_rewards.step_beta": "training.step_rewards_beta",
+    **{f"rollout.env_config.step_rewards.{name}": f"training.{key}" for key, name in WIRE_NAMES.items()},
 }
 _EPISODES = "rollout.episodes_per_batch, which counts episodes: prompts times training.group_size"
 _DECISIONS = "training.batch_decisions, which counts the decisions of all processes"

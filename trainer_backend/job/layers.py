@@ -18,17 +18,11 @@ import tomli
 from pydantic.fields import FieldInfo
 
 from shared_schemas.plain_text import read_text
+from shared_schemas.rewards import StepRewardKeys
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import table_model
 
-REWARD_KEYS = (
-    "step_rewards_enabled",
-    "step_rewards_mode",
-    "event_rewards_kind",
-    "step_rewards_beta",
-    "step_rewards_indicator_lambda",
-    "step_rewards_horizon",
-)
+REWARD_KEYS = (*StepRewardKeys.model_fields, "step_rewards_horizon")
 # A folder's name, too: not `..`, not hidden, no flag.
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).

@@ -266,22 +266,19 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     rewards = _table_of(training, "rewards", places, inside="training.")
     training.pop("rewards", None)
     rollout = _table_of(result, "rollout", places)
-    homes = {
-        "training": {key: training[key] for key in REWARD_KEYS if key in training},
-        "training.rewards": rewards,
-        "rollout": {key: rollout.pop(key) for key in REWARD_KEYS if key in rollout},
-    }
-    unknown = sorted(homes["training.rewards"].keys() - set(REWARD_KEYS))
+    homes = dict(zip(REWARD_HOMES, (training, rewards, rollout), strict=True))
+    unknown = sorted(rewards.keys() - set(REWARD_KEYS))
     if unknown:
         key = f"training.rewards.{unknown[0]}"
         reason = f"{key[:_LONGEST_NAME]} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
         raise JobError(f"{places.of(key)}: {reason}")
     for key in REWARD_KEYS:
-        values_by_home = {home: switches[key] for home, switches in homes.items() if key in switches}
+        values_by_home = {home: table[key] for home, table in homes.items() if key in table}
         if len(set(map(repr, values_by_home.values()))) > 1:
             reason = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in values_by_home.items())
             sentence = f"{key} is given twice with different values: {reason}"
             raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
+        rollout.pop(key, None)
         if values_by_home:
             training[key] = next(iter(values_by_home.values()))
     if training or "training" in result:

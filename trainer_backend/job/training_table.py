@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from shared_schemas.rewards import StepRewardKeys
 from trainer_backend.core.advantages.branch import BranchKeys
 from trainer_backend.core.advantages.gae import GaeTokenKeys
 from trainer_backend.core.advantages.gagpo import GagpoKeys
@@ -122,7 +122,23 @@ class LoopKeys(Table):
     entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
 
 
+class RunKeys(Table):
+    """Of checkpoints, and of the learner's threads."""
+
+    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
+    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
+    recovery_every: int = Field(
+        default=1,
+        ge=0,
+        description="iterations between extra checkpoints, each deleted after the next: the most work that "
+        "a killed run loses; 0: none",
+    )
+
+
 class TrainingTable(
+    StepRewardKeys,
+    RunKeys,
     ConstantKeys,
     CriticKeys,
     WeightKeys,
@@ -138,24 +154,6 @@ class TrainingTable(
 
     boards = ("algorithm.loss", "training.aggregation")
 
-    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
-    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
-    recovery_every: int = Field(
-        default=1,
-        ge=0,
-        description="iterations between extra checkpoints, each deleted after the next: the most work that "
-        "a killed run loses; 0: none",
-    )
-    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
-    step_rewards_mode: StepRewardsMode = Field(default="off", description="source of r_t")
-    event_rewards_kind: EventRewardsKind = Field(
-        default="unique", description="count first unlocks, or every achievement whose counter rose"
-    )
-    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
-    step_rewards_indicator_lambda: float = Field(
-        default=0.0, ge=0, description="bonus for a decision with a first unlock"
-    )
     step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
         default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
     )
@@ -164,17 +162,6 @@ class TrainingTable(
     def needs_reference(self) -> bool:
         """Whether the initial model of RL is kept beside the trained one."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
-
-    @property
-    def step_rewards(self) -> StepRewards:
-        """Return the switches in the form that the task app receives."""
-        return StepRewards(
-            enabled=self.step_rewards_enabled,
-            mode=self.step_rewards_mode,
-            kind=self.event_rewards_kind,
-            indicator_lambda=self.step_rewards_indicator_lambda,
-            step_beta=self.step_rewards_beta,
-        )
 
 
 # The target of adapters that stands for every linear layer except the head, as in peft.

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from shared_schemas.base import OpenBody
+from shared_schemas.rewards import CONSISTENT_STRATEGIES
 from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
@@ -41,8 +42,6 @@ NOT_READ = {
         "async_semaphore_max",
     ),
 }
-# Published values for how a decision is rewarded; all mean what the trainer does.
-STRATEGIES = frozenset({"consistent", "simple", "consistent_stepwise", "decision_consistent"})
 # Published keys for the model and its origin.
 _MODEL_NAMES = ("base", "source")
 _OURS = ("preset", "path", "name")
@@ -116,10 +115,10 @@ def _pop(tables: dict[str, Any], dotted: str) -> Any:
 def _refuse_other_strategies(tables: dict[str, Any]) -> None:
     for place in ("training.step_rewards_strategy", "rollout.env_config.step_rewards.strategy"):
         strategy = _pop(tables, place)
-        if strategy is not None and not (isinstance(strategy, str) and strategy in STRATEGIES):
+        if strategy is not None and not (isinstance(strategy, str) and strategy in CONSISTENT_STRATEGIES):
             raise JobError(
                 f"{place} is {strategy!r:.80}, and the trainer pays each unlocked achievement the same; "
-                f"known: {', '.join(sorted(STRATEGIES))}",
+                f"known: {', '.join(sorted(CONSISTENT_STRATEGIES))}",
                 hint="A reward function of the operator can weigh achievements (docs/plugins.md).",
             )
     settings = _table(_table(tables, "rollout"), "env_config")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shared_schemas.rounding import TOLERANCE
 from trainer_backend.core.critic import ValueLevel
-from trainer_backend.core.rounding import TOLERANCE
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.ranks import Ranks

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.messages import Message
-from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory, answer_of, prompts
+from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, answer_of, prompts
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.learner.warmup import worth_imitating
 

@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from service_kit.plugin_file import entry_points_of
 from shared_schemas.base import did_you_mean
+from shared_schemas.rewards import StepRewardKeys
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError
 from trainer_backend.job.docs import alternatives, meaning, quoted
@@ -47,8 +48,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
         "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",
         "learning_rate_final", "update_passes", "batch_decisions", "row_tokens", "micro_batch_tokens",
         "target_kl", "skip_flat_groups", "kl_coef", "entropy_coef", "checkpoint_every",
-        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind", "step_rewards_beta",
-        "step_rewards_indicator_lambda",
+        *StepRewardKeys.model_fields,
     ),
 }  # fmt: skip
 

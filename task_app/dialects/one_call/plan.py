@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from shared_schemas.rollouts import InferenceKey
-from task_app.dialects.one_call.reply import Stepwise, read_stepwise
+from task_app.dialects.one_call.reply import Stepwise, agree_on_stepwise, read_stepwise
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.errors import InvalidRequest, clipped
 from task_app.plugins import PlugBoards
@@ -269,11 +269,12 @@ def _count(value: Any, default: int, *, where: str) -> int:
 def _stepwise(
     body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
 ) -> Stepwise | None:
-    """The switches of the policy's config, else the environment's, else beside them; all are removed."""
+    """The switches of the policy's config, else the environment's, else the request's; taken out of both."""
+    _, tables = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
     homes = {
         "policy.config.step_rewards": _take_stepwise(policy, where="policy.config"),
         "env.config.step_rewards": _take_stepwise(env, where="env.config"),
-        "training": _beside(body),
+        "training": agree_on_stepwise(tables) if tables else None,
     }
     by_place = {place: stepwise for place, stepwise in homes.items() if stepwise is not None}
     first, *others = list(by_place) or [""]
@@ -291,14 +292,9 @@ def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
     for name in config.keys() - rest.keys():
         del config[name]
     if stepwise is None:
-        return Stepwise(agree_on_step_rewards(switches)) if switches else None
-    agree_on_step_rewards({f"{where}.{STEP_REWARDS}": stepwise.switches, **switches})
+        return agree_on_stepwise(switches) if switches else None
+    agree_on_step_rewards({f"{where}.{STEP_REWARDS}": stepwise, **switches})
     return stepwise
-
-
-def _beside(body: LegacyRollout) -> Stepwise | None:
-    _, switches = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
-    return Stepwise(agree_on_step_rewards(switches)) if switches else None
 
 
 def _environment(body: LegacyRollout, boards: PlugBoards) -> str:

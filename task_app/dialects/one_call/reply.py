@@ -6,38 +6,37 @@ it holds the observation's data, the stop reason, exact tokens on request, and e
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from shared_schemas.base import Body, did_you_mean
+from shared_schemas.base import did_you_mean
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
-from shared_schemas.rewards import DecisionRewards, StepRewards
+from shared_schemas.rewards import (
+    CONSISTENT_STRATEGIES,
+    StepRewards,
+    decision_rewards,
+    event_terms,
+)
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts, transcript
-from task_app.complaints import invalid, most_specific
+from task_app.complaints import validated
 from task_app.episode.actions import json_object
 from task_app.episode.decisions import achievements_added
 from task_app.errors import CriticalError, EpisodeFailed, InvalidRequest, TaskAppError
 from task_app.protocols import Observation
 from task_app.routes.wire import observation_json
+from task_app.sessions.switches import agree_on_step_rewards
 
-# The reward in the `stepwise` blocks:
-#
-#     r_t = base_t + indicator_t * (indicator_lambda + step_beta * (T - t)),      t from 0
-#     indicator_t = 1 if unique_delta_t > 0, else 0
-#
-# base_t is unique_delta (or ach_delta, kind `absolute`). With the strategy `per_achievement` it is the sum of
-# the weights of the achievements, each counted up to `k_limits` times an episode (default 1, no limit if <=
-# 0). So `reward` is the trainer's r_t; the ancestor's hidden bonus for resources is not paid.
-#
-# Source: 1-crafter-event-rewards.md, "consuming event rewards"; DESIGN.md 4.3.
+# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement` the
+# sum of the weights of the achievements replaces its delta; each counts up to `k_limits` times an episode
+# (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is not paid.
 
 CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
 STRATEGIES = {
-    **dict.fromkeys((CONSISTENT, "simple", "consistent_stepwise", "decision_consistent"), CONSISTENT),
+    **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
     **dict.fromkeys(
         (PER_ACHIEVEMENT, "complex", "per-achievement", "perachievement", "achievement_weighted"),
         PER_ACHIEVEMENT,
@@ -45,83 +44,64 @@ STRATEGIES = {
 }
 
 
-class _Strategy(Body):
+class Stepwise(StepRewards):
+    """`step_rewards` of this route: the switches of all routes, and three of its own."""
+
     strategy: str = Field(default=CONSISTENT, max_length=100)
     weights: dict[str, float] = Field(default_factory=dict)
     k_limits: dict[str, int] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Stepwise:
-    """Step-reward settings: the switches of all routes, and those that only this route has."""
-
-    switches: StepRewards = field(default_factory=StepRewards)
-    strategy: str = CONSISTENT
-    weights: Mapping[str, float] = field(default_factory=dict)
-    k_limits: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def active(self) -> bool:
-        return self.switches.emits_decision_rewards
+# Keys of `step_rewards` that clients send as null for their defaults.
+_MAY_BE_NULL = frozenset({"indicator_lambda", "strategy", "weights", "k_limits"})
 
 
 def read_stepwise(raw: Any, *, where: str) -> Stepwise:
     """Read `config.step_rewards` of a legacy request."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} is no object", where=where)
-    own = {name: raw[name] for name in _Strategy.model_fields if raw.get(name) is not None}
-    rest = {name: value for name, value in raw.items() if name not in _Strategy.model_fields}
-    if rest.get("indicator_lambda", 0.0) is None:
-        del rest["indicator_lambda"]
-    try:
-        extra, switches = _Strategy.model_validate(own), StepRewards.model_validate(rest)
-    except ValidationError as exc:
-        known = (*StepRewards.model_fields, *_Strategy.model_fields)
-        raise invalid(most_specific(exc.errors(include_url=False)), where=where, known=known) from exc
-    strategy = STRATEGIES.get(extra.strategy.strip().lower())
+    given = {name: value for name, value in raw.items() if value is not None or name not in _MAY_BE_NULL}
+    stepwise = validated(Stepwise, given, where=where)
+    strategy = STRATEGIES.get(stepwise.strategy.strip().lower())
     if strategy is None:
         raise InvalidRequest(
-            f"unknown strategy {extra.strategy!r}{did_you_mean(extra.strategy, STRATEGIES)}",
+            f"unknown strategy {stepwise.strategy!r}{did_you_mean(stepwise.strategy, STRATEGIES)}",
             where=f"{where}.strategy",
         )
-    return Stepwise(switches, strategy, extra.weights, extra.k_limits)
+    return stepwise.model_copy(update={"strategy": strategy})
+
+
+def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
+    """The switches that all places agree on; those of this route alone have their defaults."""
+    return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
     """[T] `info.stepwise` of one episode's decisions; empty if the switches are off."""
-    if not rules.active:
+    if not rules.emits_decision_rewards:
         return []
     credits: Counter[str] = Counter()
     return [_block(step, len(steps), rules, credits) for step in steps]
 
 
 def _block(step: StepData, decisions: int, rules: Stepwise, credits: Counter[str]) -> dict[str, Any]:
-    rewards = step.metadata.decision_rewards or DecisionRewards(
-        turn=step.turn, ach_delta=0, unique_delta=0, all=(), unique=()
-    )
-    indicator = int(rewards.unique_delta > 0)
-    names = rewards.all if rules.switches.kind == "absolute" else rewards.unique
-    components = []
+    rewards = step.metadata.decision_rewards or decision_rewards({}, {}, turn=step.turn)
+    delta, *bonuses = event_terms(rewards, rules, decisions_left=decisions - (step.turn - 1))
+    base, of_strategy = delta, dict[str, Any]()
     if rules.strategy == PER_ACHIEVEMENT:
         components = _credit(rewards.all, rules, credits)
         base = float(sum(part["reward"] for part in components))
-    else:
-        base = float(len(names))
-    bonus = rules.switches.indicator_lambda + rules.switches.step_beta * (decisions - (step.turn - 1))
-    block: dict[str, Any] = {
+        names = [part["achievement"] for part in components]
+        of_strategy = {"components": components, "credited_achievements": names}
+    return {
         "decision_index": step.turn,
-        "indicator": indicator,
+        "indicator": int(rewards.unique_delta > 0),
         "new_achievements": list(rewards.unique),
-        "reward": base + indicator * bonus,
+        "reward": base + sum(bonuses),
         "strategy": rules.strategy,
         "base_reward": base,
+        **of_strategy,
     }
-    if rules.strategy == PER_ACHIEVEMENT:
-        block |= {
-            "components": components,
-            "credited_achievements": [part["achievement"] for part in components],
-        }
-    return block
 
 
 def _credit(achievements: Sequence[str], rules: Stepwise, credits: Counter[str]) -> list[dict[str, Any]]:
@@ -152,12 +132,7 @@ def stepwise_details(
         "reward_sum": float(sum(block["reward"] for block in blocks)),
         "resource_reward": 0.0,
         "new_achievements_total": sum(len(block["new_achievements"]) for block in blocks),
-        "mode": rules.switches.mode,
-        "strategy": rules.strategy,
-        "indicator_lambda": rules.switches.indicator_lambda,
-        "step_beta": rules.switches.step_beta,
-        "weights": dict(rules.weights),
-        "k_limits": dict(rules.k_limits),
+        **rules.model_dump(exclude={"step_rewards_enabled", "event_rewards_kind"}),
         "unique_achievements_total": len(unique),
         "unique_achievements": unique,
         "final_achievements": sorted(unlocked),
@@ -390,15 +365,17 @@ def _metrics(
     counts = last.observations[-1].achievements_counts if last and last.observations else {}
     unlocked = sorted(name for name, count in counts.items() if count)
     details: dict[str, Any] = {"achievements": unlocked}
-    if options.stepwise.active:
+    events_score = None
+    if options.stepwise.emits_decision_rewards:
         details["stepwise"] = stepwise_details(blocks, options.stepwise, unlocked=unlocked)
+        events_score = details["stepwise"]["reward_sum"]
     return {
         "episode_returns": returns,
         "mean_return": sum(returns) / len(returns) if returns else 0.0,
         "num_steps": sum(len(episode.steps) for episode in episodes),
         "num_episodes": len(episodes),
         "outcome_score": last.outcome_reward if last else None,
-        "events_score": details["stepwise"]["reward_sum"] if options.stepwise.active else None,
+        "events_score": events_score,
         "details": details,
     }
 

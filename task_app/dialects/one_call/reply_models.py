@@ -6,8 +6,7 @@ from pydantic import Field
 
 from shared_schemas.base import Reply
 from shared_schemas.messages import Message, ToolCall
-from shared_schemas.rewards import DecisionRewards
-from shared_schemas.trajectory import LogProbs, Sampling
+from shared_schemas.trajectory import DecisionRewards, LogProbs, Sampling
 from task_app.routes.wire import ObservationReply
 
 

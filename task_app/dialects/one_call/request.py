@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shared_schemas.messages import ToolSpec
-from shared_schemas.rewards import TrainingSwitches
+from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.rollouts import Id, InferenceKey, Name, Seed
 from task_app.routes.wire import EnvId, ForeignBody
 
@@ -65,7 +65,7 @@ class LegacyRollout(ForeignBody):
     )
     safety: LegacySafety = LegacySafety()
     branch: dict[str, Any] | None = Field(default=None, description="never executed, with a warning")
-    training: TrainingSwitches | None = Field(
+    training: StepRewardKeys | None = Field(
         default=None,
         description="step_rewards by their names in a job's [training], if no config has them",
     )

@@ -18,7 +18,7 @@ from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutR
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
 from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
-from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, reply
+from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, agree_on_stepwise, reply
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.environment_calls import list_tools
 from task_app.episode.release import close
@@ -127,8 +127,8 @@ def _switches(plan: LegacyPlan, env_session: EnvironmentSession | None) -> Stepw
     """The request's switches, or else the living environment's; both must agree."""
     switches = dict(env_session.switches) if env_session is not None else {}
     if plan.stepwise is None:
-        return Stepwise(agree_on_step_rewards(switches))
-    agree_on_step_rewards(switches | {"step_rewards of this rollout": plan.stepwise.switches})
+        return agree_on_stepwise(switches)
+    agree_on_step_rewards(switches | {"step_rewards of this rollout": plan.stepwise})
     return plan.stepwise
 
 
@@ -179,7 +179,7 @@ async def _episode(
         environment=recorder,
         agent_policy=cast.policy,
         seed=cast.seed,
-        step_rewards=cast.stepwise.switches,
+        step_rewards=cast.stepwise.step_rewards,
     )
     is_timed_out = False
     try:
@@ -206,7 +206,7 @@ def _request(body: LegacyRollout, cast: Cast, limits: RolloutLimits) -> RolloutR
         start=Start(seed=cast.seed),
         env=EnvSpec(env_name=cast.environment.name),
         policy=PolicySpec(policy_name=policy_name(cast.policy)),
-        step_rewards=cast.stepwise.switches,
+        step_rewards=cast.stepwise.step_rewards,
         limits=limits,
     )
 

@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared_schemas.evaluate_result import EvaluateResult, StepOutput
-from shared_schemas.rewards import RewardPart
-from shared_schemas.trajectory import ObservationData, StepData, StopReason, Trajectory
+from shared_schemas.trajectory import ObservationData, RewardPart, StepData, StopReason, Trajectory
 from task_app.errors import RewardFunctionFailed
 from task_app.reward_functions.alignment import align_data_for_rl_processing, episode_of, with_user_reward
 

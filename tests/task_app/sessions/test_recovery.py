@@ -5,6 +5,7 @@ The folder is copied while the first app lives: that is what a kill leaves.
 
 import asyncio
 import base64
+import json
 import shutil
 import sqlite3
 from contextlib import asynccontextmanager
@@ -245,6 +246,17 @@ async def test_policies_go_on_too_with_their_chance_and_the_switches_that_they_b
     async with app_on(left) as client:
         again = await post(client, "/policy/step", {"policy_id": policy_id})
         assert (again["tool_calls"], again["meta"]["turn"]) == (expected, 2)
+        assert (await step(client, env_id))["metadata"]["decision_rewards"]["turn"] == 1
+
+
+async def test_the_switches_of_a_training_table_are_kept_as_step_rewards(tmp_path):
+    training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+    async with app_on(tmp_path / "s") as client:
+        env_id = (await post(client, "/env/create", CRAFTER | {"training": training}))["env_id"]
+        left = killed(tmp_path / "s", tmp_path)
+    [(facts,)] = changed(left, "SELECT facts FROM sessions")
+    assert [one["mode"] for one in json.loads(facts)["switches"].values()] == ["decision_stepwise"]
+    async with app_on(left) as client:
         assert (await step(client, env_id))["metadata"]["decision_rewards"]["turn"] == 1
 
 

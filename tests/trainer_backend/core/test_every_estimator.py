@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shared_schemas.rounding import add_up
 from trainer_backend.core.advantages.derivation import PARTS, substitution
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.spread import SCALES
 from trainer_backend.core.critic import ByToken
-from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS

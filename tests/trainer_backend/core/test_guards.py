@@ -4,15 +4,21 @@ import itertools
 
 import pytest
 
-from shared_schemas.rewards import RewardPart, decision_rewards
-from shared_schemas.trajectory import ObservationData, StepData, StepMetadata, StopReason, Trajectory
+from shared_schemas.rewards import StepRewards, decision_rewards, reward_vector
+from shared_schemas.trajectory import (
+    ObservationData,
+    RewardPart,
+    StepData,
+    StepMetadata,
+    StopReason,
+    Trajectory,
+)
 from trainer_backend.core.guards import refuse_lost_reward
-from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.errors import RewardError
 
-STEPWISE = RewardConfig(enabled=True, mode="decision_stepwise")
-SPARSE = RewardConfig(enabled=True, mode="env_sparse")
-OFF = RewardConfig()
+STEPWISE = StepRewards(enabled=True, mode="decision_stepwise")
+SPARSE = StepRewards(enabled=True, mode="env_sparse")
+OFF = StepRewards()
 COUNTS = [{"wood": 0, "drink": 1}, {"wood": 1, "drink": 1}, {"wood": 2, "drink": 1}]
 
 
@@ -38,27 +44,25 @@ def episode(counts=COUNTS, *, records=None, parts=()):
     )  # fmt: skip
 
 
-def checked(trajectory, config, rewards=None):
-    rewards = rewards or reward_vector(
-        trajectory.steps, outcome_reward=trajectory.outcome_reward, config=config, rollout_id="r"
-    )
-    refuse_lost_reward(trajectory, rewards, config, rollout_id="r")
+def checked(trajectory, keys, rewards=None, horizon=None):
+    rewards = rewards or reward_vector(trajectory.steps, trajectory.outcome_reward, keys, horizon=horizon)
+    refuse_lost_reward(trajectory, rewards, keys, horizon=horizon, rollout_id="r")
 
 
-@pytest.mark.parametrize("config", [STEPWISE, SPARSE, OFF])
+@pytest.mark.parametrize("keys", [STEPWISE, SPARSE, OFF])
 @pytest.mark.parametrize("parts", [[], [("penalty", -1.0), ("tool", 0.5)]])
-def test_what_the_collector_and_the_rewards_make_adds_up_in_every_mode(config, parts):
-    checked(episode(parts=parts), config)
+def test_what_the_collector_and_the_rewards_make_adds_up_in_every_mode(keys, parts):
+    checked(episode(parts=parts), keys)
 
 
-@pytest.mark.parametrize("config", [STEPWISE, SPARSE, OFF])
-def test_what_decisions_pay_for_their_kl_adds_up_beside_it(config):
+@pytest.mark.parametrize("keys", [STEPWISE, SPARSE, OFF])
+def test_what_decisions_pay_for_their_kl_adds_up_beside_it(keys):
     item, kl_T = episode(), [-0.5, 0.25]
-    paid_T = reward_vector(item.steps, outcome_reward=2.0, config=config)
+    paid_T = reward_vector(item.steps, 2.0, keys)
     rewards_T = [paid + kl for paid, kl in zip(paid_T, kl_T, strict=True)]
-    refuse_lost_reward(item, rewards_T, config, rollout_id="r", kl_T=kl_T)
+    refuse_lost_reward(item, rewards_T, keys, rollout_id="r", kl_T=kl_T)
     with pytest.raises(RewardError, match=r"r_t sums to .*, but .*, with the KL, to"):
-        refuse_lost_reward(item, paid_T, config, rollout_id="r", kl_T=kl_T)
+        refuse_lost_reward(item, paid_T, keys, rollout_id="r", kl_T=kl_T)
 
 
 def test_what_was_unlocked_before_the_start_is_not_the_episodes():
@@ -86,29 +90,28 @@ def test_an_unlock_that_never_happened_is_named():
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("keys", "told"),
     [
         (OFF, "r_t sums to 7.0, but outcome_reward and penalties to 2.0"),
         (SPARSE, "r_t sums to 7.0, but env_re"),
         (STEPWISE, "r_t sums to 7.0, but deltas, bonuses and reward_parts to 1.0"),
     ],
 )
-def test_rewards_that_do_not_sum_to_the_score_are_refused_with_both(config, told):
+def test_rewards_that_do_not_sum_to_the_score_are_refused_with_both(keys, told):
     with pytest.raises(RewardError, match=told):
-        checked(episode(), config, rewards=[3.0, 4.0])
+        checked(episode(), keys, rewards=[3.0, 4.0])
 
 
 @pytest.mark.parametrize("kind", ["unique", "absolute"])
-@pytest.mark.parametrize(("horizon", "end"), [("realised", 3), ("max_decisions", 10)])
+@pytest.mark.parametrize(("horizon", "end"), [(None, 3), (10, 10)])
 def test_the_bonuses_of_unlocking_are_part_of_the_sum(kind, horizon, end):
-    config = RewardConfig(
-        enabled=True, mode="decision_stepwise", kind=kind, beta=0.25, indicator_lambda=0.5, horizon=horizon,
-        max_decisions=10,
-    )  # fmt: skip
+    keys = StepRewards(
+        enabled=True, mode="decision_stepwise", kind=kind, step_beta=0.25, indicator_lambda=0.5
+    )
     item = episode([{"wood": 0}, {"wood": 0}, {"wood": 1}, {"wood": 2}], parts=[("penalty", -1.0)])
-    checked(item, config)
+    checked(item, keys, horizon=horizon)
     # wood at t = 1, again at t = 2 ("absolute" counts both); three penalties
     total = (2 if kind == "absolute" else 1) + 0.5 + 0.25 * (end - 1) - 3.0
-    checked(item, config, rewards=[total, 0.0, 0.0])
+    checked(item, keys, [total, 0.0, 0.0], horizon)
     with pytest.raises(RewardError, match=f"deltas, bonuses and reward_parts to {total}"):
-        checked(item, config, rewards=[total, 0.0, 0.125])
+        checked(item, keys, [total, 0.0, 0.125], horizon)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import Field
 
 from shared_schemas.rollouts import Rollout
+from shared_schemas.rounding import clear_rounding
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.derivation import AT_TURN, Derivation
 from trainer_backend.core.advantages.episodes import (
@@ -18,7 +19,6 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 

@@ -19,7 +19,7 @@ class EpisodeRewards:
 
     rollout_id: named in errors.
     group_id: episodes with the same one are siblings: same environment, same start.
-    rewards_T: [T] reward of each decision, from `core.rewards.reward_vector`; T >= 1.
+    rewards_T: [T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1.
     state_keys_T: [T] name of the state that each decision was made in; equal where states count as equal.
         Empty where the estimator asks for none.
     texts_T: [T] text of the observation before each decision; empty where the estimator asks for none.
@@ -52,7 +52,7 @@ class EpisodeRewards:
 
     @property
     def score_size(self) -> float:
-        """What rounding errors of the score are measured by (`core.rounding`)."""
+        """What rounding errors of the score are measured by (`shared_schemas.rounding`)."""
         return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 

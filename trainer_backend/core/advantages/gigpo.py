@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, Field
 
+from shared_schemas.rounding import add_up
 from shared_schemas.trajectory import ObservationData
 from trainer_backend.core.advantages.derivation import (
     AT_STATE,
@@ -30,7 +31,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
 )
 from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.core.rounding import add_up
 from trainer_backend.errors import AdvantageError, place
 
 

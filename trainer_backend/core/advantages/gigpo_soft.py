@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from shared_schemas.rounding import clear_rounding
 from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
@@ -20,7 +21,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
     state_graph,
 )
-from trainer_backend.core.rounding import clear_rounding
 from trainer_backend.errors import AdvantageError, place
 
 Matrix = NDArray[np.float64]

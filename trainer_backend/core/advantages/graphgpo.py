@@ -5,6 +5,7 @@ from collections.abc import Sequence, Set
 
 from pydantic import Field
 
+from shared_schemas.rounding import TOLERANCE, has_spread
 from trainer_backend.core.advantages.derivation import (
     AT_STATE,
     BY_STATE,
@@ -16,7 +17,6 @@ from trainer_backend.core.advantages.derivation import (
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
-from trainer_backend.core.rounding import TOLERANCE, has_spread
 
 
 class GraphgpoKeys(GraphKeys):

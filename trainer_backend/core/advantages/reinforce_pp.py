@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from shared_schemas.rounding import largest
 from trainer_backend.core.advantages.derivation import BY_A_STD, OF_GROUP, SPREAD, Derivation
 from trainer_backend.core.advantages.episodes import (
     Advantages,
@@ -17,7 +18,6 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.spread import relative, standardised, unscaled
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.core.rounding import largest
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from shared_schemas.rounding import has_spread, is_rounding, largest
 from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
-from trainer_backend.core.rounding import has_spread, is_rounding, largest
 
 # Divisor of the deviations of some values from their mean.
 Scale = Callable[[Sequence[float]], float]
@@ -16,7 +16,7 @@ def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Compariso
     fsum: the order of the scores changes no bit.
 
     Args:
-        size: of the largest number that went into the scores: `core.rounding.has_spread`.
+        size: of the largest number that went into the scores: `shared_schemas.rounding.has_spread`.
     """
     if not has_spread(scores, size=size):
         return Comparison([0.0] * len(scores), scores)
@@ -59,9 +59,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
 
     The advantages are looked at, not the scores: equal scores that were earned at other decisions have
     spread for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up
-    to rounding (`core.rounding`): a mean of equal floats can miss them by the last bit. It is measured by the
-    largest advantage of the batch, and by the largest sum of |r_t| or score in the group. The latter counts
-    as 1 at most: advantages may be in standard deviations, whatever the unit of the rewards.
+    to rounding (`shared_schemas.rounding`): a mean of equal floats can miss them by the last bit. It is
+    measured by the largest advantage of the batch, and by the largest sum of |r_t| or score in the group. The
+    latter counts as 1 at most: advantages may be in standard deviations, whatever the unit of the rewards.
 
     Args:
         episodes: all episodes of the batch.

@@ -118,9 +118,10 @@ def test_what_cannot_be_played_as_it_was_meant_is_refused(changes, where, words)
 
 def test_of_the_two_homes_of_the_step_rewards_the_policys_holds():
     on = {"enabled": True, "mode": "decision_stepwise"}
-    assert planned(env_config={"step_rewards": on}, config={"step_rewards": {}}).stepwise.active
+    plan = planned(env_config={"step_rewards": on}, config={"step_rewards": {}})
+    assert plan.stepwise.emits_decision_rewards
     plan = planned(env_config={"step_rewards": on}, config={"step_rewards": {**on, "step_beta": 1.0}})
-    assert plan.stepwise.switches.step_beta == 1.0
+    assert plan.stepwise.step_rewards_beta == 1.0
     assert plan.warnings == (
         "env.config.step_rewards differs from policy.config.step_rewards, which is used",
     )
@@ -134,7 +135,7 @@ TABLE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 @pytest.mark.parametrize("part", ["config", "env_config"])
 def test_a_table_of_a_config_is_a_home_of_the_switches_too(part, name):
     weighed = {"enabled": True, "mode": "decision_stepwise", "strategy": "complex"}
-    assert planned(**{part: {name: TABLE}}).stepwise.active
+    assert planned(**{part: {name: TABLE}}).stepwise.emits_decision_rewards
     assert planned(**{part: {name: TABLE, "step_rewards": weighed}}).stepwise.strategy == "per_achievement"
     with pytest.raises(InvalidRequest, match=rf"config.{name} differs from .*config.step_rewards"):
         planned(**{part: {name: {**TABLE, "step_rewards_beta": 1}, "step_rewards": weighed}})
@@ -145,10 +146,10 @@ def test_a_table_of_a_config_is_a_home_of_the_switches_too(part, name):
 @pytest.mark.parametrize("name", ["training", "rollout"])
 def test_a_table_beside_the_configs_acts_where_they_have_no_switches(name):
     plan = planned(**{name: TABLE})
-    assert (plan.stepwise.active, plan.warnings) == (True, ())
+    assert (plan.stepwise.emits_decision_rewards, plan.warnings) == (True, ())
     weighed = {"enabled": True, "mode": "decision_stepwise", "step_beta": 1.0}
     plan = planned(**{name: TABLE}, env_config={"step_rewards": weighed})
-    assert plan.stepwise.switches.step_beta == 1.0
+    assert plan.stepwise.step_rewards_beta == 1.0
     assert plan.warnings == ("training differs from env.config.step_rewards, which is used",)
     with pytest.raises(InvalidRequest, match="rollout differs from training"):
         planned(training=TABLE, rollout={**TABLE, "step_rewards_beta": 1})

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shared_schemas.rewards import DecisionRewards
-from shared_schemas.trajectory import ObservationData, StepData, StepMetadata
+from shared_schemas.trajectory import DecisionRewards, ObservationData, StepData, StepMetadata
 from task_app.dialects.one_call.reply import read_stepwise, stepwise_blocks, stepwise_details
 from task_app.errors import InvalidRequest
 

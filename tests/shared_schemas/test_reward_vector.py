@@ -5,14 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_schemas.rewards import DecisionRewards, RewardPart
-from shared_schemas.trajectory import ObservationData, StepData, StepMetadata
-from trainer_backend.core.rewards import RewardConfig, reward_vector
-from trainer_backend.errors import RewardError
+from shared_schemas.rewards import StepRewardKeys, StepRewards, UndefinedReward, reward_vector
+from shared_schemas.trajectory import DecisionRewards, ObservationData, RewardPart, StepData, StepMetadata
 
 NAMES = tuple("abcdefgh")
-STEPWISE = RewardConfig(enabled=True, mode="decision_stepwise")
-SPARSE = RewardConfig(enabled=True, mode="env_sparse")
+STEPWISE = StepRewards(enabled=True, mode="decision_stepwise")
+SPARSE = StepRewards(enabled=True, mode="env_sparse")
 
 
 def record(turn, unique=0, ach=None):
@@ -54,7 +52,7 @@ def test_unique_achievements_are_credited_to_the_decision_that_unlocked_them():
 
 def test_switching_the_kind_changes_the_scalar_of_a_decision():
     steps = episode((0, 0), (2, 3), (0, 1), (1, 1))
-    absolute = RewardConfig(enabled=True, mode="decision_stepwise", kind="absolute")
+    absolute = StepRewards(enabled=True, mode="decision_stepwise", kind="absolute")
     assert reward_vector(steps, 99.0, absolute) == [0.0, 3.0, 1.0, 1.0]
 
 
@@ -68,12 +66,12 @@ def test_switching_the_kind_changes_the_scalar_of_a_decision():
     ],
 )
 def test_only_enabled_and_a_mode_other_than_off_leave_the_outcome_path(enabled, mode, expected):
-    config = RewardConfig(enabled=enabled, mode=mode)
+    config = StepRewards(enabled=enabled, mode=mode)
     assert reward_vector(episode((1, 1), (0, 0)), 7.0, config) == expected
 
 
 @pytest.mark.parametrize(
-    "config", [RewardConfig(), RewardConfig(enabled=True), RewardConfig(mode="decision_stepwise"), SPARSE]
+    "config", [StepRewards(), StepRewards(enabled=True), StepRewards(mode="decision_stepwise"), SPARSE]
 )
 def test_modes_without_decision_rewards_never_read_decision_metadata(config):
     steps = [step(t, env_rewards=(1.0,), metadata=Untouchable()) for t in (1, 2)]
@@ -82,7 +80,7 @@ def test_modes_without_decision_rewards_never_read_decision_metadata(config):
 
 def test_off_adds_the_penalties_of_all_decisions_to_the_outcome_and_no_other_part():
     steps = [step(1, parts=[("penalty", -0.5), ("tool", 9.0)]), step(2, parts=[("penalty", -1.0)])]
-    assert reward_vector(steps, 3.0, RewardConfig()) == [0.0, 1.5]
+    assert reward_vector(steps, 3.0, StepRewards()) == [0.0, 1.5]
 
 
 def test_parts_of_every_source_are_added_to_their_own_decision_in_both_stepwise_modes():
@@ -95,7 +93,9 @@ def test_parts_of_every_source_are_added_to_their_own_decision_in_both_stepwise_
 def test_without_achievements_a_decision_earns_its_parts_alone():
     parts = [("interaction", 0.5), ("penalty", -1.0)]
     steps = [step(1, env_rewards=(9.0,), parts=parts), step(2, parts=[("user", 2.0)]), step(3)]
-    everything = RewardConfig(True, "decision_stepwise", "absolute", beta=1.0, indicator_lambda=1.0)
+    everything = StepRewards(
+        enabled=True, mode="decision_stepwise", kind="absolute", step_beta=1.0, indicator_lambda=1.0
+    )
     for config in (STEPWISE, everything):
         assert reward_vector(steps, 99.0, config) == [-0.5, 2.0, 0.0]
 
@@ -105,8 +105,9 @@ def test_without_achievements_a_decision_earns_its_parts_alone():
 def test_a_counter_anywhere_makes_each_missing_record_an_error(where, turn):
     counted = {where: ObservationData(achievements_counts={"wood": 0})}
     steps = [step(t).model_copy(update=counted if t == turn else {}) for t in (1, 2)]
-    with pytest.raises(RewardError, match="rollout r, turn 1: no decision_rewards"):
-        reward_vector(steps, 0.0, STEPWISE, rollout_id="r")
+    with pytest.raises(UndefinedReward, match="no decision_rewards") as caught:
+        reward_vector(steps, 0.0, STEPWISE)
+    assert caught.value.turn == 1
 
 
 def test_env_sparse_sums_the_env_steps_inside_each_decision():
@@ -115,27 +116,26 @@ def test_env_sparse_sums_the_env_steps_inside_each_decision():
 
 
 def test_lambda_is_paid_once_a_decision_and_only_for_a_first_unlock():
-    config = RewardConfig(enabled=True, mode="decision_stepwise", kind="absolute", indicator_lambda=0.5)
+    config = StepRewards(enabled=True, mode="decision_stepwise", kind="absolute", indicator_lambda=0.5)
     # the second decision repeats an achievement: its delta counts, the indicator does not
     assert reward_vector(episode((2, 2), (0, 1), (0, 0)), 0.0, config) == [2.5, 1.0, 0.0]
 
 
 def test_beta_weighs_an_unlock_by_the_decisions_left_counting_itself():
-    config = RewardConfig(enabled=True, mode="decision_stepwise", beta=0.25)
+    config = StepRewards(enabled=True, mode="decision_stepwise", step_beta=0.25)
     # T = 4: factors 4, 3, 2, 1 at t = 0 .. 3
     steps = episode((1, 1), (0, 0), (0, 1), (1, 1))
     assert reward_vector(steps, 0.0, config) == [1 + 0.25 * 4, 0.0, 0.0, 1 + 0.25 * 1]
 
 
 def test_a_causal_horizon_pays_the_same_whatever_follows():
-    def first_reward(length, **switches):
-        config = RewardConfig(enabled=True, mode="decision_stepwise", beta=0.25, **switches)
-        return reward_vector(episode((1, 1), *[(0, 0)] * (length - 1)), 0.0, config)[0]
+    keys = StepRewards(enabled=True, mode="decision_stepwise", step_beta=0.25)
 
-    causal = {"horizon": "max_decisions", "max_decisions": 10}
-    assert first_reward(2, **causal) == first_reward(10, **causal) == 1 + 0.25 * 10
+    def first_reward(length, horizon=None):
+        return reward_vector(episode((1, 1), *[(0, 0)] * (length - 1)), 0.0, keys, horizon=horizon)[0]
+
+    assert first_reward(2, 10) == first_reward(10, 10) == 1 + 0.25 * 10
     assert first_reward(2) == 1.5  # the realised length looks into the future
-    assert first_reward(2, horizon="realised", max_decisions=10) == 1.5  # the limit alone changes nothing
     assert first_reward(10) == 3.5
 
 
@@ -147,7 +147,9 @@ def test_a_causal_horizon_pays_the_same_whatever_follows():
 def test_the_vector_equals_the_published_pseudo_code(deltas, lambda_, beta):
     steps = episode(*((min(pair), max(pair)) for pair in deltas))
     for kind in ("unique", "absolute"):
-        config = RewardConfig(True, "decision_stepwise", kind, beta, lambda_)
+        config = StepRewards(
+            enabled=True, mode="decision_stepwise", kind=kind, step_beta=beta, indicator_lambda=lambda_
+        )
         expected = [0.0] * len(steps)
         for event in (item.metadata.decision_rewards for item in steps):
             index = event.turn - 1
@@ -158,68 +160,69 @@ def test_the_vector_equals_the_published_pseudo_code(deltas, lambda_, beta):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
+    ("steps", "turn", "message"),
     [
-        ([], "rollout r-7: an episode without a decision"),
-        ([step(1, record(1)), step(3, record(3))], r"rollout r-7, turn 3: turns of this episode are 1\.\.2"),
-        ([step(1, record(1)), step(1, record(1))], "rollout r-7, turn 1: found where turn 2 belongs"),
-        ([step(1, record(1)), step(2)], "rollout r-7, turn 2: no decision_rewards"),
-        ([step(1, record(5))], r"rollout r-7, turn 1: its record names turn 5, outside 1\.\.1"),
-        ([step(1, record(1)), step(2, record(1))], "rollout r-7, turn 2: holds a second record for turn 1"),
-        ([step(1, record(2)), step(2, record(1))], "rollout r-7, turn 1: holds the record of turn 2"),
-        ([step(1, record(1), parts=[("tool", math.nan)])], "rollout r-7, turn 1: the reward is nan"),
+        ([], None, "an episode without a decision"),
+        ([step(1, record(1)), step(3, record(3))], 3, r"turns of this episode are 1\.\.2"),
+        ([step(1, record(1)), step(1, record(1))], 1, "found where turn 2 belongs"),
+        ([step(1, record(1)), step(2)], 2, "no decision_rewards"),
+        ([step(1, record(5))], 1, r"its record names turn 5, outside 1\.\.1"),
+        ([step(1, record(1)), step(2, record(1))], 2, "holds a second record for turn 1"),
+        ([step(1, record(2)), step(2, record(1))], 1, "holds the record of turn 2"),
+        ([step(1, record(1), parts=[("tool", math.nan)])], 1, "the reward is nan"),
     ],
 )
-def test_a_bad_record_is_refused_with_rollout_and_turn(steps, message):
-    with pytest.raises(RewardError, match=f"^{message}"):
-        reward_vector(steps, 0.0, STEPWISE, rollout_id="r-7")
+def test_a_bad_record_is_refused_with_its_turn(steps, turn, message):
+    with pytest.raises(UndefinedReward, match=f"^{message}") as caught:
+        reward_vector(steps, 0.0, STEPWISE)
+    assert caught.value.turn == turn
 
 
 def test_a_missing_environment_reward_is_refused_where_it_is_needed():
-    with pytest.raises(RewardError, match="rollout r, turn 2: no env_rewards, which mode 'env_sparse' needs"):
-        reward_vector([step(1, env_rewards=(0.0,)), step(2)], 0.0, SPARSE, rollout_id="r")
+    with pytest.raises(UndefinedReward, match="no env_rewards, which mode 'env_sparse' needs"):
+        reward_vector([step(1, env_rewards=(0.0,)), step(2)], 0.0, SPARSE)
 
 
 @pytest.mark.parametrize("outcome", [math.nan, math.inf])
 def test_an_outcome_that_is_not_finite_is_refused_in_mode_off(outcome):
-    with pytest.raises(RewardError, match=r"rollout \(unnamed\), turn 2: the reward is (nan|inf)"):
-        reward_vector([step(1), step(2)], outcome, RewardConfig())
+    with pytest.raises(UndefinedReward, match=r"the reward is (nan|inf)"):
+        reward_vector([step(1), step(2)], outcome, StepRewards())
 
 
 def test_an_episode_longer_than_the_horizon_is_refused():
-    config = RewardConfig(
-        enabled=True, mode="decision_stepwise", beta=1.0, horizon="max_decisions", max_decisions=1
-    )
-    with pytest.raises(RewardError, match="rollout r: 2 decisions, but the horizon is max_decisions = 1"):
-        reward_vector(episode((1, 1), (0, 0)), 0.0, config, rollout_id="r")
+    with pytest.raises(UndefinedReward, match="2 decisions, but the horizon is max_decisions = 1"):
+        reward_vector(episode((1, 1), (0, 0)), 0.0, STEPWISE, horizon=1)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {"beta": -0.1},
-        {"beta": math.nan},
-        {"indicator_lambda": math.inf},
-        {"horizon": "max_decisions"},
-        {"horizon": "max_decisions", "max_decisions": 0},
-    ],
-)
-def test_switches_without_a_meaning_are_refused(switches):
-    with pytest.raises(ValueError, match=next(iter(switches))):
-        RewardConfig(**switches)
+@pytest.mark.parametrize("key", ["step_beta", "indicator_lambda"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_switches_without_a_meaning_are_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        StepRewards(**{key: value})
 
 
-def test_a_reward_error_is_a_value_error_and_tells_programs_where():
-    with pytest.raises(ValueError) as caught:
-        reward_vector([], 0.0, STEPWISE, rollout_id="r-1")
-    assert caught.value.problem().where == "rollout r-1"
+def test_both_published_forms_hold_the_same_switches():
+    keys = StepRewardKeys(
+        step_rewards_enabled=True, step_rewards_mode="decision_stepwise", event_rewards_kind="absolute",
+        step_rewards_beta=0.25, step_rewards_indicator_lambda=0.5,
+    )  # fmt: skip
+    wire = {
+        "enabled": True, "mode": "decision_stepwise", "kind": "absolute", "step_beta": 0.25,
+        "indicator_lambda": 0.5,
+    }  # fmt: skip
+    assert keys.step_rewards.model_dump() == wire
+    assert StepRewards.model_validate(wire) == keys.step_rewards
+    assert StepRewards.model_validate_json(keys.step_rewards.model_dump_json()) == keys.step_rewards
+    with pytest.raises(ValueError, match="step_rewards_enabled"):
+        StepRewards.model_validate({"step_rewards_enabled": True})
 
 
 def test_every_combination_of_switches_gives_one_finite_reward_a_decision():
     steps = [step(t, record(t, 1), (1.0,), [("tool", 0.5)]) for t in (1, 2, 3)]
     modes, kinds = ("off", "decision_stepwise", "env_sparse"), ("unique", "absolute")
     for enabled, mode, kind, beta in itertools.product((True, False), modes, kinds, (0.0, 1.0)):
-        rewards_T = reward_vector(steps, 1.0, RewardConfig(enabled, mode, kind, beta))
+        keys = StepRewards(enabled=enabled, mode=mode, kind=kind, step_beta=beta)
+        rewards_T = reward_vector(steps, 1.0, keys)
         assert len(rewards_T) == 3
         assert all(map(math.isfinite, rewards_T))
 
@@ -231,5 +234,5 @@ def test_parts_that_cancel_but_for_their_rounding_earn_nothing():
     assert reward_vector([step(1, env_rewards=(0.1, 0.2, -0.3))], 0.0, SPARSE) == [0.0]
     assert reward_vector([step(1, record(1), parts=parts)], 0.0, STEPWISE) == [0.0]
     penalties = [("penalty", -0.1), ("penalty", -0.2)]
-    assert reward_vector([step(1, parts=penalties)], 0.3, RewardConfig()) == [0.0]
+    assert reward_vector([step(1, parts=penalties)], 0.3, StepRewards()) == [0.0]
     assert reward_vector([step(1, env_rewards=(1.0, -1.0, 1e-6))], 0.0, SPARSE) == [1e-6]
