@@ -3,13 +3,14 @@
     python -m bench.equal_runs > FILE     play them, each in a process of its own (minutes)
     python -m bench.equal_runs A B        the differences between two such files; the exit code says whether
 
-The jobs are deterministic, so every number is compared exactly, except for what the machine decides (`TIMED`):
-times, rates, and the share of time in which two things worked. The first job has a warm-up, and the others begin
-with what it made. The files of each run and its job.toml are recorded too. A tree on another machine or with
-another version of torch may differ; run both trees on one.
+The jobs are deterministic, so every metric is compared exactly, except for what the machine decides
+(`TIMED`): times, rates, and shares of time. The first job has a warm-up, and the others begin with what it
+made. The files of each run and its job.toml are compared too. Other machines and other versions of torch
+may have other numbers: play both trees on one.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -32,14 +33,15 @@ BASE: dict[str, Any] = {
     "inference": {"max_model_len": 256, "max_running": 16, "deterministic": True},
     "rollout": {
         "env_config": {"text": "compact", "max_actions": 4},
-        "max_turns": 8,
+        "max_turns": 20,
+        "max_invalid_decisions": 20,
         "episodes_per_batch": 8,
         "max_tokens": 8,
     },
     "training": {
         "iterations": 3,
         "group_size": 4,
-        "batch_decisions": 32,
+        "batch_decisions": 64,
         "threads": 1,
         "checkpoint_every": 1,
         "step_rewards_enabled": True,
@@ -53,17 +55,22 @@ JOBS: dict[str, dict[str, Any]] = {
         "warmup": {
             "policy_name": "crafter_teacher",
             "policy_config": {"memory": False, "max_actions": 4},
-            "episodes": 24,
+            "episodes": 40,
             "epochs": 3,
-            "batch_decisions": 12,
+            "batch_decisions": 16,
             "learning_rate": 6e-3,
         },
-        "training": {"kl_coef": 0.05, "learning_rate_schedule": "cosine", "target_kl": 0.5, "clip_dual": 3.0},
-        "lora": {"rank": 2, "dropout": 0.1},
+        "training": {
+            "kl_coef": 0.05,
+            "learning_rate_schedule": "cosine",
+            "clip_dual": 3.0,
+            "refill_rounds": 1,
+        },
         "algorithm": {"advantage": "grpo", "loss": "dapo", "episode_score": "outcome"},
     },
     "gae_own_critic_kl": {
         "model": {"preset": None, "path": "{grpo}/checkpoints/iteration_0"},
+        "rollout": {"invalid_action_penalty": -0.1},
         "training": {
             "critic": "own",
             "critic_warmup": 1,
@@ -80,13 +87,14 @@ JOBS: dict[str, dict[str, Any]] = {
     "gigpo": {
         "model": {"preset": None, "path": "{grpo}/checkpoints/iteration_0"},
         "training": {"step_rewards_mode": "env_sparse", "update_passes": 3, "skip_certain_above": 0.99},
+        "lora": {"rank": 2, "dropout": 0.1},
         "algorithm": {
             "advantage": "gigpo",
             "loss": "sapo",
             "omega": 0.3,
             "context_depth": 2,
             "ratio_level": "decision",
-            "state_hashing_function": "observation_text",
+            "state_hashing_function": "text",
         },
     },
     "mixture": {
@@ -100,7 +108,7 @@ JOBS: dict[str, dict[str, Any]] = {
                 "temperature": 1.2,
             },
         ],
-        "rollout_allocation_schedule": {"type": "linear", "alpha_0": 0.3, "beta": 0.2, "unit": "rollout"},
+        "rollout_allocation_schedule": {"type": "linear", "alpha_0": 0.2, "beta": 0.1, "unit": "rollout"},
         "training": {"behaviour_weight_cap": 1.5, "behaviour_weight_level": "decision", "value_coef": 0.4},
         "algorithm": {"advantage": "gae", "loss": "clipped"},
     },
@@ -119,7 +127,7 @@ def document(name: str, folder: Path) -> dict[str, Any]:
 
 
 def play(name: str, folder: Path) -> dict[str, Any]:
-    """What a job left: its metrics, its files, and its resolved job without this machine's folders."""
+    """What a job left: digests of its last checkpoint, metrics, files, and its resolved job."""
     job, run = folder / f"{name}.toml", folder / name
     job.write_text(tomli_w.dumps(document(name, folder)), encoding="utf-8")
     begun = time.perf_counter()
@@ -133,8 +141,18 @@ def play(name: str, folder: Path) -> dict[str, Any]:
     print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     resolved = (run / "job.toml").read_text(encoding="utf-8").replace(str(folder), "RUNS")
+    weights = max(
+        (run / "checkpoints").glob("iteration_*"), key=lambda path: int(path.name.partition("_")[2])
+    )
     return {
-        "metrics": [{key: value for key, value in row.items() if not TIMED.match(key)} for row in rows],
+        "weights": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in weights.rglob("*.safetensors")
+        },
+        "metrics": {
+            f"{number} {row['kind']}": {key: value for key, value in row.items() if not TIMED.match(key)}
+            for number, row in enumerate(rows)
+        },
         "files": sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()),
         "job": resolved.replace(str(ROOT), "ROOT").splitlines(),
     }
@@ -149,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.files:
         return compare_files(*asked.files)
     with TemporaryDirectory() as folder:
-        print(json.dumps({name: play(name, Path(folder)) for name in JOBS}, indent=1, sort_keys=True))
+        found = {name: play(name, Path(folder)) for name in JOBS}
+    print(json.dumps(found, indent=1, sort_keys=True))
     return 0
 
 

@@ -1,10 +1,10 @@
 """The size of each package, and what changed since a commit: `make size`, or `make size BASE=<commit>`.
 
 Inline candidates are functions of six code lines or fewer that the code reads once: inline them unless the
-name says what the lines do not. One-reader files have fewer than 60 lines and one file that imports them, where
-their code may live. Decorated functions, methods that override or that Python calls, and tests are no
-candidates, and what only tests read does not count. A candidate is a hint: names are matched as text.
-`make size NAMES=1` lists them.
+name says what the lines do not. One-reader files have fewer than 60 lines and one file that imports them:
+their code may live there. Decorated functions, methods that override or that Python calls, and tests are no
+candidates, and what only tests read does not count. A candidate is a hint: names are matched as text. `make
+size NAMES=1` lists them.
 """
 
 import ast

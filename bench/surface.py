@@ -3,10 +3,10 @@
     python -m bench.surface > FILE        what this tree has; `--jobs FOLDER` adds old job.toml of a folder
     python -m bench.surface A B           the differences between two such files; the exit code says whether
 
-Keys are those of JobConfig's schema, routes and openapi.json those of the apps as the commands start them. What
-a name of a plug board reads is found by loading jobs that set each key. Variables, file names and metrics are
-the source's strings of their form, so a new string can be a false alarm. Descriptions and sentences are left
-out: they may improve.
+Keys are those of JobConfig's schema, routes and openapi.json those of the apps as the commands start them.
+What a name of a plug board reads is found by loading jobs that set each key. Variables, file names and
+metrics are the source's strings of their form, so a new string can be a false alarm. Descriptions and
+sentences are left out: they may improve.
 """
 
 import argparse
