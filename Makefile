@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-compose test-clients gpu-wheels check fmt lint types setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -91,6 +91,11 @@ types: $(VENV)/.ready
 fmt: $(VENV)/.ready ## format and sort imports
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format .
+
+# BASE is the commit to compare with; NAMES=1 lists the candidates.
+BASE ?= HEAD
+size: $(VENV)/.ready ## lines and names of each package, what changed since the last commit, and what to inline
+	@$(BIN)/python -m bench.size --base $(BASE) $(if $(NAMES),--names)
 
 setup: $(VENV)/.ready ## make .venv alone
 
