@@ -78,13 +78,12 @@ def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
     return file.getvalue()
 
 
-class ReplayDeparts(Conflict):
-    code = "replay_departs"
+class ReplayDeparts(Conflict, code="replay_departs"):
+    """The episode went otherwise when it was played again."""
 
 
-class NoPictures(TaskAppError):
-    code = "no_pictures"
-    status = 404
+class NoPictures(TaskAppError, code="no_pictures", status=404):
+    """The environment draws none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,21 +235,13 @@ def page_router() -> APIRouter:
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
-class BadAddress(TrainerError):
+class BadAddress(TrainerError, code="address_invalid", status=400, title="Address cannot be read"):
     """An address with an invalid value, such as a malformed number."""
 
-    code = "address_invalid"
-    status = 400
-    title = "Address cannot be read"
+
+class UnknownTurn(TrainerError, code="turn_unknown", status=404, title="No such decision"):
+    """The episode has no decision of that number."""
 
 
-class UnknownTurn(TrainerError):
-    code = "turn_unknown"
-    status = 404
-    title = "No such decision"
-
-
-class ReadOnly(TrainerError):
-    code = "only_shows"
-    status = 403
-    title = "This service begins no jobs"
+class ReadOnly(TrainerError, code="only_shows", status=403, title="This service begins no jobs"):
+    """The service was started to show runs only, and begins none."""
