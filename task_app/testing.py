@@ -35,17 +35,14 @@ RESTORE_AFTER = (0, 1, 7, 30)
 
 
 class EnvironmentContract:
-    """The promises of every environment (task_app.protocols.Environment).
-
-    Attributes:
-        seed: of the world.
-        decisions: longest episode that is played.
-        words: an answer for an environment that takes words, if it offers nothing to call.
-    """
+    """The promises of every environment (task_app.protocols.Environment)."""
 
     seed = 3
+    """Seed of the world."""
     decisions = 200
+    """Longest episode that is played."""
     words = "words without a call"
+    """An answer for an environment that takes words, if it offers nothing to call."""
 
     def make(self) -> Environment:
         """A new environment with the config to test."""

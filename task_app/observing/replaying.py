@@ -88,14 +88,11 @@ class NoPictures(TaskAppError, code="no_pictures", status=404):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A fresh environment, and the record of the episode to play in it.
-
-    Attributes:
-        spec: of the environment, with every setting written out.
-    """
+    """A fresh environment, and the record of the episode to play in it."""
 
     environment: Environment
     spec: EnvSpec
+    """The environment, with every setting written out."""
     record: Sequence[ReplayTurn]
     seed: int
 

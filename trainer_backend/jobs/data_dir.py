@@ -40,17 +40,14 @@ _TRASH = "deleted-"
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The data directory.
-
-    Attributes:
-        path: absolute, without links, so that comparisons of paths are safe.
-        home: the name of this folder in a store that several services share.
-        plugins: the files of `job.trainer_plugins` whose code the operator lets jobs run now.
-    """
+    """The data directory."""
 
     path: Path
+    """Absolute, without links, so that comparisons of paths are safe."""
     home: str
+    """The name of this folder in a store that several services share."""
     plugins: tuple[Path, ...] = ()
+    """The files of `job.trainer_plugins` whose code the operator lets jobs run now."""
 
     def new_run_dir(self, name: str) -> Path:
         """Return a unique path for a new job's run; the folder is not created yet."""

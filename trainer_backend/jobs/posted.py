@@ -62,17 +62,14 @@ def is_too_much(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The header of a table, or a key with its value.
-
-    Attributes:
-        line: counted from 1.
-        name: dotted, with the table's name.
-        depth: number of parts of its own key, or of the longest key in its value.
-    """
+    """The header of a table, or a key with its value."""
 
     line: int
+    """Counted from 1."""
     name: str
+    """Dotted, with the table's name."""
     depth: int
+    """Number of parts of its own key, or of the longest key in its value."""
 
 
 def statements(text: str) -> Iterator[Statement]:
@@ -169,14 +166,11 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot 
 
 @dataclass(frozen=True, slots=True)
 class ValidJob:
-    """A valid job.
-
-    Attributes:
-        tags: the tags in [tags] and in the request.
-    """
+    """A valid job."""
 
     loaded: LoadedJob
     tags: Mapping[str, str]
+    """The tags in [tags] and in the request."""
 
 
 def document_of(text: str) -> dict[str, Any]:
@@ -510,17 +504,14 @@ class Checked(Body):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A valid job, ready to be stored.
-
-    Attributes:
-        toml: the job with every default filled in.
-        warnings: likely mistakes in it.
-    """
+    """A valid job, ready to be stored."""
 
     name: str
     toml: str
+    """The job with every default filled in."""
     tags: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
+    """Likely mistakes in it."""
 
 
 def resolve(

@@ -39,16 +39,13 @@ _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run of the comparison; no two have the same name.
-
-    Attributes:
-        data: its rows, where it recorded them.
-    """
+    """A run of the comparison; no two have the same name."""
 
     name: str
     story: Story
     state: JobState
     data: DataRecord | None = None
+    """Its rows, where it recorded them."""
 
     @property
     def last(self) -> Row | None:
@@ -64,17 +61,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The last evaluation of a run minus that of the first run, world by world.
-
-    Attributes:
-        outcome: the mean difference; None if no world was played by both.
-        doubt: the keys that differ and make the same world another task.
-        mismatch: why rows that both played cannot be compared.
-    """
+    """The last evaluation of a run minus that of the first run, world by world."""
 
     outcome: Interval | None
+    """The mean difference; None if no world was played by both."""
     doubt: tuple[str, ...]
+    """The keys that differ and make the same world another task."""
     mismatch: tuple[str, ...] = ()
+    """Why rows that both played cannot be compared."""
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:

@@ -71,18 +71,15 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """The objects that pages read from.
-
-    Attributes:
-        jobs: None in a service that only shows runs.
-        clock: the date and time in UTC.
-        examples: names and texts of jobs to fill the form with.
-    """
+    """The objects that pages read from."""
 
     store: Store
     jobs: Jobs | None
+    """None in a service that only shows runs."""
     clock: Callable[[], datetime]
+    """The date and time in UTC."""
     examples: tuple[tuple[str, str], ...] = ()
+    """Names and texts of jobs to fill the form with."""
     rollouts: StoredRollouts = field(default_factory=StoredRollouts)
     frames: Frames = field(default_factory=Frames)
     _tokenizers: Cache[Callable[[int], str] | None] = field(default_factory=lambda: Cache(4))

@@ -20,16 +20,13 @@ _TRIES, _PAUSE_S = 20, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that trains a run.
-
-    Attributes:
-        pid: the process on `host`; 0: it has just started and has not written its name yet.
-        since: UTC, ISO 8601.
-    """
+    """The process that trains a run."""
 
     pid: int
+    """The process on `host`; 0: it has just started and has not written its name yet."""
     host: str
     since: str
+    """UTC, ISO 8601."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}" if self.pid else "another process"

@@ -85,16 +85,13 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. Threads may share it; each call is a transaction of its own.
-
-    Attributes:
-        shown: the address without its password, for messages.
-        clock: the source of every stored time.
-    """
+    """An open store. Threads may share it; each call is a transaction of its own."""
 
     engine: Engine
     shown: str
+    """The address without its password, for messages."""
     clock: Callable[[], datetime] = utc_now
+    """The source of every stored time."""
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

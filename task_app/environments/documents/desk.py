@@ -21,22 +21,19 @@ Content = Annotated[str, Field(max_length=MAX_NOTE_CHARS)]
 
 @dataclass
 class Desk:
-    """The state of a reader; `answer` is given once, and ends the episode.
-
-    Attributes:
-        document: the whole text.
-        chunk_size: default of buildIndex, in characters.
-        max_chunk_chars: longest chunk that fits, with its title, into one result.
-        next_chunk: the chunk that a scan reads next.
-    """
+    """The state of a reader; `answer` is given once, and ends the episode."""
 
     document: str
+    """The whole text."""
     chunk_size: int
+    """Default of buildIndex, in characters."""
     notes: Notes
     chunks: Chunks | None = None
     next_chunk: int = 0
+    """The chunk that a scan reads next."""
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
+    """Longest chunk that fits, with its title, into one result."""
     # Made at the first search, and not in snapshots, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
