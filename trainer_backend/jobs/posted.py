@@ -361,7 +361,8 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             "no vLLM server"
         )
     for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
-        if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
+        forms = {host.lower(), host.rpartition(":")[0].lower()}  # with and without the port
+        if forms.isdisjoint(bounds.inference_hosts):
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
@@ -428,10 +429,6 @@ def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) 
 
 def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
-
-
-def _without_port(host: str) -> str:
-    return host.rpartition(":")[0].lower()
 
 
 def _table(value: Any, name: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Desk:
                 return "the document is read to its end"
             return f"error: there is no chunk {number}; chunk_id runs from 0 to {self._last()}"
         self.next_chunk = number + 1
-        return _chunk_title(number, self._last()) + self._chunk(number)
+        return f"chunk {number} of 0 to {self._last()}:\n{self._chunk(number)}"
 
     def searchEngine(
         self, keyword: Annotated[str, Field(min_length=1, max_length=500, description="words to look for")]
@@ -140,7 +140,3 @@ class Desk:
         assert self.chunks is not None
         start, end = self.chunks.spans[chunk_id]
         return self.document[start:end]
-
-
-def _chunk_title(chunk_id: int, last: int) -> str:
-    return f"chunk {chunk_id} of 0 to {last}:\n"
