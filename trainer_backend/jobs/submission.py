@@ -152,12 +152,15 @@ def dashboard_of(service: Service) -> page.Dashboard:
     """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
     bounds = service.settings.bounds
-    # The form opens with the job of `turnwise init`, which needs no other file.
-    first = ("turnwise init", job_text(Choices().values()))
     return page.Dashboard(
-        service.store, jobs, service.store.clock, (first, *examples_in(bounds.roots)),
+        service.store, jobs, service.store.clock, (_written_by_init(), *examples_in(bounds.roots)),
         frames=Frames(may_run=lambda file: may_name("services.task_plugins", file, bounds)),
     )  # fmt: skip
+
+
+def _written_by_init() -> tuple[str, str]:
+    """The job that the form opens with: that of the command, which needs no other file."""
+    return "turnwise init", job_text(Choices().values())
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
 """One trainer per run directory: a lock that ends with the process that holds it, however that ends.
 
-Not `filelock`: its locks are exclusive, and `holder` looks with a shared one; its version 3, which packages may
-bring, empties the file that names the holder at each try; and version 4 falls back to a lock file, which
+Not `filelock`: its locks are exclusive, and `holder` looks with a shared one. Its version 3, which packages
+may bring, empties the file that names the holder at each try, and version 4 falls back to a lock file, which
 outlives a killed process.
 """
 
