@@ -361,8 +361,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             "no vLLM server"
         )
     for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
-        forms = {host.lower(), host.rpartition(":")[0].lower()}  # with and without the port
-        if forms.isdisjoint(bounds.inference_hosts):
+        if bounds.inference_hosts.isdisjoint({host.lower(), host.rpartition(":")[0].lower()}):
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
