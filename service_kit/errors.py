@@ -1,24 +1,11 @@
 """The base of every error that a service replies with, and the errors of the HTTP edge.
 
-    ServiceError                code                    status
-    ├── NoKeyConfigured         missing_<variable>      503
-    ├── Unauthorised            unauthorised            401
-    ├── Forbidden               forbidden               403  another site's page, or a foreign host name
-    ├── RouteError              not_found, ...          404, 405 and other statuses of the router
-    ├── BodyTooLarge            body_too_large          413
-    ├── TooSlow                 too_slow                408  the body was not complete in time
-    ├── HeadTooLarge            head_too_large          431  before there is a request
-    ├── MalformedRequest        malformed_request       400  no HTTP, or a header is missing or malformed
-    ├── TooManyConnections      too_many_connections    503  before there is a request
-    ├── RequestDeadline         deadline_exceeded       504  the reply comes before the work is done
-    ├── InternalError           internal_error          500
-    ├── PortTaken               port_taken              500  at start only, never in a reply
-    └── SettingsError           settings_invalid        400  at start only, never in a reply
-
-The trees of the task app (`task_app.errors`) and the trainer (`trainer_backend.errors`) have the same base.
+The errors of the task app (`task_app.errors`) and of the trainer (`trainer_backend.errors`) derive from it.
 """
 
+from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Self
 
 from shared_schemas.json_text import encodable
 from shared_schemas.problem import Problem
@@ -27,20 +14,54 @@ from shared_schemas.problem import Problem
 class ServiceError(Exception):
     """An error with a name for programs (`code`) and a sentence for people (`detail`), which holds no key.
 
-    Attributes:
-        status: the HTTP status of the reply.
-        title: name of the class for people; None: the phrase of the status.
-        where: the place of the fault: a header, a body path, a setting.
-        hint: the likely remedy.
-        retry_after_s: when a client should try again, if that may help.
-        recurs: whether another try would fail too, because the cause is in code, data or a setting.
+    A class is declared by keywords, and inherits those that it leaves out:
+
+        class BodyTooLarge(ServiceError, code="body_too_large", status=413): ...
     """
 
     code = "service_error"
+    """No two classes of a service (a top package) give the same one."""
     status = 500
+    """HTTP status of the reply."""
     title: str | None = None
+    """Name of the class for people; None: the phrase of the status."""
     retry_after_s: int | None = None
+    """When a client should try again, if that may help."""
     recurs = False
+    """Whether another try would fail too, because the cause is in code, data or a setting."""
+
+    def __init_subclass__(
+        cls,
+        *,
+        code: str | None = None,
+        status: int | None = None,
+        title: str | None = None,
+        retry_after_s: int | None = None,
+        recurs: bool | None = None,
+    ) -> None:
+        super().__init_subclass__()
+        given = {
+            "code": code, "status": status, "title": title, "retry_after_s": retry_after_s, "recurs": recurs
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, name, value)
+        HTTPStatus(cls.status)  # raises a ValueError for a number that is no status
+        service = cls.__module__.partition(".")[0]
+        for other in ServiceError.tree() if code is not None else ():
+            is_of_service = other.__module__.partition(".")[0] == service
+            # A module that is loaded again declares its classes again.
+            if other.code == code and is_of_service and other.__qualname__ != cls.__qualname__:
+                raise TypeError(
+                    f"{cls.__qualname__} has the code {code!r}, which is that of {other.__qualname__}"
+                )
+
+    @classmethod
+    def tree(cls) -> Iterator[type[Self]]:
+        """Yield this class and all classes derived from it."""
+        yield cls
+        for kind in cls.__subclasses__():
+            yield from kind.tree()
 
     def __init__(
         self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None
@@ -84,14 +105,12 @@ class ServiceError(Exception):
         )
 
 
-class NoKeyConfigured(ServiceError):
+class NoKeyConfigured(ServiceError, status=503):
     """The service was started without a key, so nobody can use it.
 
     Args:
         variable: the environment variable of the key.
     """
-
-    status = 503
 
     def __init__(self, variable: str) -> None:
         super().__init__(
@@ -101,14 +120,12 @@ class NoKeyConfigured(ServiceError):
         )
 
 
-class Unauthorised(ServiceError):
-    code = "unauthorised"
-    status = 401
+class Unauthorised(ServiceError, code="unauthorised", status=401):
+    """The key is missing or wrong."""
 
 
-class Forbidden(ServiceError):
-    code = "forbidden"
-    status = 403
+class Forbidden(ServiceError, code="forbidden", status=403):
+    """Another site's page asks, or the request names a foreign host."""
 
 
 class RouteError(ServiceError):
@@ -119,45 +136,37 @@ class RouteError(ServiceError):
         self.status = status
 
 
-class BodyTooLarge(ServiceError):
-    code = "body_too_large"
-    status = 413
+class BodyTooLarge(ServiceError, code="body_too_large", status=413):
+    """The body has more bytes than the service takes."""
 
 
-class TooSlow(ServiceError):
-    code = "too_slow"
-    status = 408
+class TooSlow(ServiceError, code="too_slow", status=408):
+    """The body was not complete in time."""
 
 
-class HeadTooLarge(ServiceError):
-    code = "head_too_large"
-    status = 431
+class HeadTooLarge(ServiceError, code="head_too_large", status=431):
+    """Request line and headers have too many bytes; there is no request yet."""
 
 
-class MalformedRequest(ServiceError):
-    code = "malformed_request"
-    status = 400
+class MalformedRequest(ServiceError, code="malformed_request", status=400):
+    """It is no HTTP, or a header is missing or malformed."""
 
 
-class TooManyConnections(ServiceError):
-    code = "too_many_connections"
-    status = 503
-    retry_after_s = 5
+class TooManyConnections(ServiceError, code="too_many_connections", status=503, retry_after_s=5):
+    """The service has as many connections as it takes; there is no request yet."""
 
 
-class RequestDeadline(ServiceError):
-    code = "deadline_exceeded"
-    status = 504
+class RequestDeadline(ServiceError, code="deadline_exceeded", status=504):
+    """The reply comes before the work is done."""
 
 
-class InternalError(ServiceError):
-    code = "internal_error"
+class InternalError(ServiceError, code="internal_error"):
+    """An error that is no ServiceError."""
 
 
-class PortTaken(ServiceError):
-    code = "port_taken"
+class PortTaken(ServiceError, code="port_taken"):
+    """The service cannot listen on its port: at start only, never in a reply."""
 
 
-class SettingsError(ServiceError):
-    code = "settings_invalid"
-    status = 400
+class SettingsError(ServiceError, code="settings_invalid", status=400):
+    """A setting of the service is wrong: at start only, never in a reply."""

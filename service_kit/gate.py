@@ -44,6 +44,7 @@ _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
 # What proxies and tunnels add; that a Host names this machine says nothing there.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_TooLarge = Callable[[], BodyTooLarge]
 
 
 class Door(Protocol):
@@ -302,7 +303,7 @@ class _BoundedBody:
     """A receive channel with limits on the body's size and time."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, most_s: float, most_bytes: int, too_large: "_TooLarge"
+        self, scope: Scope, receive: Receive, most_s: float, most_bytes: int, too_large: _TooLarge
     ) -> None:
         self._scope, self._receive, self._too_large = scope, receive, too_large
         self._most_s, self._rest_bytes = most_s, most_bytes
@@ -328,10 +329,6 @@ class _BoundedBody:
         except TimeoutError as error:
             late = TooSlow(f"the body was not complete after {self._most_s:g} s", where="body")
             raise BodyError(late) from error
-
-
-class _TooLarge(Protocol):
-    def __call__(self) -> BodyTooLarge: ...
 
 
 async def whole_body(receive: Receive) -> bytes:
@@ -391,15 +388,11 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
     origin = headers.get(b"origin")
     if origin is None:
         return False
-    return _place_of(origin.decode("latin-1")) != headers.get(b"host", b"").decode("latin-1").lower()
-
-
-def _place_of(origin: str) -> str:
-    """The origin as `host:port` in the form of a Host header; empty for `null` and the like."""
     try:
-        return urlsplit(origin).netloc.lower()
+        place = urlsplit(origin.decode("latin-1")).netloc.lower()  # empty for `null` and the like
     except ValueError:
-        return ""
+        return True
+    return place != headers.get(b"host", b"").decode("latin-1").lower()
 
 
 class Deadline:

@@ -59,15 +59,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class Requests:
-    """Counts of the requests since the service's start; used only in the event loop.
-
-    Attributes:
-        replies: by (method, route, status); a route is its template, so that ids never become labels.
-        latency: by route, from the request's head to the reply's end.
-    """
+    """Counts of the requests since the service's start; used only in the event loop."""
 
     replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """Number by (method, route, status); a route is its template, so that ids never become labels."""
     latency: dict[str, Histogram] = field(default_factory=dict)
+    """Durations by route, from the request's head to the reply's end."""
 
     def count(self, method: str, route: str, status: int) -> None:
         self.replies[method if method in _METHODS else "other", route, status] += 1

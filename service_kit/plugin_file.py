@@ -67,18 +67,15 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """What a package offers.
-
-    Attributes:
-        name: of the entry point.
-        value: `module:object`.
-        place: the package and the entry point, for errors.
-    """
+    """What a package offers."""
 
     name: str
+    """Name of the entry point."""
     value: str
+    """`module:object`."""
     plug: Any
     place: str
+    """The package and the entry point, for errors."""
 
 
 def package_plugs(group: str) -> Iterator[PackagePlug]:

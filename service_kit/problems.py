@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from service_kit.errors import InternalError, RouteError, ServiceError
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
@@ -87,20 +87,16 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
     response = respond(RouteError(status, detail, where=request.url.path))
     response.headers.update(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
-        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        # The router itself would name only the methods of the path's first route.
+        scopes = {method: {**request.scope, "method": method} for method in sorted(_METHODS)}
+        routes: list[BaseRoute] = request.app.routes
+        possible = [
+            method
+            for method, scope in scopes.items()
+            if any(route.matches(scope)[0] is Match.FULL for route in routes)
+        ]
+        response.headers["Allow"] = ", ".join(possible)
     return response
-
-
-def _methods(request: Request) -> set[str]:
-    """The methods of the path; the router itself would name only those of the first route."""
-    return {
-        method
-        for method in _METHODS
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL
-            for route in request.app.routes
-        )
-    }
 
 
 def internal_error_response(

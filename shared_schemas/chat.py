@@ -53,7 +53,8 @@ def openai_error(sentence: str, *, status: int, code: str, where: str | None) ->
     """
     if code == CONTEXT_LENGTH_EXCEEDED and code not in sentence:
         sentence = f"{sentence} ({code})"
-    return {"message": sentence, "type": _error_type(status), "param": where, "code": code}
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"message": sentence, "type": kind, "param": where, "code": code}
 
 
 # 424: a server behind ours gave no answer.
@@ -63,10 +64,6 @@ _ERROR_TYPES = {
     424: "server_error",
     429: "rate_limit_error",
 }
-
-
-def _error_type(status: int) -> str:
-    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 # Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.

@@ -91,15 +91,12 @@ class Exact(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number in a text.
-
-    Attributes:
-        text: without grouping, currency and full stop, such as `-1000.50` or `3/4`.
-        value: None if the text has no value, such as `1.2.3`.
-    """
+    """A number in a text."""
 
     text: str
+    """Without grouping, currency and full stop, such as `-1000.50` or `3/4`."""
     value: Exact | None
+    """None if the text has no value, such as `1.2.3`."""
 
     def equals(self, other: "Number") -> bool:
         """Whether both have a value, and the same one: 1.0 equals 1,000/1000."""

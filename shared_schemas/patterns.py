@@ -47,19 +47,16 @@ class LinearPattern:
                 core_schema.str_schema(pattern=pattern, regex_engine="rust-regex")
             ).isinstance_python
         except SchemaError as exc:
+            # "error: ..." or "SchemaError: ...", before a drawing of the place.
+            reason = " ".join(str(exc).rpartition("rror: ")[2].split())
             raise ValueError(
-                f"the pattern cannot be compiled: {_why(str(exc))} (the syntax is that of Rust's regex)"
+                f"the pattern cannot be compiled: {reason} (the syntax is that of Rust's regex)"
             ) from exc
 
     def matches(self, text: str) -> bool:
         """Whether the pattern matches in the last SEARCH_BYTES of the text, which must be encodable."""
-        return self._search(_end_of(text))
-
-
-def _end_of(text: str) -> str:
-    """The complete characters in the last SEARCH_BYTES of the text."""
-    # A character has at least a byte, so this encodes no more than needed.
-    return text[-SEARCH_BYTES:].encode()[-SEARCH_BYTES:].decode(errors="ignore")
+        # A character has at least a byte, so this encodes no more than needed; one that is cut is left out.
+        return self._search(text[-SEARCH_BYTES:].encode()[-SEARCH_BYTES:].decode(errors="ignore"))
 
 
 def _most_repetitions(pattern: str) -> int:
@@ -80,11 +77,6 @@ def _most_repetitions(pattern: str) -> int:
             )
         counts.append(max(1, int(token["least"] or 1), int(token["most"] or 1)))
     return prod(counts)
-
-
-def _why(message: str) -> str:
-    """The engine's reason ("error: ..." or "SchemaError: ..."), without the drawing of the place."""
-    return " ".join(message.rpartition("rror: ")[2].split())
 
 
 def _check(pattern: str) -> str:

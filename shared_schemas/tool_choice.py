@@ -9,15 +9,12 @@ from shared_schemas.base import shown
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools a model may call, as the `tool_choice` of a request says.
-
-    Attributes:
-        mode: "auto"; "none" hides the tools; "required": the answer must be a call.
-        names: of the tools that it may call; None: all.
-    """
+    """Which tools a model may call, as the `tool_choice` of a request says."""
 
     mode: Literal["auto", "none", "required"] = "auto"
+    """Default: "auto"; "none" hides the tools; "required": the answer must be a call."""
     names: tuple[str, ...] | None = None
+    """Tools that it may call; None: all."""
 
 
 _MODES: Mapping[object, ToolChoice] = {

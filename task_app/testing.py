@@ -10,7 +10,7 @@ pytest then runs every test below on it. This file needs no pytest. (The idea: d
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
@@ -35,17 +35,14 @@ RESTORE_AFTER = (0, 1, 7, 30)
 
 
 class EnvironmentContract:
-    """The promises of every environment (task_app.protocols.Environment).
-
-    Attributes:
-        seed: of the world.
-        decisions: longest episode that is played.
-        words: an answer for an environment that takes words, if it offers nothing to call.
-    """
+    """The promises of every environment (task_app.protocols.Environment)."""
 
     seed = 3
+    """Seed of the world."""
     decisions = 200
+    """Longest episode that is played."""
     words = "words without a call"
+    """An answer for an environment that takes words, if it offers nothing to call."""
 
     def make(self) -> Environment:
         """A new environment with the config to test."""
@@ -309,11 +306,8 @@ def check_observation(observation: Observation) -> None:
         json.loads(json.dumps(data)) == data,
         "Observation.data is not what JSON makes of it: use plain values",
     )
-    check_counts(observation.achievements_counts)
-
-
-def check_counts(counts: Mapping[str, int]) -> None:
-    wrong = [name for name, count in counts.items() if type(count) is not int or count < 0]
+    counts = observation.achievements_counts.items()
+    wrong = [name for name, count in counts if type(count) is not int or count < 0]
     check(not wrong, f"achievements_counts holds no counter from 0 on: {wrong}")
 
 

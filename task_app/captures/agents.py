@@ -37,24 +37,21 @@ GROUND_TRUTH = "ground_truth"
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as the operator configures it, in a plug-ins file.
-
-    Attributes:
-        command: program and arguments; no shell reads them. A path is relative to `folder`.
-        folder: where it runs; None: where the task app does.
-        variables: its further environment variables, by value. Of the task app's own it gets those that hold
-            no keys, and no PYTHONPATH.
-        exit_codes: that are an episode's end; any other fails the rollout.
-        models: names that it may ask for; empty: any, and the policy answers.
-        sees_ground_truth: whether its task has the row's ground truth, by which it can reward itself.
-    """
+    """An agent as the operator configures it, in a plug-ins file."""
 
     command: Sequence[str]
+    """Program and arguments; no shell reads them. A path is relative to `folder`."""
     folder: Path | str | None = None
+    """Where it runs; None: where the task app does."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    """Its further environment variables, by value. Of the task app's own it gets those that hold no keys, and
+    no PYTHONPATH."""
     exit_codes: tuple[int, ...] = (0,)
+    """Codes that are an episode's end; any other fails the rollout."""
     models: tuple[str, ...] = ()
+    """Names that it may ask for; empty: any, and the policy answers."""
     sees_ground_truth: bool = False
+    """Whether its task has the row's ground truth, by which it can reward itself."""
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:

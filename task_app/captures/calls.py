@@ -24,52 +24,46 @@ _ABOVE_SCHEMA = 11
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model call of an agent, in the form in which policies are asked.
-
-    Attributes:
-        model: as the agent names it.
-        max_tokens: the agent's own limit; the policy's holds too.
-        stop: strings that end the answer.
-        ignored: settings of the agent that have no effect, because the policy's own apply.
-        options: further settings, in Chat Completions' form: `tool_choice` where a call is forced,
-            `response_format`, `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`).
-    """
+    """A model call of an agent, in the form in which policies are asked."""
 
     model: str
+    """The name that the agent gives."""
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     max_tokens: int | None = None
+    """The agent's own limit; the policy's holds too."""
     stop: tuple[str, ...] = ()
+    """Strings that end the answer."""
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
+    """Settings of the agent that have no effect, because the policy's own apply."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings, in Chat Completions' form: `tool_choice` where a call is forced, `response_format`,
+    `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a call.
-
-    Attributes:
-        call_id: of the capture and the turn; each dialect puts its prefix before it.
-        turn: of the decision, from 1.
-        created: seconds since the epoch.
-        finish_reason: "stop", "length" or "tool_calls".
-        ignored: settings of the call without effect.
-        dropped: of these, options that the policy does not follow.
-    """
+    """The answer to a call."""
 
     call_id: str
+    """Id of the capture and the turn; each dialect puts its prefix before it."""
     turn: int
+    """Number of the decision, from 1."""
     created: int
+    """Seconds since the epoch."""
     model: str
     text: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
+    """One of "stop", "length" and "tool_calls"."""
     prompt_tokens: int
     completion_tokens: int
     ignored: tuple[str, ...] = ()
+    """Settings of the call without effect."""
     dropped: tuple[str, ...] = ()
+    """Those of them that are options and that the policy does not follow."""
 
 
 class Dialect(Protocol):
@@ -91,15 +85,13 @@ class Keys:
     """The keys of a request's body, each of which is read, refused or reported: none is dropped in silence.
 
     A key that is null counts as absent, at every depth that is read here.
-
-    Attributes:
-        ignored: keys without effect so far.
-        options: as in `Call`, so far.
     """
 
     body: Json
     ignored: list[str] = field(default_factory=list)
+    """Keys without effect so far."""
     options: Json = field(default_factory=dict)
+    """Options as in `Call`, so far."""
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -89,17 +89,14 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The rest of an episode's budget; None if nobody counts it.
-
-    Attributes:
-        used_tokens: of the last prompt and its answer, as the server counted them.
-        max_tokens: limit of a prompt and its answer together.
-        decisions_left: after this one.
-    """
+    """The rest of an episode's budget; None if nobody counts it."""
 
     used_tokens: int | None = None
+    """Tokens of the last prompt and its answer, as the server counted them."""
     max_tokens: int | None = None
+    """Limit of a prompt and its answer together."""
     decisions_left: int | None = None
+    """Decisions after this one."""
 
 
 class ContextEditor:
@@ -229,17 +226,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A text without its cut spans.
-
-    Attributes:
-        text: the rest, with a note in place of each span.
-        spans: [start, end) of all cuts so far in the original text, sorted and disjoint.
-        chars: number of characters that this cut removed.
-    """
+    """A text without its cut spans."""
 
     text: str
+    """The rest, with a note in place of each span."""
     spans: tuple[Span, ...]
+    """[start, end) of all cuts so far in the original text, sorted and disjoint."""
     chars: int
+    """Number of characters that this cut removed."""
 
 
 def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
@@ -352,21 +346,18 @@ def _words(text: str | None) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class EditResult:
-    """The result of a context tool.
-
-    Attributes:
-        history: after the edit, without the result of this call.
-        text: the result of the call.
-        fields: the result as an object, if it is one; a history that shows ids adds them to it.
-        changes_view: whether the view changed; if not, the next prompt continues the previous one.
-        refused: why the call could not be read; refused ids do not count.
-    """
+    """The result of a context tool."""
 
     history: History
+    """The history after the edit, without the result of this call."""
     text: str
+    """The result of the call."""
     changes_view: bool
+    """Whether the view changed; if not, the next prompt continues the previous one."""
     refused: str | None = None
+    """Why the call could not be read; refused ids do not count."""
     fields: Mapping[str, Any] | None = None
+    """The result as an object, if it is one; a history that shows ids adds them to it."""
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:

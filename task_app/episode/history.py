@@ -27,21 +27,18 @@ EditKind = Literal["deleted", "summary", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message with its id, as it was said and as the view shows it before any edit.
-
-    Attributes:
-        msg_id: index of the message in the whole history.
-        message: as it was said; for a tool result the text alone.
-        shown: the same, with its ids where the history shows them.
-        invoking: for a tool result, the id of the assistant message with the call.
-        tool_name: for a tool result.
-    """
+    """A message with its id, as it was said and as the view shows it before any edit."""
 
     msg_id: int
+    """Index of the message in the whole history."""
     message: Message
+    """The message as it was said; for a tool result the text alone."""
     shown: Message
+    """The same, with its ids where the history shows them."""
     invoking: int | None = None
+    """For a tool result, the id of the assistant message with the call."""
     tool_name: str | None = None
+    """For a tool result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +66,10 @@ class _RedoStack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """A conversation so far. `History.start` makes one; the methods `with_...` continue it.
-
-    Attributes:
-        shows_ids: tool results show their ids, in conversations whose model may edit its context.
-    """
+    """A conversation so far. `History.start` makes one; the methods `with_...` continue it."""
 
     shows_ids: bool
+    """Tool results show their ids, in conversations whose model may edit its context."""
     # Shared by all histories that grew from one; each sees its own length. Only the longest one appends in
     # place; another one copies its own part first.
     _log: list[Entry]

@@ -36,17 +36,14 @@ class StateKey:
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """A kind of state key for conversations: the messages that the policy was shown, without call ids.
-
-    Attributes:
-        observations: number of last observations that count, with the answers between them. An observation is
-            all that was said between two answers. None: the whole prompt.
-        past: None: all earlier prompts count too.
-    """
+    """A kind of state key for conversations: the messages that the policy was shown, without call ids."""
 
     observations: int | None = None
+    """Number of last observations that count, with the answers between them. An observation is all that was
+    said between two answers. None: the whole prompt."""
     version: int = 2  # version 1 was a digest of the question alone
     past: int | None = 0
+    """None: all earlier prompts count too."""
 
 
 def _text(observation: Observation) -> str:

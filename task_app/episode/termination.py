@@ -15,32 +15,29 @@ from shared_schemas.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFacts:
-    """The facts after the last decision, or after the attempt to take one.
-
-    Attributes:
-        invalid_decisions: decisions that were refused (no call, unknown tool, bad arguments).
-        elapsed_s: since the episode began, including the generation of the world.
-        critical_error: the environment raised an unexpected error.
-        environment_done: the environment ended by itself, or by a limit of its own.
-        interaction_done: the simulated user ended the conversation.
-        terminate_action: the policy chose to stop.
-        signal: the policy's output matches limits.termination_regex.
-        context_exceeded: the next prompt did not fit the model.
-        sampled_tokens: of all decisions together, as far as the server counts them.
-        user_is_silent: an answer of the user was due after the last one that the limit allows.
-    """
+    """The facts after the last decision, or after the attempt to take one."""
 
     decisions_done: int
     invalid_decisions: int = 0
+    """Decisions that were refused (no call, unknown tool, bad arguments)."""
     elapsed_s: float = 0.0
+    """Time since the episode began, including the generation of the world."""
     critical_error: bool = False
+    """The environment raised an unexpected error."""
     environment_done: bool = False
+    """The environment ended by itself, or by a limit of its own."""
     interaction_done: bool = False
+    """The simulated user ended the conversation."""
     terminate_action: bool = False
+    """The policy chose to stop."""
     signal: bool = False
+    """The policy's output matches limits.termination_regex."""
     context_exceeded: bool = False
+    """The next prompt did not fit the model."""
     sampled_tokens: int = 0
+    """Tokens of all decisions together, as far as the server counts them."""
     user_is_silent: bool = False
+    """An answer of the user was due after the last one that the limit allows."""
 
 
 def stop_reason(

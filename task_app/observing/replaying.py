@@ -78,25 +78,21 @@ def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
     return file.getvalue()
 
 
-class ReplayDeparts(Conflict):
-    code = "replay_departs"
+class ReplayDeparts(Conflict, code="replay_departs"):
+    """The episode went otherwise when it was played again."""
 
 
-class NoPictures(TaskAppError):
-    code = "no_pictures"
-    status = 404
+class NoPictures(TaskAppError, code="no_pictures", status=404):
+    """The environment draws none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A fresh environment, and the record of the episode to play in it.
-
-    Attributes:
-        spec: of the environment, with every setting written out.
-    """
+    """A fresh environment, and the record of the episode to play in it."""
 
     environment: Environment
     spec: EnvSpec
+    """The environment, with every setting written out."""
     record: Sequence[ReplayTurn]
     seed: int
 

@@ -85,14 +85,11 @@ _NOTHING = nullcontext(Notes())
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Opens the spans of a task app; without a tracer all of them are nothing.
-
-    Attributes:
-        parent: the spans stand below its span; None: below the one that is current when they are opened.
-    """
+    """Opens the spans of a task app; without a tracer all of them are nothing."""
 
     tracer: Tracer | None = None
     parent: Context | None = None
+    """The spans stand below its span; None: below the one that is current when they are opened."""
 
     def here(self) -> Spans:
         """Spans below the current one, also where it is not current: model calls come by other requests."""

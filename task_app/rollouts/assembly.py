@@ -53,20 +53,17 @@ Worker = RLRolloutWorker | AgentWorker
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Builds workers for a service.
-
-    Attributes:
-        worlds: hold the worlds that siblings share.
-        interactions: those of the operator's file.
-        captures: where agents ask their model.
-        spans: of model calls and environment calls.
-    """
+    """Builds workers for a service."""
 
     boards: PlugBoards
     worlds: Worlds
+    """Hold the worlds that siblings share."""
     interactions: Interactions
+    """Those of the operator's file."""
     captures: Captures
+    """Where agents ask their model."""
     spans: Spans
+    """Spans of model calls and environment calls."""
 
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
         """Build environment, policy and worker, without making a world or calling a policy.
@@ -292,24 +289,21 @@ def _describe(env: EnvSpec, other: EnvSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaker:
-    """Takes the snapshots of one episode; a `task_app.episode.worker.Keep`.
-
-    Attributes:
-        turns: decisions before which a snapshot is taken.
-        spec: the environment's spec with every setting written out.
-        step_rewards: switches of the episode, if the request names any.
-        at_most_bytes: size limit of a snapshot before compression.
-        timeout_s: time limit of one snapshot.
-        threads: take the snapshot of an environment that does not promise quick steps.
-    """
+    """Takes the snapshots of one episode; a `task_app.episode.worker.Keep`."""
 
     turns: frozenset[int]
+    """Decisions before which a snapshot is taken."""
     spec: EnvSpec
+    """The environment's spec with every setting written out."""
     seed: int
     step_rewards: StepRewards | None
+    """Switches of the episode, if the request names any."""
     at_most_bytes: int
+    """Size limit of a snapshot before compression."""
     timeout_s: float
+    """Time limit of one snapshot."""
     threads: Threads | None
+    """Take the snapshot of an environment that does not promise quick steps."""
 
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]

@@ -329,16 +329,13 @@ async def _answer(
     if answer is None:
         return Response(status_code=499)  # nobody reads it
     services.metrics.options_dropped.update(answer.dropped)
-    headers = {IGNORED_HEADER: _header_text(answer.ignored)} if answer.ignored else {}
+    # Without line breaks, and no longer than clients read: these are keys of the caller's body.
+    ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
+    headers = {IGNORED_HEADER: ignored} if ignored else {}
     if call.stream:
         stream = _stream(dialect.events(answer, call))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return Response(reply_body(dialect.body(answer, call)), media_type="application/json", headers=headers)
-
-
-def _header_text(names: Iterable[str]) -> str:
-    """Keys of a caller's body as a header: without line breaks, and no longer than clients read."""
-    return clipped(", ".join(names).encode("unicode_escape").decode(), _LONGEST_HEADER)
 
 
 async def _count_tokens(request: Request, capture_id: str, path: str) -> Response:

@@ -143,20 +143,17 @@ class EnvironmentSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An episode after a turn.
-
-    Attributes:
-        turn: 0 is its start.
-        step_idx: env steps so far.
-        past: the last decisions, which the next prompt may show.
-        metadata: of the last decision.
-    """
+    """An episode after a turn."""
 
     turn: int
+    """Number of the turn; 0 is the start of the episode."""
     step_idx: int = 0
+    """Env steps so far."""
     over: bool = False
     past: tuple[PastDecision, ...] = ()
+    """The last decisions, which the next prompt may show."""
     metadata: StepMetadata = field(default_factory=StepMetadata)
+    """Metadata of the last decision."""
 
     def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> "Moment":
         past = (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:]

@@ -16,15 +16,12 @@ MAX_RESULT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a tool call.
-
-    Attributes:
-        text: shown to the model; for a refused call it begins with "error: ".
-        refused: why the call was not carried out; None if it was.
-    """
+    """The answer to a tool call."""
 
     text: str
+    """Shown to the model; for a refused call it begins with "error: "."""
     refused: str | None = None
+    """Why the call was not carried out; None if it was."""
 
     @classmethod
     def of_refusal(cls, reason: str) -> "Answer":

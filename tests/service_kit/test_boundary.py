@@ -10,8 +10,8 @@ from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
 
 
-class Failed(ServiceError):
-    code = "failed"
+class Failed(ServiceError, code="failed"):
+    pass
 
 
 class Unreadable(Exception):

@@ -30,8 +30,8 @@ class Open:
         return response
 
 
-class Unreadable(ServiceError):
-    code, status = "unreadable", 422
+class Unreadable(ServiceError, code="unreadable", status=422):
+    pass
 
 
 async def answer_of(app, *messages, headers=(), unreadable=None):

@@ -14,16 +14,12 @@ from trainer_backend.errors import JobError, TaskAppError
 _ITS_OWN_FAULT = 500
 
 
-class CursorExpired(TaskAppError):
+class CursorExpired(TaskAppError, code="cursor_expired"):
     """The task app was restarted since the cursor; its accepted requests are lost."""
 
-    code = "cursor_expired"
 
-
-class TaskAppLost(TaskAppError):
+class TaskAppLost(TaskAppError, code="task_app_lost"):
     """The task app does not answer, or answers with its own errors; it may recover, and others may answer."""
-
-    code = "task_app_lost"
 
 
 class Answered(TaskAppError):
@@ -34,37 +30,24 @@ class Answered(TaskAppError):
         self.finding = finding
 
 
-class Refused(Answered):
+class Refused(Answered, code="request_refused"):
     """It refused the body of a request."""
 
-    code = "request_refused"
 
-
-class PluginFailed(Answered):
+class PluginFailed(Answered, code="plugin_failed", status=422, title="A plug-in failed", recurs=True):
     """One of its plug-ins raised; its words have the exception, file and line."""
 
-    code = "plugin_failed"
-    status = 422
-    recurs = True
-    title = "A plug-in failed"
 
-
-class BackendFailed(Answered):
+class BackendFailed(Answered, code="backend_failed"):
     """A server or process behind it failed, which may pass; its words are those of that server."""
 
-    code = "backend_failed"
 
-
-class NoPictures(TaskAppError):
+class NoPictures(TaskAppError, code="no_pictures"):
     """An episode has no pictures, and a retry would not change that."""
 
-    code = "no_pictures"
 
-
-class ReplayDeparts(NoPictures):
+class ReplayDeparts(NoPictures, code="replay_departs"):
     """An episode that is played again is not the recorded one."""
-
-    code = "replay_departs"
 
 
 _OF_BACKENDS = (502, 504)

@@ -26,22 +26,19 @@ Side = Literal["training", "held-out"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The rows of one split, in the order of their files.
-
-    Attributes:
-        name: such as `train of data/gsm8k`.
-        rows: with unique ids.
-        keys: what decides on which side of a `held_out_share` each row is: its own id, or without one the
-            digest of what the policy is asked. Rows that ask the same are on one side, whatever their truths.
-        used: the columns that were read, by the part of a row they became.
-        unread: columns that nothing reads.
-    """
+    """The rows of one split, in the order of their files."""
 
     name: str
+    """For people, such as `train of data/gsm8k`."""
     rows: tuple[Row, ...]
+    """Rows with unique ids."""
     keys: tuple[str, ...]
+    """What decides on which side of a `held_out_share` each row is: its own id, or without one the digest of
+    what the policy is asked. Rows that ask the same are on one side, whatever their truths."""
     used: Mapping[str, str]
+    """The columns that were read, by the part of a row they became."""
     unread: tuple[str, ...] = ()
+    """Columns that nothing reads."""
 
 
 class RowIdentity(NamedTuple):
@@ -61,23 +58,20 @@ class RowIdentity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Training rows, and held-out rows that every evaluation plays.
-
-    Attributes:
-        training: in the order of their files.
-        evaluation: the same for every job with this data and held_out_seed.
-        notes: lines for the user.
-        identities: of all rows in the order of their files, those too that no evaluation plays.
-        by_position: whether ids are positions, see `read_split`; false where all rows have ids of their own.
-        by_id: the training rows; held-out ones may have equal ids, as many sets count anew in each split.
-    """
+    """Training rows, and held-out rows that every evaluation plays."""
 
     training: tuple[Row, ...]
+    """Rows in the order of their files."""
     evaluation: tuple[Row, ...]
+    """The same for every job with this data and held_out_seed."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
     identities: tuple[RowIdentity, ...] = ()
+    """Identities of all rows in the order of their files, those too that no evaluation plays."""
     by_position: bool = False
+    """Whether ids are positions, see `read_split`; false where all rows have ids of their own."""
     by_id: Mapping[str, Row] = field(init=False, repr=False)
+    """The training rows; held-out ones may have equal ids, as many sets count anew in each split."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})

@@ -41,25 +41,22 @@ _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task of a data set, shared by the siblings of a group.
-
-    Attributes:
-        id: its name in messages, and its key in every order. A row of a file without a column `id` has the
-            digest of its content, and equal rows a number after it.
-        prompt: the user's text, or the opening messages, `{role, content}` each; the last is the user's.
-        document: a text that the environment holds outside the prompt. Such a row asks one question, and its
-            ground_truth is the answer as text, or a list of accepted answers.
-        ground_truth: what the episode is scored by; the policy never sees it.
-        interaction: the user in a conversation, and its arguments.
-        where: its file and line, for people who look for it; no part of what the row is.
-    """
+    """One task of a data set, shared by the siblings of a group."""
 
     id: str
+    """Its name in messages, and its key in every order. A row of a file without a column `id` has the digest
+    of its content, and equal rows a number after it."""
     prompt: str | tuple[Mapping[str, str], ...]
+    """The user's text, or the opening messages, `{role, content}` each; the last is the user's."""
     document: str | None = None
+    """A text that the environment holds outside the prompt. Such a row asks one question, and its
+    ground_truth is the answer as text, or a list of accepted answers."""
     ground_truth: JsonValue = None
+    """What the episode is scored by; the policy never sees it."""
     interaction: InteractionSpec | None = None
+    """The user in a conversation, and its arguments."""
     where: str = field(default="", compare=False)
+    """Its file and line, for people who look for it; no part of what the row is."""
 
     @property
     def question(self) -> str:
@@ -84,16 +81,13 @@ def _digest(*parts: object) -> str:
 
 
 class ParsedRow(NamedTuple):
-    """A row, and its columns.
-
-    Attributes:
-        used: the columns that were read, dotted, by the part of the row they became.
-        unread: columns with content that nothing reads.
-    """
+    """A row, and its columns."""
 
     row: Row
     used: Mapping[str, str]
+    """The columns that were read, dotted, by the part of the row they became."""
     unread: tuple[str, ...] = ()
+    """Columns with content that nothing reads."""
 
 
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:

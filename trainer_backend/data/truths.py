@@ -103,27 +103,19 @@ def _sentence(places: Sequence[str]) -> str:
 
 def _unmet_need(row: Row, table: DataTable, numbers: Collection[str | None]) -> str | None:
     """What the row's ground truth lacks, as a sentence, or None."""
-    if row.document is not None and not _is_answer(row.ground_truth):
+    answers = row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
+    has_answers = bool(answers) and all(isinstance(answer, str) and normalise(answer) for answer in answers)
+    if row.document is not None and not has_answers:
         return "every accepted answer about a document needs a word or a number"
-    name = _interaction_name(row, table)
+    name = (row.interaction and row.interaction.name) or table.interaction
     if _has_interaction(row, table) and name in numbers and read_number(_truth(row)) is None:
         interaction = "the interaction" if name is None else f"the interaction {name!r}"
         return f"{interaction} needs one number, such as 42, -1,000 or 3/4"
     return None
 
 
-def _is_answer(truth: JsonValue) -> bool:
-    answers = truth if isinstance(truth, list) else [truth]
-    return bool(answers) and all(isinstance(answer, str) and normalise(answer) for answer in answers)
-
-
 def _has_interaction(row: Row, table: DataTable) -> bool:
     return row.interaction is not None or table.interaction is not None
-
-
-def _interaction_name(row: Row, table: DataTable) -> str | None:
-    own = None if row.interaction is None else row.interaction.name
-    return own or table.interaction
 
 
 def _truth(row: Row) -> JsonValue:

@@ -34,20 +34,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that were measured in the same way.
-
-    Attributes:
-        title: their common protocol.
-        comparable: whether our episodes could be as long as theirs. Then `differences` only concern the
-            choice of episodes and the policy's observations.
-        differences: how this evaluation differs, a sentence each.
-        rows: the published figures.
-    """
+    """Rows that were measured in the same way."""
 
     title: str
+    """Their common protocol."""
     comparable: bool
+    """Whether our episodes could be as long as theirs. Then `differences` only concern the choice of episodes
+    and the policy's observations."""
     differences: tuple[str, ...]
+    """How this evaluation differs, a sentence each."""
     rows: tuple[Row, ...]
+    """The published figures."""
 
 
 # What the policy saw here, by `env_config.text`.

@@ -61,15 +61,12 @@ def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
 
 
 class Best(NamedTuple):
-    """The best of a run's evaluations.
-
-    Attributes:
-        row: its row; None where no evaluation can be compared.
-        notes: by iteration, how an evaluation with lost worlds or other tasks was compared, or why not.
-    """
+    """The best of a run's evaluations."""
 
     row: Row | None
+    """Its row; None where no evaluation can be compared."""
     notes: Mapping[int, str]
+    """How an evaluation, by iteration, with lost worlds or other tasks was compared, or why not."""
 
 
 def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:

@@ -30,39 +30,33 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """The protocol of a measurement.
-
-    Attributes:
-        title: in a few words.
-        max_env_steps: an episode ends with death or at this number of env steps.
-        counted: the episodes behind the figures.
-        sees: the policy's observations.
-    """
+    """The protocol of a measurement."""
 
     title: str
+    """The title in a few words."""
     max_env_steps: int
+    """An episode ends with death or at this number of env steps."""
     counted: str
+    """The episodes behind the figures."""
     sees: str
+    """The policy's observations."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A published row.
-
-    Attributes:
-        score: Crafter score in percent.
-        reward: the environment's reward, summed over an episode.
-        progress: mean share of the 22 achievements, in percent; its spread is a standard error.
-        learned_from: env steps of learning.
-    """
+    """A published row."""
 
     agent: str
     protocol: ProtocolName
     source: SourceName
     learned_from: str
+    """Env steps of learning."""
     score: Figure | None = None
+    """Crafter score in percent."""
     reward: Figure | None = None
+    """The environment's reward, summed over an episode."""
     progress: Figure | None = None
+    """Mean share of the 22 achievements, in percent; its spread is a standard error."""
 
 
 SOURCES: dict[SourceName, Source] = {

@@ -62,16 +62,13 @@ class StoredDecision:
 
 
 class _Side(NamedTuple):
-    """One side of a pair: what was done at the decision, and where that led.
-
-    Attributes:
-        episode: in which it was done; it ended with it where there is no moment after it.
-        moment: the snapshot after it.
-    """
+    """One side of a pair: what was done at the decision, and where that led."""
 
     step: StepData
     episode: Trajectory
+    """The episode of the decision; it ended with it where there is no moment after it."""
     moment: str | None
+    """The snapshot after it."""
 
     @property
     def choice(self) -> Choice:
@@ -83,25 +80,17 @@ class _Side(NamedTuple):
 
 
 class _Played(NamedTuple):
-    """Continuations by sibling.
-
-    Attributes:
-        episodes: that were played to their end.
-        too_long: whose first prompt does not fit the model, so that nothing can follow.
-    """
+    """Continuations by sibling."""
 
     episodes: dict[int, Trajectory]
+    """Episodes that were played to their end."""
     too_long: set[int]
+    """Siblings whose first prompt does not fit the model, so that nothing can follow."""
 
 
 @dataclass(slots=True)
 class ContinuationPlayer:
-    """Plays on from before and after a decision.
-
-    Attributes:
-        lost_decisions: that were played for decisions whose truth is not known for all that; of what was
-            lost on the way, one each.
-    """
+    """Plays on from before and after a decision."""
 
     planner: Planner
     collector: Collector
@@ -109,6 +98,8 @@ class ContinuationPlayer:
     rewards: Rewards
     setting: TruthSetting
     lost_decisions: int = 0
+    """Decisions that were played and whose truth is not known for all that; of what was lost on the way, one
+    each."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
         """The measured truth of a decision; None where too few of its pairs were played.

@@ -113,7 +113,9 @@ def _link(source: Path, target: Path) -> None:
         for entry in sorted(os.scandir(source), key=lambda one: one.name):
             if entry.is_dir(follow_symlinks=False):
                 _link(Path(entry.path), target / entry.name)
-            elif entry.is_file(follow_symlinks=False) and not _is_of_the_moment(entry.name):
+            elif entry.name in _LEFT_OUT or entry.name.endswith(".tmp"):
+                continue  # of the moment
+            elif entry.is_file(follow_symlinks=False):
                 _link_file(Path(entry.path), target / entry.name)
 
 
@@ -125,10 +127,6 @@ def _link_file(source: Path, target: Path) -> None:
             if error.errno not in _NO_LINKS:
                 raise
             shutil.copy2(source, target)
-
-
-def _is_of_the_moment(name: str) -> bool:
-    return name in _LEFT_OUT or name.endswith(".tmp")
 
 
 def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:

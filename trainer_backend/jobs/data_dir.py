@@ -40,17 +40,14 @@ _TRASH = "deleted-"
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The data directory.
-
-    Attributes:
-        path: absolute, without links, so that comparisons of paths are safe.
-        home: the name of this folder in a store that several services share.
-        plugins: the files of `job.trainer_plugins` whose code the operator lets jobs run now.
-    """
+    """The data directory."""
 
     path: Path
+    """Absolute, without links, so that comparisons of paths are safe."""
     home: str
+    """The name of this folder in a store that several services share."""
     plugins: tuple[Path, ...] = ()
+    """The files of `job.trainer_plugins` whose code the operator lets jobs run now."""
 
     def new_run_dir(self, name: str) -> Path:
         """Return a unique path for a new job's run; the folder is not created yet."""
@@ -166,27 +163,20 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
     with write_errors(folder):
         for subfolder in (folder, folder / SERVICE):
             subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
-        descriptor = os.open(folder / SERVICE / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if runs_jobs and not _try_lock(descriptor):
+        lock = (folder / SERVICE / "lock").open("ab")
+    with lock:
+        try:
+            if runs_jobs:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise RunDirectoryError(
                 f"another trainer service runs jobs in {path}",
                 hint="Stop it, choose another --data-dir, or start this one with --no-jobs.",
-            )
+            ) from error
         home = _home_of(folder / SERVICE / "home")
         if runs_jobs:
             _claim_place(folder, home)
         yield DataDir(folder, home, plugins)
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _home_of(file: Path) -> str:

@@ -28,17 +28,14 @@ _SHOWN_FOR = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The state of the store; if it does not answer, `up` is False and all else is empty.
-
-    Attributes:
-        rows: the last row of each kind of the jobs that run or have just ended.
-        processes: of the jobs that run, how many have each role and state.
-    """
+    """The state of the store; if it does not answer, `up` is False and all else is empty."""
 
     up: bool
     counts: Mapping[str, int]
     rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
+    """The last row of each kind of the jobs that run or have just ended."""
     processes: tuple[tuple[JobRow, Mapping[tuple[str, str], int]], ...] = ()
+    """How many processes of the running jobs have each role and state."""
 
 
 def page(service: Service, *, version: str, accept: str) -> Response:

@@ -62,17 +62,14 @@ def is_too_much(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The header of a table, or a key with its value.
-
-    Attributes:
-        line: counted from 1.
-        name: dotted, with the table's name.
-        depth: number of parts of its own key, or of the longest key in its value.
-    """
+    """The header of a table, or a key with its value."""
 
     line: int
+    """Counted from 1."""
     name: str
+    """Dotted, with the table's name."""
     depth: int
+    """Number of parts of its own key, or of the longest key in its value."""
 
 
 def statements(text: str) -> Iterator[Statement]:
@@ -169,14 +166,11 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot 
 
 @dataclass(frozen=True, slots=True)
 class ValidJob:
-    """A valid job.
-
-    Attributes:
-        tags: the tags in [tags] and in the request.
-    """
+    """A valid job."""
 
     loaded: LoadedJob
     tags: Mapping[str, str]
+    """The tags in [tags] and in the request."""
 
 
 def document_of(text: str) -> dict[str, Any]:
@@ -367,7 +361,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             "no vLLM server"
         )
     for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.rollout_only)):
-        if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
+        if bounds.inference_hosts.isdisjoint({host.lower(), host.rpartition(":")[0].lower()}):
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
@@ -434,10 +428,6 @@ def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) 
 
 def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
-
-
-def _without_port(host: str) -> str:
-    return host.rpartition(":")[0].lower()
 
 
 def _table(value: Any, name: str) -> dict[str, Any]:
@@ -510,17 +500,14 @@ class Checked(Body):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A valid job, ready to be stored.
-
-    Attributes:
-        toml: the job with every default filled in.
-        warnings: likely mistakes in it.
-    """
+    """A valid job, ready to be stored."""
 
     name: str
     toml: str
+    """The job with every default filled in."""
     tags: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
+    """Likely mistakes in it."""
 
 
 def resolve(

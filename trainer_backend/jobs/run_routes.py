@@ -111,19 +111,16 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole lines of a file, oldest first.
-
-    Attributes:
-        lines: without line ends.
-        ends: for each line, the byte after it.
-        end: the byte at which the next piece begins.
-        more: whether a next piece exists already.
-    """
+    """Whole lines of a file, oldest first."""
 
     lines: tuple[bytes, ...] = ()
+    """The lines without their ends."""
     ends: tuple[int, ...] = ()
+    """For each line, the byte after it."""
     end: int = 0
+    """The byte at which the next piece begins."""
     more: bool = False
+    """Whether a next piece exists already."""
 
     def texts(self) -> list[str]:
         """Decode the lines of a file with arbitrary output."""

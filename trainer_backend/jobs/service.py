@@ -27,14 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Service:
-    """The parts of a running service.
-
-    Attributes:
-        checks: the process that parses clients' input.
-        supervisor: None if the service runs no jobs (--no-jobs).
-        requests: statistics of the replies.
-        streams: number of open event streams.
-    """
+    """The parts of a running service."""
 
     settings: Settings
     store: Store
@@ -43,12 +36,16 @@ class Service:
     watcher: Watcher
     sweeper: Sweeper
     checks: CheckProcess
+    """The process that parses clients' input."""
     supervisor: Supervisor | None
+    """None if the service runs no jobs (--no-jobs)."""
     keys: Keys
     sessions: LoginSessions
     guesses: Guesses = field(default_factory=Guesses)
     requests: Requests = field(default_factory=Requests)
+    """Statistics of the replies."""
     streams: int = 0
+    """Number of open event streams."""
 
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs

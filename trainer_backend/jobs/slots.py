@@ -29,24 +29,21 @@ class Figures:
 
 @dataclass(slots=True)
 class Slot:
-    """The place of a running job, also between a crash and the next start. Times are the loop's clock.
-
-    Attributes:
-        is_counted: whether the job's `attempt` includes the next start already, because a claim counts it.
-        ending: how its process ended, until that is stored.
-        crashes: crashes without an iteration in between.
-        iteration: the last finished iteration at the last crash.
-        faults: crashes since then whose cause is the job's data or code.
-    """
+    """The place of a running job, also between a crash and the next start. Times are the loop's clock."""
 
     process: JobProcess | None = None
     is_counted: bool = False
+    """Whether the job's `attempt` includes the next start already, because a claim counts it."""
     ending: Ending | None = None
+    """How its process ended, until that is stored."""
     not_before_s: float = 0.0
     lock_deadline_s: float = math.inf
     crashes: int = 0
+    """Crashes without an iteration in between."""
     iteration: int = 0
+    """The last finished iteration at the last crash."""
     faults: int = 0
+    """Crashes since then whose cause is the job's data or code."""
 
     @property
     def lives(self) -> bool:

@@ -28,25 +28,22 @@ MOST_FAULTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended.
-
-    Attributes:
-        exit_code: negative: the signal that killed it.
-        state: the last state that the process wrote, or None.
-        crashes: crashes of this job without an iteration in between, including this one.
-        error: the last error that it printed, or why it could not start; None: there is none.
-        code: the code of the error that prevented its start; None: it started.
-        faults: as `crashes`, but of the job's data or of code.
-        last_line: what it printed last; may be empty.
-    """
+    """How a process ended."""
 
     exit_code: int
+    """Exit code; negative: the signal that killed it."""
     state: RunState | None
+    """The last state that the process wrote, or None."""
     crashes: int
+    """Crashes of this job without an iteration in between, including this one."""
     error: str | None = None
+    """The last error that it printed, or why it could not start; None: there is none."""
     code: str | None = None
+    """The code of the error that prevented its start; None: it started."""
     faults: int = 0
+    """The same as `crashes`, but of the job's data or of code."""
     last_line: str = ""
+    """What it printed last; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,19 +26,16 @@ Trial = Callable[[str], Awaitable[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job as a client sent it.
-
-    Attributes:
-        content: the unparsed body, or the tables of a job.
-        digest: of the body; an Idempotency-Key with another digest is refused.
-        tags: tags beside those of the job.
-        media_type: Content-Type of the body.
-    """
+    """A job as a client sent it."""
 
     content: bytes | Mapping[str, Any]
+    """The unparsed body, or the tables of a job."""
     digest: str
+    """Digest of the body; an Idempotency-Key with another digest is refused."""
     tags: Mapping[str, Any] = field(default_factory=dict)
+    """Tags beside those of the job."""
     media_type: str = ""
+    """Content-Type of the body."""
 
 
 def submission_of(body: bytes, media_type: str) -> Submission:

@@ -22,64 +22,55 @@ PACKAGE = "turnwise"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process was placed.
-
-    Attributes:
-        host: the address that it listens on; None: it is beside this process, and listens on the loopback or
-            an inherited socket.
-        rank: its number among the nodes of its role.
-        meeting: host and port where the processes of several nodes meet.
-        port: one that is free at the host; 0: whoever starts it knows one.
-    """
+    """Where a process was placed."""
 
     host: str | None = None
+    """The address that it listens on; None: it is beside this process, and listens on the loopback or an
+    inherited socket."""
     rank: int = 0
+    """Its number among the nodes of its role."""
     meeting: tuple[str, int] = ("", 0)
+    """Host and port where the processes of several nodes meet."""
     port: int = 0
+    """One that is free at the host; 0: whoever starts it knows one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the nodes of a role, or its replicas, must have; read where machines are chosen.
-
-    Attributes:
-        group: roles that are placed together: `learner`, or all replicas.
-        count: how many nodes or replicas the group has.
-        processes: that compute in each; a CPU for each of them, and an accelerator where it has one.
-        device: that of [model]; `auto` is an accelerator where the cluster has some.
-    """
+    """What the nodes of a role, or its replicas, must have; read where machines are chosen."""
 
     group: str
+    """Roles that are placed together: `learner`, or all replicas."""
     count: int = 1
+    """How many nodes or replicas the group has."""
     processes: int = 1
+    """Processes that compute in each; a CPU for each of them, and an accelerator where it has one."""
     device: str = "auto"
+    """The device of [model]; `auto` is an accelerator where the cluster has some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A process of a run.
-
-    Attributes:
-        name: for people, and to tell the roles of a run apart.
-        command: makes its command line for a place.
-        environment: variables beside those of its machine.
-        log_file: receives its stderr; None: this process's own.
-        withheld: variables of this process that it does not get.
-        replica: its number in its group; None: it is on all nodes of the group, as one.
-        resources: None: it runs beside this process, whatever the launcher.
-        has_ready_line: whether it prints its address when it is ready; otherwise its stdout is a log too.
-        descriptors: open files that a child inherits.
-    """
+    """A process of a run."""
 
     name: str
+    """For people, and to tell the roles of a run apart."""
     command: Callable[[Place], Sequence[str]]
+    """Makes its command line for a place."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of its machine."""
     log_file: Path | None = None
+    """Receives its stderr; None: this process's own."""
     withheld: frozenset[str] = frozenset()
+    """Variables of this process that it does not get."""
     replica: int | None = None
+    """Its number in its group; None: it is on all nodes of the group, as one."""
     resources: Resources | None = None
+    """None: it runs beside this process, whatever the launcher."""
     has_ready_line: bool = True
+    """Whether it prints its address when it is ready; otherwise its stdout is a log too."""
     descriptors: Sequence[int] = ()
+    """Open files that a child inherits."""
 
 
 class Process(Protocol):

@@ -54,21 +54,18 @@ _LOST = -signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What an actor says of its node.
-
-    Attributes:
-        host: the address by which other nodes reach it.
-        port: one that is free there.
-        python: the interpreter of the package there.
-        folder: of the package there.
-        release: of the package.
-    """
+    """What an actor says of its node."""
 
     host: str
+    """The address by which other nodes reach it."""
     port: int
+    """One that is free there."""
     python: str
+    """The interpreter of the package there."""
     folder: str
+    """The folder of the package there."""
     release: str
+    """The release of the package."""
 
 
 class Host:

@@ -12,7 +12,6 @@ read it.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -163,7 +162,7 @@ class ErrorBody(Body):
 
     def error(self) -> TrainerError:
         """The same error, of the nearest class that this process knows."""
-        known = {kind.__name__: kind for kind in _tree(TrainerError)}
+        known = {kind.__name__: kind for kind in TrainerError.tree()}
         kind = next((known[name] for name in self.classes if name in known), LearnerFailed)
         error = kind.__new__(kind)  # some have arguments of their own
         TrainerError.__init__(error, self.detail, where=self.where, hint=self.hint, code=self.code)
@@ -173,9 +172,3 @@ class ErrorBody(Body):
         if self.errno is not None:
             error.__cause__ = OSError(self.errno, os.strerror(self.errno))
         return error
-
-
-def _tree(kind: type[TrainerError]) -> Iterator[type[TrainerError]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _tree(below)

@@ -39,16 +39,13 @@ _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run of the comparison; no two have the same name.
-
-    Attributes:
-        data: its rows, where it recorded them.
-    """
+    """A run of the comparison; no two have the same name."""
 
     name: str
     story: Story
     state: JobState
     data: DataRecord | None = None
+    """Its rows, where it recorded them."""
 
     @property
     def last(self) -> Row | None:
@@ -64,17 +61,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The last evaluation of a run minus that of the first run, world by world.
-
-    Attributes:
-        outcome: the mean difference; None if no world was played by both.
-        doubt: the keys that differ and make the same world another task.
-        mismatch: why rows that both played cannot be compared.
-    """
+    """The last evaluation of a run minus that of the first run, world by world."""
 
     outcome: Interval | None
+    """The mean difference; None if no world was played by both."""
     doubt: tuple[str, ...]
+    """The keys that differ and make the same world another task."""
     mismatch: tuple[str, ...] = ()
+    """Why rows that both played cannot be compared."""
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:
@@ -170,7 +164,9 @@ def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
         summary=summary_rows(sides),
         doubts=doubts(sides),
         differs=setting_differences(sides),
-        rates=_rate_rows(sides),
+        rates=[
+            (spaced(name), [_rate(side, name) for side in sides]) for name in reversed(achievements(sides))
+        ],
         saved_at=datetime.now(UTC),
     )
     return save(folder / FILE, html)
@@ -221,10 +217,12 @@ def _seed_sentences(sides: Sequence[Side]) -> list[str]:
     """Say that no interval includes training seeds, and which runs show how much these change."""
     groups: list[list[Side]] = []
     for side in sides:
-        home = next((group for group in groups if _are_of_one_setting(group[0], side)), None)
-        groups += [[side]] if home is None else []
-        if home is not None:
-            home.append(side)
+        for group in groups:
+            if all(key.startswith(_NO_SETTINGS) for key, _ in setting_differences([group[0], side])):
+                group.append(side)
+                break
+        else:
+            groups.append([side])
     several = [group for group in groups if len({side.story.job.job.seed for side in group}) > 1]
     if not several:
         return [ONE_SEED] if len(sides) > 1 else []
@@ -233,10 +231,6 @@ def _seed_sentences(sides: Sequence[Side]) -> list[str]:
         "apart as training seeds make them; the intervals, over the held-out worlds alone, include none of it"
         for group in several
     ]
-
-
-def _are_of_one_setting(one: Side, other: Side) -> bool:
-    return all(key.startswith(_NO_SETTINGS) for key, _ in setting_differences([one, other]))
 
 
 def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:
@@ -265,11 +259,6 @@ def _interval_text(mean: Interval, form: str) -> str:
     if mean.low is None or mean.high is None:
         return form.format(mean.mean)
     return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"
-
-
-def _rate_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """The success rates of the last evaluations with Wilson intervals, the highest first."""
-    return [(spaced(name), [_rate(side, name) for side in sides]) for name in reversed(achievements(sides))]
 
 
 def _rate(side: Side, name: str) -> str:

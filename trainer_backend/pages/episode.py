@@ -41,11 +41,7 @@ class AnchorLine:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A rollout with all that its page needs.
-
-    Attributes:
-        consumed: the iteration whose update learned from it, or None.
-    """
+    """A rollout with all that its page needs."""
 
     job: JobRow
     run_dir: Path
@@ -53,6 +49,7 @@ class Episode:
     stored: StoredRollout
     siblings: tuple[RolloutRow, ...]
     consumed: int | None
+    """The iteration whose update learned from it, or None."""
 
     @property
     def trajectory(self) -> Trajectory | None:

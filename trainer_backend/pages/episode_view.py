@@ -209,55 +209,49 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class DecisionLine:
-    """A line of the list of decisions.
-
-    Attributes:
-        action: the executed actions; in a conversation the calls or the text.
-        unlocked: achievements, for the first time in the episode.
-        payments: other rewards and costs, each with its sign.
-        bar: its advantage, on the scale of the episode's largest; None without credit.
-    """
+    """A line of the list of decisions."""
 
     turn: int
     action: str
+    """The executed actions; in a conversation the calls or the text."""
     unlocked: tuple[str, ...]
+    """Achievements, for the first time in the episode."""
     payments: tuple[str, ...]
+    """Other rewards and costs, each with its sign."""
     invalid: bool
     reward: float | None
     return_to_go: float | None
     advantage: float | None
     bar: Bar | None
+    """Its advantage, on the scale of the episode's largest; None without credit."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionView:
-    """All of one decision.
-
-    Attributes:
-        credit: its rewards and advantages in training; empty if it was not trained on.
-        derivation: how the advantage follows from its parts: equations, in pieces of text and number in turn,
-            each with words about it.
-        measures: counts and rewards, each with its meaning.
-        prompt: the messages that the model saw.
-        fresh: the prompt is written anew for each decision, so no message is marked as new.
-        answer: the model's answer as text, if it is known.
-        actions: names of the executed actions.
-        after: the texts of an interaction beside its score, and the messages after the last answer.
-    """
+    """All of one decision."""
 
     turn: int
     credit: tuple[Figure, ...]
+    """Its rewards and advantages in training; empty if it was not trained on."""
     derivation: tuple[tuple[tuple[str, ...], str], ...]
+    """How the advantage follows from its parts: equations, in pieces of text and number in turn, each with
+    words about it."""
     measures: tuple[Figure, ...]
+    """Counts and rewards, each with its meaning."""
     unlocked: tuple[str, ...]
     prompt: tuple[MessageView, ...]
+    """The messages that the model saw."""
     fresh: bool
+    """The prompt is written anew for each decision, so no message is marked as new."""
     calls: tuple[Call, ...]
     answer: str
+    """The model's answer as text, if it is known."""
     actions: tuple[str, ...]
+    """Names of the executed actions."""
     invalid: str
     result: str
     after: tuple[str, ...]
+    """The texts of an interaction beside its score, and the messages after the last answer."""
     facts: tuple[tuple[str, str], ...]
     state_key: str
     branch_returns: tuple[str, ...]

@@ -71,18 +71,15 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """The objects that pages read from.
-
-    Attributes:
-        jobs: None in a service that only shows runs.
-        clock: the date and time in UTC.
-        examples: names and texts of jobs to fill the form with.
-    """
+    """The objects that pages read from."""
 
     store: Store
     jobs: Jobs | None
+    """None in a service that only shows runs."""
     clock: Callable[[], datetime]
+    """The date and time in UTC."""
     examples: tuple[tuple[str, str], ...] = ()
+    """Names and texts of jobs to fill the form with."""
     rollouts: StoredRollouts = field(default_factory=StoredRollouts)
     frames: Frames = field(default_factory=Frames)
     _tokenizers: Cache[Callable[[int], str] | None] = field(default_factory=lambda: Cache(4))
@@ -235,21 +232,13 @@ def page_router() -> APIRouter:
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
-class BadAddress(TrainerError):
+class BadAddress(TrainerError, code="address_invalid", status=400, title="Address cannot be read"):
     """An address with an invalid value, such as a malformed number."""
 
-    code = "address_invalid"
-    status = 400
-    title = "Address cannot be read"
+
+class UnknownTurn(TrainerError, code="turn_unknown", status=404, title="No such decision"):
+    """The episode has no decision of that number."""
 
 
-class UnknownTurn(TrainerError):
-    code = "turn_unknown"
-    status = 404
-    title = "No such decision"
-
-
-class ReadOnly(TrainerError):
-    code = "only_shows"
-    status = 403
-    title = "This service begins no jobs"
+class ReadOnly(TrainerError, code="only_shows", status=403, title="This service begins no jobs"):
+    """The service was started to show runs only, and begins none."""

@@ -16,46 +16,40 @@ Form = Literal["number", "percent", "seconds"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric of a panel.
-
-    Attributes:
-        metric: its name; may contain a `*`.
-        label: its name in the legend; for a metric with a `*`, the text in place of the `*`.
-        kind: the kind of row that has it.
-        band: metrics of its lower and upper bound.
-        needs: a metric of an iteration; a run without it does not show this line.
-    """
+    """One metric of a panel."""
 
     metric: str
+    """Its name; may contain a `*`."""
     label: str
+    """Its name in the legend; for a metric with a `*`, the text in place of the `*`."""
     kind: Kind = "iteration"
+    """The kind of row that has it."""
     band: tuple[str, str] | None = None
+    """Metrics of its lower and upper bound."""
     needs: str | None = None
+    """A metric of an iteration; a run without it does not show this line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart.
-
-    Attributes:
-        key: its name in addresses.
-        note: a sentence with the unit.
-        form: the format of its values.
-        stacked: its lines are parts of a whole.
-        wide: it is wider than other panels.
-        x: the name of the horizontal axis.
-        scatter: it draws points without a line between them.
-    """
+    """A chart."""
 
     key: str
+    """Its name in addresses."""
     title: str
     note: str
+    """A sentence with the unit."""
     lines: tuple[Line, ...]
     form: Form = "number"
+    """The format of its values."""
     stacked: bool = False
+    """Its lines are parts of a whole."""
     wide: bool = False
+    """It is wider than other panels."""
     x: str = "iteration"
+    """The name of the horizontal axis."""
     scatter: bool = False
+    """It draws points without a line between them."""
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements

@@ -53,19 +53,16 @@ class Shot:
 
 @dataclass(frozen=True, slots=True)
 class Filmstrip:
-    """The best episode of the best evaluation.
-
-    Attributes:
-        headline: its world, its outcome and its end.
-        lines: its decisions, each with the text of its prompt.
-        shots: its pictures.
-        missing: the reason if it has no pictures.
-    """
+    """The best episode of the best evaluation."""
 
     headline: str
+    """Its world, its outcome and its end."""
     lines: Sequence[tuple[DecisionLine, str]]
+    """Its decisions, each with the text of its prompt."""
     shots: Sequence[Shot] = ()
+    """Its pictures."""
     missing: str = ""
+    """The reason if it has no pictures."""
 
 
 def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:

@@ -88,7 +88,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
         **figures_of(
             iteration_ends(store, job_id),
             evaluations(store, job_id),
-            _rate_curves(store, job_id),
+            reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id],
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
             best=next((row.iteration for row in checkpoints if row.best), None),
             lossy=[_row(line) for line in reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES)],
@@ -178,10 +178,6 @@ def log(request: Request, job_id: str) -> Response:
     """Show the last lines of the run's log."""
     lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
     return page("log", lines=log_lines(lines), skipped=skipped, **run_frame(request, job_id, "log"))
-
-
-def _rate_curves(store: Store, job_id: str) -> Mapping[str, Series]:
-    return reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id]
 
 
 def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:

@@ -18,29 +18,26 @@ from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, ta
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of every page of a run.
-
-    Attributes:
-        live: the run may still change.
-        place: the id of the last event that this page shows.
-        progress: the current stage, in words.
-        actions: the verbs that are allowed now.
-        processes: of a live run, by role.
-    """
+    """The head of every page of a run."""
 
     id: str
     name: str
     state: str
     live: bool
+    """The run may still change."""
     place: str
+    """The id of the last event that this page shows."""
     done: int
     total: int
     progress: str
+    """The current stage, in words."""
     actions: tuple[str, ...]
+    """The verbs that are allowed now."""
     facts: tuple[tuple[str, str], ...]
     code: str
     detail: str
     processes: tuple[ProcessRecord, ...] = ()
+    """Processes of a live run, by role."""
 
 
 def head_of(

@@ -20,19 +20,16 @@ EVALUATE_S = "time/evaluate_s"
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The job, metrics and rollout files of a run.
-
-    Attributes:
-        job: the resolved job.
-        run_id: the name of the run at task apps.
-        rows: of metrics.jsonl, oldest first.
-        rollouts: the folder of its Parquet files.
-    """
+    """The job, metrics and rollout files of a run."""
 
     job: JobConfig
+    """The resolved job."""
     run_id: str
+    """The name of the run at task apps."""
     rows: Sequence[Row]
+    """Rows of metrics.jsonl, oldest first."""
     rollouts: Path
+    """The folder of its Parquet files."""
 
     @property
     def iterations(self) -> list[Row]:

@@ -29,20 +29,17 @@ _ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # at the sides, and for each 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Work on one iteration. `start` and `width` are percents of the axis.
-
-    Attributes:
-        label: the number of the iteration; of an evaluation, "E"; empty where no page has room for it.
-        roomy: whether a narrow page has room for the label too.
-        words: what it was, when, and how long.
-    """
+    """Work on one iteration. `start` and `width` are percents of the axis."""
 
     work: Work
     start: float
     width: float
     label: str
+    """The number of the iteration; of an evaluation, "E"; empty where no page has room for it."""
     roomy: bool
+    """Whether a narrow page has room for the label too."""
     words: str
+    """What it was, when, and how long."""
 
     @property
     def middle(self) -> float:
@@ -60,22 +57,19 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class TimelineView:
-    """The figure; `bars` are empty where the run has nothing to draw.
-
-    Attributes:
-        words: which share of the time both worked, and who waited for whom.
-        summary: the picture in words.
-        end: the time of day at the end of the axis.
-        table: for each iteration, the newest first: its number, when and how long it was collected and
-            learned from.
-    """
+    """The figure; `bars` are empty where the run has nothing to draw."""
 
     bars: tuple[Bar, ...] = ()
     ticks: tuple[Tick, ...] = ()
     words: str = ""
+    """Which share of the time both worked, and who waited for whom."""
     summary: str = ""
+    """The picture in words."""
     end: str = ""
+    """The time of day at the end of the axis."""
     table: tuple[tuple[str, str, str], ...] = ()
+    """For each iteration, the newest first: its number, when and how long it was collected and learned
+    from."""
 
     @property
     def evaluates(self) -> bool:

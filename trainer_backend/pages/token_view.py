@@ -30,47 +30,38 @@ Decode = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token.
-
-    Attributes:
-        text: as the tokenizer decodes it alone, or its id without a tokenizer.
-        kind: the classes of its colours.
-        title: its id, log-prob, advantage and version, for a tooltip.
-    """
+    """One token."""
 
     text: str
+    """The token as the tokenizer decodes it alone, or its id without a tokenizer."""
     kind: str
+    """The classes of its colours."""
     title: str
+    """Its id, log-prob, advantage and version, for a tooltip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent tokens that one decision sampled, or that are context.
-
-    Attributes:
-        turn: of the decision; None for context.
-        tokens: the tokens, or the beginning of a folded run.
-        folded: the number of tokens left out between `tokens` and `rest`.
-        rest: the end of a folded run.
-    """
+    """Adjacent tokens that one decision sampled, or that are context."""
 
     turn: int | None
+    """Number of the decision; None for context."""
     tokens: tuple[Token, ...]
+    """The tokens, or the beginning of a folded run."""
     folded: int = 0
+    """The number of tokens left out between `tokens` and `rest`."""
     rest: tuple[Token, ...] = ()
+    """The end of a folded run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """The part of a segment before or after the tokens on the page.
-
-    Attributes:
-        tokens: its number of tokens.
-        turn: its nearest decision, whose page shows them.
-    """
+    """The part of a segment before or after the tokens on the page."""
 
     tokens: int
+    """Its number of tokens."""
     turn: int
+    """Its nearest decision, whose page shows them."""
 
 
 @dataclass(frozen=True, slots=True)

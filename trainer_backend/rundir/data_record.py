@@ -27,29 +27,23 @@ _MOST_NAMED = 3
 
 
 class Earlier(NamedTuple):
-    """A training row of earlier starts that is gone, changed, or held out since.
-
-    Attributes:
-        until: the last iteration that may have played it.
-    """
+    """A training row of earlier starts that is gone, changed, or held out since."""
 
     row: RowIdentity
     until: int
+    """The last iteration that may have played it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
-    """The rows of a run.
-
-    Attributes:
-        rows: those of its last start, training rows first.
-        by_position: whether ids are positions, so that equal ids of two runs may be different rows.
-        earlier: the other rows that it trained on.
-    """
+    """The rows of a run."""
 
     rows: tuple[RowIdentity, ...]
+    """Those of its last start, training rows first."""
     by_position: bool
+    """Whether ids are positions, so that equal ids of two runs may be different rows."""
     earlier: tuple[Earlier, ...] = ()
+    """The other rows that it trained on."""
 
     def followed_by(self, rows: Sequence[RowIdentity], iteration: int) -> "DataRecord":
         """The record once these rows are accepted, after an iteration."""
@@ -85,15 +79,12 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
 
 
 class Differences(NamedTuple):
-    """How rows of today differ from a record, as sentences; both together as a text.
-
-    Attributes:
-        changes: empty if the rows are those of the record.
-        leaks: of `DataRecord.describe_leaks`.
-    """
+    """How rows of today differ from a record, as sentences; both together as a text."""
 
     changes: str
+    """Empty if the rows are those of the record."""
     leaks: str
+    """The text of `DataRecord.describe_leaks`."""
 
     def __str__(self) -> str:
         return "; ".join(filter(None, self))

@@ -2,9 +2,7 @@
 
 import fcntl
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from trainer_backend.errors import JobError, RunDirectoryError
@@ -71,22 +69,14 @@ def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list
     """
     if not models:
         return []
-    with _held(run):
-        return _continue_record(run, models)
-
-
-@contextmanager
-def _held(run: RunDirectory) -> Iterator[None]:
-    """Hold the record: the gateways of a run with [cluster] read and write it at the same moment."""
     path = run.path / "run.json"  # of every run, and never replaced
     with write_errors(path):
-        descriptor = os.open(path, os.O_RDWR)
-    try:
+        lock = path.open("r+b")
+    with lock:
         with write_errors(path):  # a file system may have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+            # The gateways of a run with [cluster] read and write the record at the same moment.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return _continue_record(run, models)
 
 
 def _continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:

@@ -43,14 +43,11 @@ _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, DATA_RECORD, lock.FILE,
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The directory of one run.
-
-    Attributes:
-        run_id: the run's name at task apps; unlike the folder's name it is never used twice.
-    """
+    """The directory of one run."""
 
     path: Path
     run_id: str
+    """The run's name at task apps; unlike the folder's name it is never used twice."""
 
     @property
     def metrics_file(self) -> Path:

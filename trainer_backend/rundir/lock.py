@@ -1,4 +1,9 @@
-"""One trainer per run directory: a lock that ends with the process that holds it, however that ends."""
+"""One trainer per run directory: a lock that ends with the process that holds it, however that ends.
+
+Not `filelock`: its locks are exclusive, and `holder` looks with a shared one. Its version 3, which packages
+may bring, empties the file that names the holder at each try, and version 4 falls back to a lock file, which
+outlives a killed process.
+"""
 
 import fcntl
 import json
@@ -20,16 +25,13 @@ _TRIES, _PAUSE_S = 20, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that trains a run.
-
-    Attributes:
-        pid: the process on `host`; 0: it has just started and has not written its name yet.
-        since: UTC, ISO 8601.
-    """
+    """The process that trains a run."""
 
     pid: int
+    """The process on `host`; 0: it has just started and has not written its name yet."""
     host: str
     since: str
+    """UTC, ISO 8601."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}" if self.pid else "another process"

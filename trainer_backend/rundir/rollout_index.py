@@ -48,21 +48,18 @@ _STAGES = {"iteration": "train"}
 
 @dataclass(frozen=True, slots=True)
 class RolloutFile:
-    """A file of stored rollouts.
-
-    Attributes:
-        name: relative to the run directory, such as rollouts/iteration_3.parquet.
-        stage: train, branches, evaluation, warmup or prompts.
-        iteration: 0 for a stage without iterations.
-        modified_ns: nanoseconds since 1970; together with the size it shows a rewrite.
-    """
+    """A file of stored rollouts."""
 
     path: Path
     name: str
+    """Relative to the run directory, such as rollouts/iteration_3.parquet."""
     stage: str
+    """One of train, branches, evaluation, warmup and prompts."""
     iteration: int
+    """0 for a stage without iterations."""
     size: int
     modified_ns: int
+    """Nanoseconds since 1970; together with the size it shows a rewrite."""
 
 
 def rollout_files(run: Path) -> list[RolloutFile]:

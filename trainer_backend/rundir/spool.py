@@ -35,14 +35,11 @@ SPOOL_ENDING = ".spool.jsonl"
 
 
 class Part(NamedTuple):
-    """A header of a spool, and the rollouts below it.
-
-    Attributes:
-        header: `requests`, the digests of the first requests of a stage by plan id, and `policy_version`. In
-            spools of an earlier version, `plan` is one digest of all these requests.
-    """
+    """A header of a spool, and the rollouts below it."""
 
     header: Mapping[str, Any]
+    """`requests`, the digests of the first requests of a stage by plan id, and `policy_version`. In spools of
+    an earlier version, `plan` is one digest of all these requests."""
     rollouts: list[Rollout]
 
     def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
@@ -391,17 +388,13 @@ LEDGER_FILE = "ledger.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """The rollouts that one iteration's update learned from; none if every group was flat.
-
-    Attributes:
-        policy_version: the version after the update.
-        rollout_ids: the episodes in the update: without omitted flat groups, and without branches, which only
-            measure.
-    """
+    """The rollouts that one iteration's update learned from; none if every group was flat."""
 
     iteration: int
     policy_version: int
+    """The version after the update."""
     rollout_ids: tuple[str, ...]
+    """The episodes in the update: without omitted flat groups, and without branches, which only measure."""
 
 
 def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:

@@ -30,24 +30,21 @@ GONE = "gone"
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One of the processes that work for a run.
-
-    Attributes:
-        name: of all processes with its role it alone has this name.
-        host: where it is, if its name does not say it.
-        state: such as `starting`, `stale`, `serving` and `lost` of a replica.
-        version: of the policy that it has; None: it has none, or nobody knows.
-        word: the last thing that it said, or that was said about it; may be empty.
-        since: when `state` last changed; UTC, ISO 8601.
-    """
+    """One of the processes that work for a run."""
 
     role: ProcessRole
     name: str
+    """No other process with its role has this name."""
     host: str
+    """Where it is, if its name does not say it."""
     state: str
+    """A replica's is `starting`, `stale`, `serving`, `lost` and the like."""
     version: int | None
+    """Version of the policy that it has; None: it has none, or it is unknown."""
     word: str
+    """The last thing that it said, or that was said about it; may be empty."""
     since: str
+    """When `state` last changed; UTC, ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +80,12 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The state of a run as other processes see it.
-
-    Attributes:
-        state: the last written state; None: a version without state files.
-        holder: the process that trains it now, or None.
-    """
+    """The state of a run as other processes see it."""
 
     state: RunState | None
+    """The last written state; None: a version without state files."""
     holder: Holder | None
+    """The process that trains it now, or None."""
 
     @property
     def interrupted(self) -> bool:

@@ -35,34 +35,31 @@ _PLAY = frozenset(
 
 
 class TruthSetting(BaseModel):
-    """What the measured advantages depend on, beside the rollouts.
-
-    Attributes:
-        run_id: of the run that stored them.
-        checkpoint: name of the run's checkpoint that plays on, or the path of another one.
-        digest: of its weights; None: it has none (a model folder, or a file of before).
-        gamma: discount per decision.
-        continuations: pairs of continuations for each decision.
-        horizon: decisions that a continuation may take; None: as many as its episode has left.
-        fresh_draws: whether each pair of continuations draws its own random numbers of the world; if not, all
-            have those that the stored episode met.
-        rewards: of [training], what r_t depends on.
-        play: of [rollout], what the policy sees and may do.
-    """
+    """What the measured advantages depend on, beside the rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
+    """Id of the run that stored them."""
     iteration: int
     checkpoint: str
+    """Name of the run's checkpoint that plays on, or the path of another one."""
     digest: str | None = None
+    """Digest of its weights; None: it has none (a model folder, or a file of before)."""
     gamma: float
+    """Discount per decision."""
     continuations: int
+    """Pairs of continuations for each decision."""
     horizon: int | None
+    """Decisions that a continuation may take; None: as many as its episode has left."""
     fresh_draws: bool
+    """Whether each pair of continuations draws its own random numbers of the world; if not, all have those
+    that the stored episode met."""
     seed: int
     rewards: dict[str, Any]
+    """What r_t depends on in [training]."""
     play: dict[str, Any]
+    """What the policy sees and may do by [rollout]."""
 
     @field_validator("play")
     @classmethod

@@ -20,72 +20,46 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from trainer_backend.errors import TrainerError
-
-# The errors of the store. The whole tree is drawn in trainer_backend/errors.py.
+from trainer_backend.errors import RETRY_S, ApiError, TrainerError
 
 
-class StoreError(TrainerError):
+class StoreError(TrainerError, code="store_invalid", status=400, title="Store cannot be used"):
     """The store cannot be used: its address or its version is wrong."""
 
-    code = "store_invalid"
-    status = 400
-    title = "Store cannot be used"
 
-
-class StoreUnavailable(StoreError):
+class StoreUnavailable(
+    StoreError, code="store_unavailable", status=503, title="Store does not answer", retry_after_s=RETRY_S
+):
     """The database does not answer, or refuses to write. Runs lose nothing: the next sync catches up."""
 
-    code = "store_unavailable"
-    status = 503
-    retry_after_s = 5  # about as long as a database needs to start
-    title = "Store does not answer"
+
+class UnknownJob(StoreError, code="job_unknown", status=404, title="Unknown job"):
+    """No job has that id."""
 
 
-class UnknownJob(StoreError):
-    code = "job_unknown"
-    status = 404
-    title = "Unknown job"
+class UnknownRollout(StoreError, code="rollout_unknown", status=404, title="Unknown rollout"):
+    """No rollout has that id."""
 
 
-class UnknownRollout(StoreError):
-    code = "rollout_unknown"
-    status = 404
-    title = "Unknown rollout"
-
-
-class UnknownCursor(StoreError):
+class UnknownCursor(ApiError):
     """The cursor was not issued by the store."""
-
-    code = "request_invalid"
-    status = 422
-    title = "Request cannot be read"
 
     def __init__(self, cursor: str) -> None:
         super().__init__(f"cursor is {cursor[:40]!r}; send the cursor of the previous page unchanged")
 
 
-class IdempotencyConflict(StoreError):
+class IdempotencyConflict(
+    StoreError, code="idempotency_conflict", status=409, title="Idempotency key was used for another job"
+):
     """An idempotency key was used again with another body."""
 
-    code = "idempotency_conflict"
-    status = 409
-    title = "Idempotency key was used for another job"
 
-
-class JobConflict(StoreError):
+class JobConflict(StoreError, code="job_conflict", status=409, title="The job's state does not allow it"):
     """The job's state does not allow the request."""
 
-    code = "job_conflict"
-    status = 409
-    title = "The job's state does not allow it"
 
-
-class JobChanged(JobConflict):
+class JobChanged(JobConflict, code="job_changed", title="The job was changed meanwhile"):
     """Somebody else changed the job after it was read. Read it again."""
-
-    code = "job_changed"
-    title = "The job was changed meanwhile"
 
 
 _BUSY_S = 15.0  # how long a SQLite writer waits for another writer
@@ -111,16 +85,13 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. Threads may share it; each call is a transaction of its own.
-
-    Attributes:
-        shown: the address without its password, for messages.
-        clock: the source of every stored time.
-    """
+    """An open store. Threads may share it; each call is a transaction of its own."""
 
     engine: Engine
     shown: str
+    """The address without its password, for messages."""
     clock: Callable[[], datetime] = utc_now
+    """The source of every stored time."""
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

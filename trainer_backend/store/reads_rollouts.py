@@ -30,12 +30,7 @@ _COLUMNS: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """A filter of rollouts. Fields that are None do not filter.
-
-    Attributes:
-        min_reward: minimum outcome reward.
-        text: part of the rollout id, case-insensitive.
-    """
+    """A filter of rollouts. Fields that are None do not filter."""
 
     stage: str | None = None
     iteration: int | None = None
@@ -45,7 +40,9 @@ class RolloutFilter:
     failure_code: str | None = None
     stop_reason: str | None = None
     min_reward: float | None = None
+    """Minimum outcome reward."""
     text: str | None = None
+    """Part of the rollout id, case-insensitive."""
 
 
 def rollouts(

@@ -20,14 +20,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Item]):
-    """A page of a list.
-
-    Attributes:
-        cursor: opaque position of the next page; None: this page is the last.
-    """
+    """A page of a list."""
 
     items: tuple[Item, ...]
     cursor: str | None
+    """Opaque position of the next page; None: this page is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,37 +109,34 @@ class MetricLine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """A stored rollout.
-
-    Attributes:
-        number: position in the order of arrival; pages use it.
-        stage: train, branches, evaluation, warmup or prompts.
-        file: its Parquet file in the run directory, such as rollouts/iteration_3.parquet.
-        policy: last part of `model`, or the policy's name.
-        reward: sum of r_t; None where no decision has a reward.
-        decisions: number of its decisions.
-        decisions_stored: whether the store still has them; retention removes those of old iterations.
-    """
+    """A stored rollout."""
 
     number: int
+    """Position in the order of arrival; pages use it."""
     rollout_id: str
     stage: str
+    """One of train, branches, evaluation, warmup and prompts."""
     iteration: int
     file: str
+    """Its Parquet file in the run directory, such as rollouts/iteration_3.parquet."""
     group_id: str
     sibling: int
     attempt: int
     policy: str
+    """Last part of `model`, or the policy's name."""
     status: str
     seed: int | None
     outcome_reward: float | None
     reward: float | None
+    """Sum of r_t; None where no decision has a reward."""
     unique_achievements: int | None
     decisions: int
+    """Number of its decisions."""
     env_steps: int | None
     stop_reason: str | None
     failure_code: str | None
     decisions_stored: bool
+    """Whether the store still has them; retention removes those of old iterations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,13 @@ class FileMark:
 
 @dataclass(frozen=True, slots=True)
 class NewLines:
-    """The lines of a file that the store lacks.
-
-    Attributes:
-        whole: whether these are all lines of the file: it is new, or was rewritten.
-        end: the byte at which the next lines begin; `digest` covers the bytes before it.
-    """
+    """The lines of a file that the store lacks."""
 
     rows: Sequence[Row]
     whole: bool
+    """Whether these are all lines of the file: it is new, or was rewritten."""
     end: int
+    """The byte at which the next lines begin; `digest` covers the bytes before it."""
     digest: str
     modified_ns: int
 

@@ -229,22 +229,19 @@ def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
 
 @dataclass(slots=True)
 class _Story:
-    """The steps so far, and where each message of the last prompt stands among them.
-
-    Attributes:
-        prompt_ids: step_id of each message of the last prompt.
-        known: step_id of each message that was told, by what it says.
-        last_answer: the step_id of the last decision.
-        turn: of the decision whose prompt is told; inf once all are.
-        results: every result, with the turn whose prompt shows it first; inf: none does.
-    """
+    """The steps so far, and where each message of the last prompt stands among them."""
 
     steps: list[Json] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
+    """step_id of each message of the last prompt."""
     known: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """step_id of each message that was told, by what it says."""
     last_answer: int = 0
+    """The step_id of the last decision."""
     turn: float = 0.0
+    """Number of the decision whose prompt is told; inf once all are."""
     results: list[tuple[float, Json]] = field(default_factory=list)
+    """Every result, with the turn whose prompt shows it first; inf: none does."""
 
     def prompt(self, step: StepData) -> list[int] | None:
         """Tell the messages of a prompt that were not told before.

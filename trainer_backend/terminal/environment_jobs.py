@@ -26,22 +26,19 @@ def union(*parts: Values) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentJob:
-    """The values of an environment's jobs.
-
-    Attributes:
-        common: with every model: the source of r_t, and whether the environment is a conversation.
-        fresh: with a fresh small model, which knows nothing: a warm-up, short texts, and settings of RL with
-            which such a model learns. None: it cannot begin in this environment.
-        trained: with a trained model, which reads and answers at length.
-        files: examples that are written beside the job, by name.
-        of_files: with every model, what names these files.
-    """
+    """The values of an environment's jobs."""
 
     common: Values
+    """Values with every model: the source of r_t, and whether the environment is a conversation."""
     fresh: Values | None
+    """Values with a fresh small model, which knows nothing: a warm-up, short texts, and settings of RL with
+    which such a model learns. None: it cannot begin in this environment."""
     trained: Values = field(default_factory=dict)
+    """Values with a trained model, which reads and answers at length."""
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    """Examples that are written beside the job, by name."""
     of_files: Values = field(default_factory=dict)
+    """Values with every model that name these files."""
 
 
 def environment_job(env: str) -> EnvironmentJob:

@@ -36,18 +36,15 @@ FORMS = MESSAGES, ATIF = ("messages", "atif")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter of episodes. Absent fields do not filter.
-
-    Attributes:
-        min_reward: minimum outcome_reward.
-        achievements: the episode must have unlocked all of these.
-        policy: last part of its model, or the policy's name.
-    """
+    """A filter of episodes. Absent fields do not filter."""
 
     stages: Sequence[str] = DEFAULT_STAGES
     min_reward: float | None = None
+    """Minimum outcome_reward."""
     achievements: Sequence[str] = ()
+    """The episode must have unlocked all of these."""
     policy: str | None = None
+    """Last part of its model, or the policy's name."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.stages) - set(STAGES))
@@ -72,17 +69,14 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export.
-
-    Attributes:
-        skipped: excluded episodes by cause.
-        unit: the name of what is counted in `rows`.
-    """
+    """The result of an export."""
 
     rows: int
     episodes: int
     skipped: Counter[str]
+    """Excluded episodes by cause."""
     unit: str = "rows"
+    """The name of what is counted in `rows`."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())

@@ -22,18 +22,14 @@ _SILENCE_S = 60.0
 _MOST_REPLY_BYTES = 64 << 20
 
 
-class ServiceRefused(TrainerError):
+class ServiceRefused(TrainerError, code="service_refused", status=400, title="The trainer service refused"):
     """The service refused a request; the message is its own."""
 
-    code = "service_refused"
-    status = 400
-    title = "The trainer service refused"
 
-
-class ServiceUnreachable(TrainerError):
-    code = "service_unreachable"
-    status = 502
-    title = "The trainer service does not answer"
+class ServiceUnreachable(
+    TrainerError, code="service_unreachable", status=502, title="The trainer service does not answer"
+):
+    """No trainer service answers."""
 
 
 class Event(NamedTuple):

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_backend.evaluation.beside_published import Group, Row
+from trainer_backend.evaluation.beside_published import Group
 from trainer_backend.evaluation.published_crafter import Figure
 from trainer_backend.evaluation.result import EvaluationResult
 
@@ -36,7 +36,8 @@ def _rows(result: EvaluationResult, group: Group, sources: list[tuple[str, str]]
     table.add_row(Text(name, style="bold"), *(_mean(ours[column]) for column, _ in columns), "", "")
     for row in group.rows:
         cells = [_figure(getattr(row, column)) for column, _ in columns]
-        table.add_row(Text(row.agent), *cells, row.learned_from, Text(_mark(row, sources)))
+        mark = f"[{sources.index((row.source, row.url)) + 1}]"
+        table.add_row(Text(row.agent), *cells, row.learned_from, Text(mark))
     return table
 
 
@@ -46,10 +47,6 @@ def _ours(result: EvaluationResult) -> dict[str, float | None]:
         "reward": result.env_reward.mean,
         "progress": result.progress.mean if result.progress else None,
     }
-
-
-def _mark(row: Row, sources: list[tuple[str, str]]) -> str:
-    return f"[{sources.index((row.source, row.url)) + 1}]"
 
 
 def _figure(figure: Figure | None) -> str:

@@ -38,16 +38,13 @@ Paths = Sequence[Path]
 
 
 class RunPlan(NamedTuple):
-    """A run to start or to continue.
-
-    Attributes:
-        accept_data: as in `run_job`.
-    """
+    """A run to start or to continue."""
 
     loaded: LoadedJob
     directory: RunDirectory
     resume: bool
     accept_data: bool = False
+    """The same as in `run_job`."""
 
     @property
     def folder(self) -> Path:

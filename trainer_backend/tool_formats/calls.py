@@ -27,21 +27,18 @@ ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A model's syntax of tool calls.
-
-    Attributes:
-        marker: text that only chat templates of this format contain; "" matches none.
-        openers: beginnings of a call, which a stream holds back. "" matches every text, which is then sent at
-            the end.
-        arguments_start: text with which a call's arguments begin, after the name of its tool.
-        leaves_out_name: whether a call of these tools is written without a name.
-    """
+    """A model's syntax of tool calls."""
 
     parse: ToolParser
     marker: str
+    """Text that only chat templates of this format contain; "" matches none."""
     openers: tuple[str, ...] = ("",)
+    """Beginnings of a call, which a stream holds back. "" matches every text, which is then sent at the
+    end."""
     arguments_start: str = "{"
+    """Text with which a call's arguments begin, after the name of its tool."""
     leaves_out_name: Callable[[Sequence[Mapping[str, Any]]], bool] = lambda tools: False
+    """Whether a call of these tools is written without a name."""
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:

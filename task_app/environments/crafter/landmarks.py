@@ -53,31 +53,28 @@ _NAME_OF_DIRECTION = {vector: name for name, vector in DIRECTIONS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The statements of the compact text as values; the memoryless teacher reads nothing else.
-
-    Attributes:
-        inventory: all 16 item counts, among them health, food, drink and energy.
-        achievements: unlocked so far.
-        facing: name of the direction in which the player looks.
-        target: the name of the faced cell.
-        neighbours: the names of the cells left, right, up and down.
-        near: those of table and furnace that are in crafting range.
-        walks: by kind, the way to the nearest thing or place; none for a faced or unreachable one.
-        lava: offset of the nearest visible lava, in cells across and then down; no walk.
-        sleeping: actions are ignored until the player wakes up.
-        dark: it is night.
-    """
+    """The statements of the compact text as values; the memoryless teacher reads nothing else."""
 
     inventory: Mapping[str, int]
+    """All 16 item counts, among them health, food, drink and energy."""
     achievements: frozenset[str]
+    """Unlocked so far."""
     facing: str
+    """Name of the direction in which the player looks."""
     target: str
+    """The name of the faced cell."""
     neighbours: Mapping[str, str]
+    """The names of the cells left, right, up and down."""
     near: frozenset[str]
+    """Those of table and furnace that are in crafting range."""
     walks: Mapping[str, Walk]
+    """The way to the nearest thing or place; none for a faced or unreachable one."""
     lava: tuple[Leg, ...]
+    """Offset of the nearest visible lava, in cells across and then down; no walk."""
     sleeping: bool
+    """Actions are ignored until the player wakes up."""
     dark: bool
+    """It is night."""
 
 
 def read_facts(data: Mapping[str, Any]) -> Facts:

@@ -56,17 +56,14 @@ ACROSS: dict[int, Offset] = {6: (-1, 1, 1), 5: (1, -1, 1), 3: (1, 1, -1)}
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """Everything about N points that no seed changes; unused slots have weight 0.
-
-    Attributes:
-        corners_KN3: [K, N, 3] lattice points, in the order of the sum.
-        offset_KN3: [K, N, 3] offset of the point from each lattice point.
-        weight_KN: [K, N] weight of each, 0.0 if it is too far away.
-    """
+    """Everything about N points that no seed changes; unused slots have weight 0."""
 
     corners_KN3: Ints
+    """[K, N, 3] lattice points, in the order of the sum."""
     offset_KN3: Floats
+    """[K, N, 3] offset of the point from each lattice point."""
     weight_KN: Floats
+    """[K, N] weight of each, 0.0 if it is too far away."""
 
 
 def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:

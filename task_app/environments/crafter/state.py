@@ -22,28 +22,25 @@ MT_WORDS = 624
 
 @dataclass(frozen=True, slots=True)
 class GameState:
-    """A game at one moment.
-
-    Attributes:
-        ground: [64 * 64] material numbers, row by row (y before x), one byte each.
-        things: (kind, x, y, health, *extra) of everything but the player, in order of creation.
-        chunks: numbers of the chunks that ever held a thing, in the order of the first one.
-        words: [624] uint32 of the Mersenne Twister; `word_position` is its place in them.
-        place: (x, y) of the player, who faces `facing` (dx, dy).
-        hidden: last_health, hunger, thirst, fatigue, recover.
-    """
+    """A game at one moment."""
 
     ground: bytes
+    """[64 * 64] material numbers, row by row (y before x), one byte each."""
     things: tuple[tuple[int, ...], ...]
+    """(kind, x, y, health, *extra) of everything but the player, in order of creation."""
     chunks: tuple[int, ...]
+    """Numbers of the chunks that ever held a thing, in the order of the first one."""
     words: npt.NDArray[np.uint32]
+    """[624] uint32 of the Mersenne Twister; `word_position` is its place in them."""
     word_position: int
     place: tuple[int, int]
+    """(x, y) of the player, who faces `facing` (dx, dy)."""
     facing: tuple[int, int]
     inventory: dict[str, int]
     achievements: dict[str, int]
     sleeping: bool
     hidden: tuple[float, ...]
+    """last_health, hunger, thirst, fatigue, recover."""
 
 
 def capture(world: World, player: Player) -> GameState:

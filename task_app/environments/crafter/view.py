@@ -16,30 +16,26 @@ _ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
 
 
 class LocalView(NamedTuple):
-    """The picture and the status bar in words; never more than a person at the screen knows.
-
-    Attributes:
-        rows: [7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is
-            that
-            of the thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'),
-            or else of its material; 'void' lies outside the world.
-        materials: [7][9] names of the materials below, 'void' outside.
-        facing: (dx, dy) of the faced cell, y growing downwards.
-        target: name of the faced cell, as in `rows`.
-        sleeping: the player sleeps; actions are ignored until they wake up.
-        daylight: 1 at noon; night is below 0.5 (the picture is then dark and noisy).
-        position: (x, y) in the 64x64 world.
-        inventory: the 16 item counts, among them health, food, drink and energy (0 to 9 each); a copy.
-    """
+    """The picture and the status bar in words; never more than a person at the screen knows."""
 
     rows: tuple[tuple[str, ...], ...]
+    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is that of
+    the thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'), or else of
+    its material; 'void' lies outside the world."""
     materials: tuple[tuple[str, ...], ...]
+    """[7][9] names of the materials below, 'void' outside."""
     facing: tuple[int, int]
+    """(dx, dy) of the faced cell, y growing downwards."""
     target: str
+    """Name of the faced cell, as in `rows`."""
     sleeping: bool
+    """The player sleeps; actions are ignored until they wake up."""
     daylight: float
+    """1 at noon; night is below 0.5 (the picture is then dark and noisy)."""
     position: tuple[int, int]
+    """(x, y) in the 64x64 world."""
     inventory: Mapping[str, int]
+    """The 16 item counts, among them health, food, drink and energy (0 to 9 each); a copy."""
 
 
 def local_view(world: World, player: Player) -> LocalView:

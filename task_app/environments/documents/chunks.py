@@ -31,17 +31,14 @@ MAX_CHUNKS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The spans of a document's chunks.
-
-    Attributes:
-        size: longest chunk in characters.
-        overlap: characters that a chunk repeats from the one before.
-        spans: [start, end) of each, in characters.
-    """
+    """The spans of a document's chunks."""
 
     size: int
+    """Longest chunk in characters."""
     overlap: int
+    """Characters that a chunk repeats from the one before."""
     spans: tuple[tuple[int, int], ...]
+    """[start, end) of each, in characters."""
 
 
 def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:

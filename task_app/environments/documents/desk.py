@@ -21,22 +21,19 @@ Content = Annotated[str, Field(max_length=MAX_NOTE_CHARS)]
 
 @dataclass
 class Desk:
-    """The state of a reader; `answer` is given once, and ends the episode.
-
-    Attributes:
-        document: the whole text.
-        chunk_size: default of buildIndex, in characters.
-        max_chunk_chars: longest chunk that fits, with its title, into one result.
-        next_chunk: the chunk that a scan reads next.
-    """
+    """The state of a reader; `answer` is given once, and ends the episode."""
 
     document: str
+    """The whole text."""
     chunk_size: int
+    """Default of buildIndex, in characters."""
     notes: Notes
     chunks: Chunks | None = None
     next_chunk: int = 0
+    """The chunk that a scan reads next."""
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
+    """Longest chunk that fits, with its title, into one result."""
     # Made at the first search, and not in snapshots, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
@@ -89,7 +86,7 @@ class Desk:
                 return "the document is read to its end"
             return f"error: there is no chunk {number}; chunk_id runs from 0 to {self._last()}"
         self.next_chunk = number + 1
-        return _chunk_title(number, self._last()) + self._chunk(number)
+        return f"chunk {number} of 0 to {self._last()}:\n{self._chunk(number)}"
 
     def searchEngine(
         self, keyword: Annotated[str, Field(min_length=1, max_length=500, description="words to look for")]
@@ -143,7 +140,3 @@ class Desk:
         assert self.chunks is not None
         start, end = self.chunks.spans[chunk_id]
         return self.document[start:end]
-
-
-def _chunk_title(chunk_id: int, last: int) -> str:
-    return f"chunk {chunk_id} of 0 to {last}:\n"

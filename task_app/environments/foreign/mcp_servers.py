@@ -34,27 +34,23 @@ _HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
-    """A server of the file. Keys that only other clients read (`autoApprove`) are ignored.
-
-    Attributes:
-        command: the program; no shell reads it.
-        env: its further environment variables, by value. Of the task app's own it gets those that hold no
-            keys.
-        cwd: where it runs; None: where the task app does.
-        url: of a remote server; not read beside a command.
-        headers: of every request to it, as they stand: no variable is filled in.
-        type: of a remote server: what it speaks.
-    """
+    """A server of the file. Keys that only other clients read (`autoApprove`) are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     command: str | None = Field(default=None, min_length=1)
+    """The program; no shell reads it."""
     args: tuple[str, ...] = Field(default=(), repr=False)
     env: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Its further environment variables, by value. Of the task app's own it gets those that hold no keys."""
     cwd: str | None = None
+    """Where it runs; None: where the task app does."""
     url: _Url | None = Field(default=None, repr=False)
+    """Address of a remote server; not read beside a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
+    """Headers of every request to it, as they stand: no variable is filled in."""
     type: str | None = None
+    """What a remote server speaks."""
     disabled: bool = False
 
     @property

@@ -52,7 +52,8 @@ class OpenEnvPeer:
             http.close()
         self._socket = Socket(self._name, below(self._parts, "/ws", websocket=True), self._reach)
         schema = object_in(action, "the action of /schema")
-        tools = self._mcp_tools() if _takes_mcp(schema) else []
+        takes_mcp = schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {})
+        tools = self._mcp_tools() if takes_mcp else []
         self._is_mcp = bool(tools)
         return tuple(tools) or (_typed_tool(schema),)
 
@@ -119,10 +120,6 @@ class OpenEnvPeer:
             return result_text(observation.get("result"))
         text = observation.get("text")
         return text if isinstance(text, str) else text_of(observation)
-
-
-def _takes_mcp(schema: Mapping[str, Any]) -> bool:
-    return schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {})
 
 
 def _typed_tool(schema: Mapping[str, Any]) -> ToolSpec:

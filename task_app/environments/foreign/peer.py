@@ -39,25 +39,22 @@ class ForeignDeadline(ForeignFailed):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far foreign environments reach: what the operator's settings allow them.
-
-    Attributes:
-        hosts: `host` (any port) or `host:port` that a request may name.
-        deadline_s: for one answer of a foreign environment.
-        max_bytes: of one answer.
-        modules: imported for the environments that they register with gymnasium.
-        pythons: interpreters by the library that they have; this process's own for a library without one.
-        tasksets: modules that the one of `verifiers` may import as tasksets.
-        mcp_servers: of the operator's file, by name.
-    """
+    """How far foreign environments reach: what the operator's settings allow them."""
 
     hosts: tuple[str, ...] = LOOPBACK
+    """`host` (any port) or `host:port` that a request may name."""
     deadline_s: float = 60.0
+    """Limit for one answer of a foreign environment."""
     max_bytes: int = 4 << 20
+    """Limit of one answer."""
     modules: tuple[str, ...] = ()
+    """Imported for the environments that they register with gymnasium."""
     pythons: Mapping[str, str] = field(default_factory=dict)
+    """Interpreters by the library that they have; this process's own for a library without one."""
     tasksets: tuple[str, ...] = ()
+    """Modules that the one of `verifiers` may import as tasksets."""
     mcp_servers: Servers = field(default_factory=dict, repr=False)
+    """Servers of the operator's file, by name."""
 
 
 LOCAL = Reach()
@@ -73,25 +70,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the foreign side shows after a reset or a call.
-
-    Attributes:
-        text: for the model.
-        data: the same as plain JSON.
-        reward: of this env step.
-        refused: why the foreign side did not carry out the call, in words for the model: a no-op.
-        system: the system message of the episode, if it brings its own.
-        achievements: counters of all achievements; None where it says nothing about them.
-    """
+    """What the foreign side shows after a reset or a call."""
 
     text: str
+    """For the model."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    """The same as plain JSON."""
     reward: float = 0.0
+    """Reward of this env step."""
     terminated: bool = False
     truncated: bool = False
     refused: str | None = None
+    """Why the foreign side did not carry out the call, in words for the model: a no-op."""
     achievements: Mapping[str, int] | None = None
+    """Counters of all achievements; None where it says nothing about them."""
     system: str = ""
+    """The system message of the episode, if it brings its own."""
 
 
 class Peer(Protocol):

@@ -44,20 +44,17 @@ class OrdersConfig(Body):
 
 
 class OrdersState(Body):
-    """The database, what it should be, and what the desk has looked up.
-
-    Attributes:
-        lookups: customers, in the order in which the prompt has them.
-        best: the most requests that were granted at once.
-        note: why the last call changed nothing; "" if it did.
-    """
+    """The database, what it should be, and what the desk has looked up."""
 
     shop: Shop
     goal: Shop
     requests: tuple[Request, ...]
     lookups: tuple[Customer, ...] = ()
+    """Customers, in the order in which the prompt has them."""
     best: int = Field(default=0, ge=0)
+    """The most requests that were granted at once."""
     note: str = Field(default="", max_length=100)
+    """Why the last call changed nothing; "" if it did."""
     done: bool = False
 
     @model_validator(mode="after")

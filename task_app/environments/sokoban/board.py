@@ -18,17 +18,14 @@ DIRECTIONS = ("up", "down", "left", "right")
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A push that is possible now.
-
-    Attributes:
-        way: moves that bring the player behind the box; the push itself is one more in `direction`.
-        state: boxes and player's cell after it.
-    """
+    """A push that is possible now."""
 
     box: int
     direction: str
     way: tuple[str, ...]
+    """Moves that bring the player behind the box; the push itself is one more in `direction`."""
     state: "State"
+    """Boxes and player's cell after it."""
 
 
 @dataclass(frozen=True, slots=True)
