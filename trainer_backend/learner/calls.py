@@ -41,30 +41,24 @@ LineKind = Literal["progress", "result", "error"]
 
 
 class About(Body):
-    """What answers at a learner's address.
-
-    Attributes:
-        version: of the package.
-        run: that it works for; empty: none yet.
-        call: that it is busy with, "3, 'update'"; empty: none.
-    """
+    """What answers at a learner's address."""
 
     version: str
+    """Version of the package."""
     run: str = ""
+    """The run that it works for; empty: none yet."""
     call: str = ""
+    """The call that it is busy with, "3, 'update'"; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTypes:
-    """How the arguments of a call, and its result in a tuple of one, are written and read.
-
-    Attributes:
-        reports: whether it reports its progress and heeds a stop.
-    """
+    """How the arguments of a call, and its result in a tuple of one, are written and read."""
 
     arguments: TypeAdapter[tuple[Any, ...]]
     result: TypeAdapter[tuple[Any]]
     reports: bool = False
+    """Whether it reports its progress and heeds a stop."""
 
     def body(self, arguments: tuple[Any, ...]) -> bytes:
         """The arguments of a call as they are sent."""
@@ -129,23 +123,20 @@ def line_of(kind: LineKind, body: bytes) -> bytes:
 
 
 class ErrorBody(Body):
-    """An error of a call.
-
-    Attributes:
-        classes: names of its class and those above it, the nearest first.
-        steps_taken: of an UpdateStopped.
-        errno: of the system's error that caused it, which says whether another attempt may help.
-        rollout_ids: of the rollouts at fault.
-    """
+    """An error of a call."""
 
     classes: tuple[str, ...]
+    """Names of its class and those above it, the nearest first."""
     code: str
     detail: str
     where: str | None = None
     hint: str | None = None
     steps_taken: int | None = None
+    """The steps that an UpdateStopped had taken."""
     errno: int | None = None
+    """The errno of the system's error behind it, which says whether another attempt may help."""
     rollout_ids: tuple[str, ...] = ()
+    """Ids of the rollouts at fault."""
 
     @classmethod
     def of(cls, error: TrainerError) -> "ErrorBody":

@@ -61,12 +61,10 @@ class OffloadedAdamW(torch.optim.AdamW):
     A weight and its gradient travel down and the weight up again, in parts, and the step is computed on the
     CPU in float32. On CUDA parts travel by pinned memory while others are computed. For weights on a CPU the
     numbers are those of `torch.optim.AdamW`.
-
-    Attributes:
-        part_numbers: the most numbers of a part; each lane has 8 bytes of pinned memory for every one.
     """
 
     part_numbers = 2**24
+    """The most numbers of a part; each lane has 8 bytes of pinned memory for every one."""
     _lanes: "_Lanes | None" = None
 
     @torch.no_grad()

@@ -50,21 +50,18 @@ class States(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model with how it computes.
-
-    Attributes:
-        model: on the placement's device, its attention set to `attention.implementation`.
-        logits_chunk: tokens whose logits exist at a time.
-        ranks: that share the work.
-        operators: what a layer computes between its products.
-    """
+    """A model with how it computes."""
 
     model: PreTrainedModel
+    """On the placement's device, its attention set to `attention.implementation`."""
     placement: Placement
     attention: PackedAttention
     logits_chunk: int
+    """Tokens whose logits exist at a time."""
     ranks: Ranks = ALONE
+    """The ranks that share the work."""
     operators: Operators = BY_TORCH
+    """What a layer computes between its products."""
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.

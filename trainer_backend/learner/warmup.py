@@ -33,17 +33,14 @@ LABEL = "label"
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """The outcome of a warm-up.
-
-    Attributes:
-        loss: mean log-loss (nats) of a token over the last epoch.
-        answer_tokens_max: tokens of the longest answer that was imitated, with the one that ends it.
-    """
+    """The outcome of a warm-up."""
 
     examples: int
     steps: int
     loss: float
+    """Mean log-loss (nats) of a token over the last epoch."""
     answer_tokens_max: int
+    """Tokens of the longest answer that was imitated, with the one that ends it."""
 
 
 def demonstrations(

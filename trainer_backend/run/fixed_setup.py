@@ -16,16 +16,13 @@ if TYPE_CHECKING:  # torch
 
 @dataclass(frozen=True, slots=True)
 class FixedSetup:
-    """How the fixed policies of a job, of which most have none, are loaded beside any actor.
-
-    Attributes:
-        folders: of those with a local model, by name.
-        schedule: says whether they sample at the same time as the actor.
-    """
+    """How the fixed policies of a job, of which most have none, are loaded beside any actor."""
 
     tables: tuple[RolloutOnlyTable, ...] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of those with a local model, by name."""
     schedule: AllocationTable | None = None
+    """Says whether they sample at the same time as the actor."""
 
     async def load(
         self,

@@ -57,23 +57,20 @@ _MOST_REPLY_BYTES = 16 << 20
 
 
 class GatewaySetup(Body):
-    """What a gateway's process serves.
-
-    Attributes:
-        inference: [inference] with this gateway's share of threads and servers.
-        run: the run's directory, which has the record of its fixed policies.
-        version: the one that it begins with.
-        probes: whether the servers of fixed policies are tried: one that is away for a moment must not keep a
-            gateway from being started again.
-    """
+    """What a gateway's process serves."""
 
     job_name: str
     model: ModelTable
     inference: InferenceTable
+    """[inference] with this gateway's share of threads and servers."""
     fixed: FixedSetup
     run: Path
+    """The run's directory, which has the record of its fixed policies."""
     version: PolicyVersion
+    """The one that it begins with."""
     probes: bool
+    """Whether the servers of fixed policies are tried: one that is away for a moment must not keep a gateway
+    from being started again."""
 
 
 class RunningTotals:
@@ -104,20 +101,17 @@ def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRole:
-    """What the processes of a gateway have in common for who starts them.
-
-    Attributes:
-        number: among the gateways of the run.
-        keys: of the gateway and of its control, by environment variable.
-        log_file: receives their logs.
-        resources: of all gateways, where machines are chosen for their engines; None: they are beside the
-            orchestrator.
-    """
+    """What the processes of a gateway have in common for who starts them."""
 
     number: int
+    """Among the gateways of the run."""
     keys: Mapping[str, str]
+    """Keys of the gateway and of its control, by environment variable."""
     log_file: Path
+    """Receives their logs."""
     resources: Resources | None = None
+    """What all gateways need, where machines are chosen for their engines; None: they are with the
+    orchestrator."""
 
     @property
     def name(self) -> str:

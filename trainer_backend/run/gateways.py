@@ -138,13 +138,10 @@ async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 
 class ActorGateways(Protocol):
-    """Where a run's policy is asked, once it is served.
-
-    Attributes:
-        inference: how; it stands before anything is served.
-    """
+    """Where a run's policy is asked, once it is served."""
 
     inference: Inference
+    """How; it stands before anything is served."""
 
     def serving(self, learner: Any, fixed: Any = None) -> AbstractAsyncContextManager[InferenceServer]:
         """Serve the learner's policy, and fixed ones, until the context is left.

@@ -48,15 +48,12 @@ NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
 class WeightRoute(NamedTuple):
-    """How new weights reach an engine that is not this process's.
-
-    Attributes:
-        directory: of the run.
-        broadcasts: the learner sends them, instead of writing them there.
-    """
+    """How new weights reach an engine that is not this process's."""
 
     directory: RunDirectory
+    """The folder of the run."""
     broadcasts: bool
+    """The learner sends them, instead of writing them there."""
 
 
 class Source(Protocol):

@@ -24,20 +24,17 @@ from trainer_backend.rundir.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a running job.
-
-    Attributes:
-        saving: its checkpoints, with the learner and the run directory.
-        resumes: how often the run was continued so far.
-    """
+    """The parts of a running job."""
 
     planner: Planner
     credit: CreditAssignment
     collector: Collector
     server: InferenceServer
     saving: Saving
+    """Its checkpoints, with the learner and the run directory."""
     reporter: Reporter
     resumes: int = 0
+    """How often the run was continued so far."""
     timeline: Timeline = field(default_factory=Timeline)
     pace: Pace = field(default_factory=Pace)
 

@@ -21,13 +21,10 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stop(asyncio.Event):
-    """Set once a stop is asked for.
-
-    Attributes:
-        by: the name of the signal that asked for it; empty before.
-    """
+    """Set once a stop is asked for."""
 
     by = ""
+    """The name of the signal that asked for it; empty before."""
 
 
 class Halted(Exception):
