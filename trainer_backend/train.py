@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, join_rounds
 from trainer_backend.collect.metrics import (
     collection_metrics,
@@ -261,7 +261,10 @@ class Iteration:
         if plans_again:
             self._has_rejected = True
             planned = {plan_id(request.rollout_id): request for request in self._all_requests}
-            self._again = [_again(planned[plan_id(item.rollout_id)], item) for item in rollouts]
+            self._again = [
+                retried(planned[plan_id(item.rollout_id)].model_copy(update={"attempt": item.attempt}))
+                for item in rollouts
+            ]
         return plans_again
 
     async def cancel(self) -> None:
@@ -547,11 +550,6 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     spool.remove()
     if note := run.saving.mark_best().get(progress.iteration):
         run.reporter.say(note)
-
-
-def _again(request: RolloutRequest, rejected: Rollout) -> RolloutRequest:
-    """The request of a rejected rollout with the same seeds, under an id that no attempt has had."""
-    return retried(request.model_copy(update={"attempt": rejected.attempt}))
 
 
 def _stage(what: str, iteration: int, refills: int) -> str:

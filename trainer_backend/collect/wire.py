@@ -145,7 +145,7 @@ def slices(
     room = limit
     for request in requests:
         wire = _wire(request)
-        size = _size(wire)
+        size = len(json.dumps(wire)) + _BETWEEN
         if size > max_body_bytes - _AROUND:
             raise _too_large(request, size + _AROUND, max_body_bytes, url)
         if part and (len(part) == _SLICE_REQUESTS or size > room):
@@ -170,11 +170,6 @@ def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str
         where=f"rollout {request.rollout_id}" if row is None else f"data.path, row {row!r}",
         hint="The task app's TURNWISE_MAX_BODY_BYTES says how many it takes.",
     )
-
-
-def _size(wire: dict[str, Any]) -> int:
-    """Return the request's bytes in aiohttp's JSON, which is ASCII."""
-    return len(json.dumps(wire)) + _BETWEEN
 
 
 def _wire(request: RolloutRequest) -> dict[str, Any]:

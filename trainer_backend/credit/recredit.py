@@ -402,7 +402,12 @@ def recredit_run(
     scores = (
         None
         if file is None
-        else TruthScores(file, _advantages_by_rollout(credited), _groups_of(credited), cosines)
+        else TruthScores(
+            file,
+            _advantages_by_rollout(credited),
+            {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts},
+            cosines,
+        )
     )
     folder = out or run.recredit
     write_recredit(credited, folder, cosines, scores)
@@ -440,11 +445,6 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
             f"{file.path} is the truth of the policy {own}, and at another one, {checkpoint}, the gradient "
             f"of these advantages says nothing; give --checkpoint {own}"
         )
-
-
-def _groups_of(credited: Recredited) -> dict[str, str]:
-    """By rollout id."""
-    return {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
 
 
 def _advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:

@@ -203,16 +203,16 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
         text
         for trajectory in trajectories
         for step in trajectory.steps
-        for text in (*_shown(step), step.action_taken.get("content"), *_called(step, trajectory))
+        for text in (
+            *[message.content for message in step.observation_data.messages],
+            step.action_taken.get("content"),
+            *_called(step, trajectory),
+        )
         if text
     ]
     if not texts:
         raise JobTeachesNothing("no prompt was seen, so there is nothing to train a tokenizer on")
     return texts
-
-
-def _shown(step: StepData) -> list[str | None]:
-    return [message.content for message in step.observation_data.messages]
 
 
 def _called(step: StepData, trajectory: Trajectory) -> list[str]:

@@ -109,7 +109,10 @@ def differences_to_first(sides: Sequence[Side]) -> list[Difference | None]:
 
 
 def _difference(first: Side, other: Side) -> Difference:
-    before, after = (_rollouts_file(side) for side in (first, other))
+    before, after = (
+        (side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
+        for side in (first, other)
+    )
     other_rows = find_other_rows(first.data, other.data) if first.data and other.data else frozenset()
     outcome = paired_difference(before, after, without=other_rows) if before and after else None
     # Rows whose ids follow from their content are the same in any file and any split.
@@ -120,10 +123,6 @@ def _difference(first: Side, other: Side) -> Difference:
         doubt.append("evaluation.temperature")
     mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
     return Difference(outcome, tuple(doubt), tuple(mismatch))
-
-
-def _rollouts_file(side: Side) -> Path | None:
-    return side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -260,13 +260,11 @@ class StoredRollouts:
     def read(self, path: Path, rollout_id: str) -> StoredRollout:
         try:
             key = (str(path), path.stat().st_mtime_ns, rollout_id)
-            return self._cache.get(key, lambda: _read(path, rollout_id))
+            return self._cache.get(
+                key, lambda: StoredRollout(read_rollout(path, rollout_id), read_decisions(path, rollout_id))
+            )
         except (OSError, RunDirectoryError) as error:
             raise RunDirectoryError(
                 f"{path} cannot be read for rollout {rollout_id}: {error}",
                 hint="Were the files of this run moved or removed?",
             ) from error
-
-
-def _read(path: Path, rollout_id: str) -> StoredRollout:
-    return StoredRollout(read_rollout(path, rollout_id), read_decisions(path, rollout_id))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
@@ -404,7 +404,10 @@ def _spool_stored(
     if not missing:
         return None
     seeds = {plan_id(request.rollout_id): request.start.seed for request in requests}
-    if any(_seed(one) != seeds.get(plan_id(one.rollout_id)) for one in missing):
+    if any(
+        (None if one.trajectory is None else one.trajectory.seed) != seeds.get(plan_id(one.rollout_id))
+        for one in missing
+    ):
         why = (
             f"{spool.name} lacks {len(missing)} of its rollouts, and which requests they answer is not known"
         )
@@ -415,10 +418,6 @@ def _spool_stored(
 
 def _set_aside(path: Path, why: str) -> str:
     return f"{path.name} is left as {rename_aside(path).name}, and what it holds is asked for again: {why}"
-
-
-def _seed(rollout: Rollout) -> int | None:
-    return None if rollout.trajectory is None else rollout.trajectory.seed
 
 
 def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:

@@ -173,11 +173,10 @@ def decisions(store: Store, row: RolloutRow) -> tuple[DecisionRow, ...]:
     """Return the decisions of a rollout by turn; empty where retention removed them (`decisions_stored`)."""
     query = select(*_DECISION).where(Decision.rollout == row.number).order_by(Decision.turn)
     with store.read() as connection:
-        return tuple(_decision(decision) for decision in connection.execute(query))
-
-
-def _decision(row: Any) -> DecisionRow:
-    return DecisionRow(**{**row._mapping, "unique": tuple(row.unique)})
+        return tuple(
+            DecisionRow(**{**decision._mapping, "unique": tuple(decision.unique)})
+            for decision in connection.execute(query)
+        )
 
 
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:

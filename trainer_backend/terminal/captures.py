@@ -83,7 +83,10 @@ def _read(file: Path) -> Trajectory:
 
 
 def _rollouts(run_id: str, captures: Sequence[Trajectory]) -> list[Rollout]:
-    starts = [_start(capture) for capture in captures]
+    starts = [
+        (capture.seed, str(capture.steps[0].observation_data.messages) if capture.steps else "")
+        for capture in captures
+    ]
     numbers = {start: number for number, start in enumerate(dict.fromkeys(starts))}
     siblings: Counter[tuple[int, str]] = Counter()
     rollouts = []
@@ -96,7 +99,3 @@ def _rollouts(run_id: str, captures: Sequence[Trajectory]) -> list[Rollout]:
         )  # fmt: skip
         rollouts.append(with_records(rollout))
     return rollouts
-
-
-def _start(capture: Trajectory) -> tuple[int, str]:
-    return capture.seed, str(capture.steps[0].observation_data.messages) if capture.steps else ""

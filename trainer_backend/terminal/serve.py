@@ -13,7 +13,6 @@ from trainer_backend.inference.chat_request import OF_LIBRARIES
 from trainer_backend.inference.gateway import GatewayLimits
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import ServicesTable
 from trainer_backend.models.layout import read_config
 from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
@@ -62,7 +61,7 @@ async def serve(
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
     # The port first: if it is taken, the weights need not be read.
     stopping = stop_on_signals(tell=lambda _: say("stopping"), log=lambda _: None)
-    with stopping as stop, _listener(job.services) as listener:
+    with stopping as stop, Listener(job.services.gateway_host, job.services.gateway_port) as listener:
         limits = GatewayLimits(leaves_out=OF_LIBRARIES - refused)
         server = PolicyServer(job.job.name, listener, job.inference, key=key or "none", gateway_limits=limits)
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
@@ -71,8 +70,3 @@ async def serve(
             who = "" if key else ", to this machine alone, without a key"
             say(f"{folder} is served as {inference.model} at {inference.url}/v1{who}; Ctrl-C ends it")
             await policy.while_serving(stop.wait())
-
-
-def _listener(table: ServicesTable) -> Listener:
-    """Listen on any address, even all of a machine, since no task app calls back."""
-    return Listener(table.gateway_host, table.gateway_port)
