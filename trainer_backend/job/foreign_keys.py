@@ -28,7 +28,7 @@ FOREIGN_TABLES = {
 NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
-    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in (*SAMPLING_KEYS, "max_tokens")},
+    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in SAMPLING_KEYS},
     "rollout.env_config.step_rewards.enabled": "training.step_rewards_enabled",
     "rollout.env_config.step_rewards.mode": "training.step_rewards_mode",
     "rollout.env_config.step_rewards.kind": "training.event_rewards_kind",

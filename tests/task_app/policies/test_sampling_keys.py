@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling
+from shared_schemas.base import Body, with_optional
+from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest
@@ -63,6 +65,19 @@ def test_the_gateway_samples_as_it_is_asked():
     # An option that it samples with is no longer one that is refused unless it has no effect.
     assert Sampling.model_fields.keys() <= SamplingRequest.model_fields.keys()
     assert not Sampling.model_fields.keys() & (NEUTRAL.keys() | PLAIN_SAMPLING.keys())
+
+
+def test_a_class_may_leave_out_each_option_of_another():
+    @with_optional(Newer, absent="; absent: as there")
+    class Own(Body):
+        top_k: int | None = Field(default=None, ge=-1)
+
+    assert Own() == Own(**dict.fromkeys(Newer.model_fields))
+    assert (Own(top_k=-1).top_k, Own.model_fields["top_k"].description) == (-1, None)
+    description = SamplingKeys.model_fields["top_p"].description
+    assert Own.model_fields["top_p"].description == f"{description}; absent: as there"
+    with pytest.raises(ValidationError, match="top_p"):
+        Own(top_p=1.5)
 
 
 def test_a_policy_has_a_setting_for_each_option():
