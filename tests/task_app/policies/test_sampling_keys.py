@@ -21,7 +21,7 @@ OTHER = Sampling(temperature=0.5, top_p=0.9, top_k=7, seed=3, max_tokens=9)
 class Newer(Sampling):
     """Sampling with an option more, which today is sent at its value without effect."""
 
-    min_p: float = 0.0
+    presence_penalty: float = 0.0
 
 
 def policy(**config: Any) -> OpenAIAgentPolicy:
@@ -44,18 +44,18 @@ def test_each_recorded_option_is_sent():
     ],
 )
 def test_a_new_option_is_sent_without_a_word_anywhere_else(config: dict[str, Any]):
-    sampling = Newer(min_p=0.25, **OTHER.model_dump())
+    sampling = Newer(presence_penalty=0.25, **OTHER.model_dump())
     body = policy(**config).request_body([], [], sampling)
     sent = {"max_tokens": body.get(config.get("max_tokens_name", "max_tokens"))} | body
     assert sent.items() >= sampling.model_dump().items()
-    assert sampling.whole_request_keys()["min_p"] == 0.25
+    assert sampling.whole_request_keys()["presence_penalty"] == 0.25
 
 
 def test_a_vllm_server_of_ours_is_sent_all_but_the_seed():
     engine = VllmEngine("http://h", stop_ids=[1], vocabulary=9, max_model_len=99, wait_s=1.0)
-    sampling = Newer(min_p=0.25, temperature=0.5, seed=3, max_tokens=9)
+    sampling = Newer(presence_penalty=0.25, temperature=0.5, seed=3, max_tokens=9)
     params = engine._body([1], sampling, 0)["sampling_params"]
-    assert params.items() >= {"min_p": 0.25, "temperature": 0.5, "max_tokens": 9, "top_k": -1}.items()
+    assert params.items() >= {"presence_penalty": 0.25, "temperature": 0.5, "max_tokens": 9, "top_k": -1}.items()
     assert "seed" not in params
 
 
