@@ -70,18 +70,12 @@ def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[M
     """
 
     def extend(model: type[Model]) -> type[Model]:
-        fields: dict[str, Any] = {
-            name: (
-                Annotated[
-                    field.annotation | None,
-                    *field.metadata,
-                    Field(description=field.description and field.description + absent),
-                ],
-                None,
-            )
-            for name, field in source.model_fields.items()
-            if name not in model.model_fields
-        }
+        fields: dict[str, Any] = {}
+        for name, field in source.model_fields.items():
+            annotation: Any = field.annotation
+            told = Field(description=field.description and field.description + absent)
+            if name not in model.model_fields:
+                fields[name] = Annotated[annotation | None, *field.metadata, told], None
         return create_model(
             model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
         )
