@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
 # C0 without tab and line feed, DEL, C1, and characters that change the direction of writing.
@@ -57,6 +57,30 @@ class OpenBody(_FailFast):
     """A frozen body in a given shape (OpenAI's, or a legacy route); unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[Model]], type[Model]]:
+    """A decorator that gives a class the fields of `source` that it does not declare itself, None by default.
+
+    Args:
+        absent: what None means, added to the sentence of each field.
+    """
+
+    def extend(model: type[Model]) -> type[Model]:
+        fields: dict[str, Any] = {}
+        for name, field in source.model_fields.items():
+            annotation: Any = field.annotation
+            told = Field(description=field.description and field.description + absent)
+            if name not in model.model_fields:
+                fields[name] = Annotated[annotation | None, *field.metadata, told], None
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+        )
+
+    return extend
 
 
 class Reply(Body):

@@ -12,7 +12,7 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 
 `processed_logprobs: true` in the request: log-probs are those of the distribution that the token was sampled
-from, after temperature, top_p and top_k, renormalised; otherwise those of softmax(logits / temperature),
+from, after temperature and truncation, renormalised; otherwise those of softmax(logits / temperature),
 before any truncation. Importance weights need the former.
 
 `common_draws: true` in the request: the sampled tokens follow from its seed alone, not from seed and prompt.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
@@ -63,18 +63,57 @@ PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0
 _EVERY_TOKEN = -1  # top_k on the wire
 
 
-class Sampling(Body):
+class SamplingKeys(Body):
+    """The options of sampling that a person sets; no other place declares them.
+
+    [rollout], [[rollout_only]], the config of a policy, a request, the record of a decision and the engine's
+    rows have them from here. A default has no effect. `trainer_backend.inference.sampler` says what an option
+    does to logits.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
+
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    """divides the logits; 0 takes the likeliest token"""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """nucleus: only the likeliest tokens that reach this probability together are sampled"""
+    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """only so many of the likeliest tokens are sampled; 0 keeps the whole vocabulary"""
+
+    @property
+    def changes(self) -> str:
+        """The options with an effect, for people: `temperature = 0.5, top_k = 7`; "" for none."""
+        return self._list_changes(SamplingKeys.model_fields)
+
+    @property
+    def truncation(self) -> str:
+        """Those of them that keep tokens from being sampled; "" for none."""
+        return self._list_changes(TRUNCATING)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some of the probability mass cannot be sampled."""
+        return bool(self.truncation)
+
+    def _list_changes(self, names: Iterable[str]) -> str:
+        options = {name: (getattr(self, name), SamplingKeys.model_fields[name].default) for name in names}
+        return ", ".join(f"{name} = {value}" for name, (value, plain) in options.items() if value != plain)
+
+
+# The options that remove tokens from the distribution; the temperature only reshapes it.
+TRUNCATING = tuple(name for name in SamplingKeys.model_fields if name != "temperature")
+TokenLimit = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+class Sampling(SamplingKeys):
     """How the tokens of a decision were sampled, which is needed to recompute their log-probs.
 
     Every request for tokens takes its options from here (`request_keys`), so that none is recorded and not
     sent. A field has the name of its key in the request.
     """
 
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
     seed: int | None = Field(default=None, ge=0, lt=2**64)
-    max_tokens: int = Field(default=64, ge=1, le=MOST_TOKENS)
+    max_tokens: TokenLimit = 64
 
     def request_keys(self) -> dict[str, Any]:
         """OpenAI's keys of a request, and others where they have an effect: some servers do not know them."""
@@ -86,18 +125,13 @@ class Sampling(Body):
         recorded = self.model_dump(exclude_none=True)
         return PLAIN_SAMPLING | recorded | {"top_k": self.top_k or _EVERY_TOKEN}
 
-    @property
-    def is_truncated(self) -> bool:
-        """Whether some of the probability mass could not be sampled."""
-        return self.top_p < 1.0 or self.top_k > 0
-
 
 class PolicyLogprobs(Body):
     """The exact tokens of one model call, as the inference server saw and sampled them.
 
     The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, then
     `prompt_token_ids`. logprobs[i] is the log-prob of token_ids[i] under softmax(logits / temperature) before
-    truncation by top_p or top_k, or after it if the request asked for processed_logprobs
+    truncation, or after it if the request asked for processed_logprobs
     (shared_schemas/chat.py). versions: [[first_token, policy_version], ...].
     """
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr
 
 from shared_schemas.messages import Message
+from shared_schemas.trajectory import TokenLimit
 from task_app.errors import InteractionFailed, InvalidRequest
 from task_app.interactions.gsm8k import compute_score, last_answer, read_truth
 from task_app.plugins import POLICIES, PolicyContext, config_of
@@ -26,7 +27,7 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 class UserSimulatorConfig(OpenAIConfig):
     """The keys of the policy `openai`, and those that make its model a user."""
 
-    max_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    max_tokens: TokenLimit = 256
     ask_token_ids: Literal[False] = False
     api_key_env: Variable | None = Field(
         default=None, description="environment variable that holds the server's key"

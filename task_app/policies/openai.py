@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from service_kit.replies import ReplyTooLarge, read_bounded
 from shared_schemas.chat import IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
-from shared_schemas.trajectory import PolicyLogprobs, Sampling
+from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
@@ -414,7 +414,7 @@ class OpenAIAgentPolicy:
             tokens = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
         elif plain is not None:
             tokens = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
-        is_known = {"temperature", "top_p"}.isdisjoint(self.config.leave_out)
+        is_known = SamplingKeys.model_fields.keys().isdisjoint(self.config.leave_out)
         return {
             "finish_reason": reply.finish_reason,
             **tokens,

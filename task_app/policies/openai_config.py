@@ -6,8 +6,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from shared_schemas.base import Body
-from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
+from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys, TokenLimit
 from shared_schemas.urls import host_and_port, is_http, is_listed
 from task_app.errors import HostNotAllowed, InvalidRequest
 
@@ -28,17 +27,12 @@ OTHER_DISTRIBUTION = frozenset(
 )  # fmt: skip
 
 
-class OpenAIConfig(Body):
+class OpenAIConfig(SamplingKeys):
     """Settings of a language-model policy."""
 
     inference_url: str = Field(min_length=1, max_length=2_000)
     model: str = Field(min_length=1, max_length=500)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(
-        default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary and is not sent"
-    )
-    max_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    max_tokens: TokenLimit = 64
     max_model_length: int | None = Field(
         default=None, ge=1, le=100_000_000, description="limit of a prompt and its max_tokens together"
     )
@@ -52,7 +46,7 @@ class OpenAIConfig(Body):
         description="how the server sends token ids, if asked: our gateway continues the ids of the "
         "conversation; any other server must send all ids and log-probs in each reply",
     )
-    processed_logprobs: bool = Field(default=False, description="log-probs after top_p and top_k")
+    processed_logprobs: bool = Field(default=False, description="log-probs after truncation")
     logprobs: bool = Field(
         default=False, description="ask for OpenAI's log-probs of each token; a server may refuse that"
     )

@@ -176,7 +176,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
 
 def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     """Return the keys behind a fixed policy's config: inherited ones, or keys of its own table."""
-    own = [key for key in SAMPLING_KEYS if getattr(table, key) is not None]
+    own = [key for key in SAMPLING_KEYS if getattr(table, key, None) is not None]
     return {
         **SET_BY_THE_JOB,
         **{key: f"[rollout_only] {table.name!r}" for key in players.servers[table.name].asks},

@@ -70,7 +70,7 @@ class Objective:
     ratio_level: whether a clipped ratio is that of a token, its decision or its episode.
     weighting: truncates the weight towards the policy that sampled.
     trains_head: whether a critic learns from them.
-    samples_truncated: whether their sampler never says some of the tokens (top_p, top_k).
+    samples_truncated: whether their sampler never says some of the tokens.
     """
 
     kind: ObjectiveKind

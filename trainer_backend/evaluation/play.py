@@ -280,5 +280,6 @@ def _setting(players: Players, player: Player, data: DataTable | None) -> dict[s
     setting |= {
         "temperature": players.held_out.temperature_beside(players.rollout),
         "tokens a decision at most": rollout.max_tokens,
+        **({"truncation": rollout.truncation} if rollout.is_truncated else {}),
     }
     return setting | ({"policy settings": rollout.policy_config} if rollout.policy_config else {})

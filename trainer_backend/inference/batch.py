@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from trainer_backend.inference.cache import RowCache
@@ -100,21 +101,23 @@ class RunningBatch:
         if step is None:
             return None
         host = step.launched.read()
-        masses = host[:, 2].tolist()
-        truncates = any(request.sampling.is_truncated for request in step.requests)
         return SampledTokens(
             step.requests,
             host[:, 0].astype(np.int64).tolist(),
             host[:, 1].tolist(),
             step.likeliest,
-            _lost_masses(step.requests, masses) if truncates else None,
+            _lost_masses(step.truncated_B, host[:, 2]),
         )
 
     def _step_now(self, runner: Runner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
-            self._settings = self._row_settings()
+            self._settings = RowSettings.lean(
+                columns.options[:count],
+                columns.processed[:count] if columns.truncated[:count].any() else None,
+                device=self._draws_on,
+            )
         uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
         draw = sample(logits_BV, self._settings, torch.from_numpy(uniforms_B).to(self._draws_on))
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device suffices.
@@ -129,7 +132,7 @@ class RunningBatch:
             host[0].astype(np.int64).tolist(),
             host[1].tolist(),
             tops,
-            None if draw.mass_B is None else _lost_masses(self.rows, host[2].tolist()),
+            _lost_masses(columns.truncated[:count], host[-1]),
         )
 
     def drop(self, index: int) -> None:
@@ -186,20 +189,13 @@ class RunningBatch:
         self._runner.take_weights()
         self.prefixes.forget(row.prefix for row in self.rows)
 
-    def _row_settings(self) -> RowSettings:
-        return RowSettings.of(
-            [row.sampling for row in self.rows],
-            processed=[row.extras.processed for row in self.rows],
-            device=self._draws_on,
-        )
 
-
-def _lost_masses(rows: Sequence[Request], masses: list[float]) -> list[float | None]:
+def _lost_masses(truncated_B: NDArray[np.bool_], masses_B: NDArray[np.float64]) -> list[float | None] | None:
     """Return what truncation removed from each row; None for rows that it does not touch."""
-    return [
-        max(0.0, 1.0 - mass) if row.sampling.is_truncated and row.sampling.temperature > 0.0 else None
-        for row, mass in zip(rows, masses, strict=True)
-    ]
+    if not truncated_B.any():
+        return None
+    rows = zip(truncated_B.tolist(), masses_B.tolist(), strict=True)
+    return [max(0.0, 1.0 - mass) if is_truncated else None for is_truncated, mass in rows]
 
 
 @dataclass(frozen=True, slots=True)

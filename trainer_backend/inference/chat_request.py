@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from shared_schemas.base import Body
 from shared_schemas.chat import RESPONSE_FORMAT
 from shared_schemas.tool_choice import ToolChoice, chosen_tools, read_tool_choice
-from shared_schemas.trajectory import MOST_TOKENS
+from shared_schemas.trajectory import TokenLimit
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_tool
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
@@ -56,7 +56,7 @@ class ChatRequest(SamplingRequest):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=20_000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=1000)
     tool_choice: Any = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_completion_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
@@ -68,7 +68,7 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    max_model_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_model_length: TokenLimit | None = None
 
     @property
     def token_limit(self) -> int | None:

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.sampler import OPTIONS, read_options
 
 _FIRST = 64
 
@@ -17,7 +18,9 @@ class Columns:
         keys, counters: of its random number.
         limits: tokens that it may sample.
         sources: its place in the step launched last, whose token it feeds; -1: `ids` has it.
-        temperatures, top_ps, top_ks, processed, truncated: its sampling.
+        options: its sampling, by OPTIONS.
+        truncated: whether a token of some probability cannot be drawn.
+        processed: whether its log-probs are taken after truncation.
     """
 
     def __init__(self) -> None:
@@ -27,24 +30,22 @@ class Columns:
         self.counters = np.zeros(_FIRST, dtype=np.uint64)
         self.limits = np.zeros(_FIRST, dtype=np.uint64)
         self.sources = np.zeros(_FIRST, dtype=np.int64)
-        self.temperatures = np.zeros(_FIRST, dtype=np.float64)
-        self.top_ps = np.zeros(_FIRST, dtype=np.float64)
-        self.top_ks = np.zeros(_FIRST, dtype=np.int64)
+        self.options = np.zeros((_FIRST, len(OPTIONS)), dtype=np.float64)
         self.processed = np.zeros(_FIRST, dtype=np.bool_)
         self.truncated = np.zeros(_FIRST, dtype=np.bool_)
 
     def set(self, row: int, request: Request) -> None:
         if row == len(self.ids):
             for name, column in vars(self).items():
-                setattr(self, name, np.resize(column, 2 * row))
+                setattr(self, name, np.resize(column, (2 * row, *column.shape[1:])))
         sampling = request.sampling
         self.ids[row], self.cached[row] = request.last_id, request.cached
         self.keys[row], self.counters[row] = request.key, len(request.token_ids)
         self.limits[row], self.sources[row] = sampling.max_tokens, -1
-        self.temperatures[row] = sampling.temperature
-        self.top_ps[row], self.top_ks[row] = sampling.top_p, sampling.top_k
-        self.truncated[row] = sampling.is_truncated
-        self.processed[row] = request.extras.processed and sampling.is_truncated
+        self.options[row] = read_options(sampling)
+        self.truncated[row] = sampling.is_truncated and sampling.temperature > 0.0
+        # Without truncation both kinds of log-probs are equal; they must not differ by a rounding.
+        self.processed[row] = request.extras.processed and self.truncated[row]
 
     def move(self, source: int, target: int) -> None:
         for column in vars(self).values():

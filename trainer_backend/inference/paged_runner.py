@@ -45,6 +45,7 @@ class Step(NamedTuple):
 
     requests: list[Request]
     launched: Launched
+    truncated_B: NDArray[np.bool_]
     likeliest: Likeliest | None
 
 
@@ -123,7 +124,7 @@ class PagedRunner:
     def _launch(self, rows: NDArray[np.int64], requests: Sequence[Request], columns: Columns) -> Step:
         positions = columns.cached[rows]
         self.cache.extend(rows, positions + 1)
-        truncates = bool(columns.truncated[rows].any())
+        truncated_B = columns.truncated[rows]
         launched = self._static.launch(
             StepInputs(
                 ids=columns.ids[rows],
@@ -132,19 +133,17 @@ class PagedRunner:
                 slots=self.cache.slots_of(rows, positions),
                 tables_BP=self.cache.tables[rows],
                 uniforms=uniforms(columns.keys[rows], columns.counters[rows]),
-                temperatures=columns.temperatures[rows],
-                top_ps=columns.top_ps[rows],
-                top_ks=columns.top_ks[rows],
+                options_BN=columns.options[rows],
                 processed=columns.processed[rows],
-                truncates=truncates,
+                truncates=bool(truncated_B.any()),
             )
         )
         columns.sources[rows] = np.arange(len(rows))
         columns.advance(rows)
         of_rows = [requests[row] for row in rows]
-        return Step(of_rows, launched, self._likeliest(of_rows))
+        return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, columns.options[rows]))
 
-    def _likeliest(self, requests: Sequence[Request]) -> Likeliest | None:
+    def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
         """Rarely asked for, and waited for at once: the next step overwrites the logits.
 
         The step is under way and cannot be repeated, so there are none where memory runs out for them.
@@ -153,8 +152,7 @@ class PagedRunner:
         if not any(counts):
             return None
         try:
-            temperatures = [request.sampling.temperature or 1.0 for request in requests]
-            settings = RowSettings(torch.tensor(temperatures, device=self._memory.device))
+            settings = RowSettings.lean(options_BN, None, device=self._memory.device)
             return likeliest(self._static.logits(len(requests)), settings, counts=counts)
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -22,7 +22,7 @@ class SampledToken:
 
     Attributes:
         likeliest: (id, log-prob) of the most likely tokens at its place, if requested.
-        lost_mass: the probability that top_p and top_k removed there; None without truncation.
+        lost_mass: the probability that truncation removed there; None without it.
     """
 
     token_id: int
@@ -55,7 +55,7 @@ class Extras:
         likeliest: how many of the most likely tokens to report at every place; none is reported where memory
             runs out for them.
         stop: ends the generation in the engine, so that nothing is sampled beyond it.
-        processed: report log-probs after top_p and top_k (see `Generation`).
+        processed: report log-probs after truncation (see `Generation`).
         on_token: called in the caller's event loop with each token except the one that ends the generation,
             which only the return of `generate` reveals.
         session: the rollout of the request, whose prompts begin alike; "" for none.
@@ -80,7 +80,7 @@ class Generation:
 
     Attributes:
         token_ids: sampled ids, including a stop token that ended the generation.
-        logprobs: of each id under softmax(logits / temperature), before top_p and top_k (fp32); after them,
+        logprobs: of each id under softmax(logits / temperature), before truncation (fp32); after it,
             renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
             softmax(logits).
         finish_reason: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result).

@@ -132,11 +132,11 @@ class RemoteEngine:
         """Refuse requests whose samples the server cannot describe."""
         if extras.likeliest:
             raise BadChatRequest("a fixed policy at a server tells no top_logprobs", where="top_logprobs")
-        if not self._processed and (sampling.is_truncated or sampling.temperature != 1.0):
+        if not self._processed and sampling.changes:
             raise BadChatRequest(
-                f"its server tells log-probs of softmax(logits), and temperature {sampling.temperature:g}, "
-                f"top_p {sampling.top_p:g}, top_k {sampling.top_k} draw from something else",
-                where="temperature",
+                f"its server tells log-probs of softmax(logits), and {sampling.changes} draws from something "
+                "else",
+                where=sampling.changes.partition(" ")[0],
             )
 
     async def _choice(

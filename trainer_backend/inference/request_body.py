@@ -7,16 +7,15 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from shared_schemas.base import OpenBody, did_you_mean, is_one_of
+from shared_schemas.base import OpenBody, did_you_mean, is_one_of, with_optional
 from shared_schemas.chat import without_nulls
 from shared_schemas.plain_text import decode_text, without_mark
-from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling
+from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling, TokenLimit
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
 _BRANCH = re.compile(r"list\[|constrained-")
 _OPTIONS = tuple(Sampling.model_fields)
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
 
 
@@ -37,8 +36,9 @@ BYSTANDERS = frozenset(
 )
 
 
+@with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """A request with OpenAI's names and a bound on every number.
+    """A request with OpenAI's names, the options of `Sampling`, and a bound on every number.
 
     `neutral` lists known but unsupported keys.
     """
@@ -55,14 +55,13 @@ class SamplingRequest(OpenBody):
     }
 
     # A number that is a text, or true, is a mistake of the caller's.
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     model: str
-    temperature: Annotated[Finite, Field(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
+    # vLLM's -1 is our 0, and OpenAI's seed may be negative.
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_tokens: TokenLimit | None = None
     return_token_ids: bool | None = None
     processed_logprobs: bool = False
     common_draws: bool = False
@@ -81,7 +80,6 @@ class SamplingRequest(OpenBody):
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
-        # OpenAI's seed may be negative, ours may not.
         seed = None if self.seed is None else self.seed % 2**63
         given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         changed = {

@@ -6,9 +6,10 @@ order of arrival can change the result.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,8 +17,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared_schemas.trajectory import Sampling
+from shared_schemas.trajectory import Sampling, SamplingKeys
 
+# The columns of a row's options, their values in a request, and values without effect.
+OPTIONS = tuple(SamplingKeys.model_fields)
+read_options = attrgetter(*OPTIONS)
+PLAIN_OPTIONS: tuple[float, ...] = read_options(Sampling())
 # Tokens that are cumulated together: see `inverse_cdf`.
 BLOCK = 64
 # The largest vocabulary that is cumulated at once: in a small model the number of operations is what counts.
@@ -35,12 +40,9 @@ def stream_key(seed: int, prompt_ids: Sequence[int]) -> int:
     The prompt is included because an episode may send one seed with every decision: with the seed alone, all
     decisions would draw the same numbers and be correlated.
     """
-    digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8, salt=_salt(seed))
+    salt = (seed % 2**128).to_bytes(16, "little")
+    digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8, salt=salt)
     return int.from_bytes(digest.digest(), "little")
-
-
-def _salt(seed: int) -> bytes:
-    return (seed % 2**128).to_bytes(16, "little")
 
 
 def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -59,41 +61,47 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each of B rows is sampled. What no row needs is None, which costs nothing and changes no number.
+    """How each of B rows is sampled. What no row needs may be None: it costs nothing and changes no number.
 
     Attributes:
         temperatures_B: [B] fp32; greedy rows have 1.
         greedy_B: [B] bool: rows that take the most likely token.
-        top_ps_B, top_ks_B: [B] truncation (1.0 and 0 keep everything); both or neither are None.
+        truncation: [B] fp32 of each option by its name, for `truncation_mask`.
         processed_B: [B] bool: rows whose log-probs are taken after truncation.
     """
 
     temperatures_B: Tensor | None = None
     greedy_B: Tensor | None = None
-    top_ps_B: Tensor | None = None
-    top_ks_B: Tensor | None = None
+    truncation: Mapping[str, Tensor] | None = None
     processed_B: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, samplings: Sequence[Sampling], *, processed: Sequence[bool], device: torch.device
-    ) -> "RowSettings":
-        """Settings of rows, one of `samplings` each, on the device that samples."""
+    def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:
+        """Settings of rows; nothing is read back from the device.
 
-        def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=device)
+        Args:
+            options_BN: [B, N] their OPTIONS.
+            processed_B: None if no row truncates.
+        """
+        options = dict(zip(OPTIONS, options_BN.float().unbind(1), strict=True))
+        greedy_B = options["temperature"] == 0.0
+        temperatures_B = torch.where(greedy_B, 1.0, options["temperature"])
+        return cls(temperatures_B, greedy_B, None if processed_B is None else options, processed_B)
 
-        # Without truncation both kinds of log-probs are equal; they must not differ by a rounding.
-        processed = [p and s.is_truncated for p, s in zip(processed, samplings, strict=True)]
-        truncates = any(s.is_truncated for s in samplings)
-        greedy = [s.temperature == 0.0 for s in samplings]
-        temperatures = [s.temperature or 1.0 for s in samplings]
-        return cls(
-            column(temperatures) if set(temperatures) != {1.0} else None,
-            column(greedy) if any(greedy) else None,
-            column([s.top_p for s in samplings]) if truncates else None,
-            column([s.top_k for s in samplings]) if truncates else None,
-            column(processed) if any(processed) else None,
+    @classmethod
+    def lean(
+        cls, options_BN: NDArray[np.float64], processed_B: NDArray[np.bool_] | None, *, device: torch.device
+    ) -> Self:
+        """As `of`, on the device that samples and without what no row needs."""
+        settings = cls.of(
+            torch.tensor(options_BN, device=device),
+            None if processed_B is None else torch.tensor(processed_B, device=device),
+        )
+        temperatures = set(options_BN[:, OPTIONS.index("temperature")].tolist())
+        return replace(
+            settings,
+            temperatures_B=settings.temperatures_B if temperatures - {0.0, 1.0} else None,
+            greedy_B=settings.greedy_B if 0.0 in temperatures else None,
         )
 
 
@@ -122,8 +130,8 @@ def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw
     tempered_BV = tempered(logits_BV, settings.temperatures_B)
     probs_BV, mass_B = tempered_BV.softmax(dim=-1), None
     kept_BV = probs_BV
-    if settings.top_ps_B is not None and settings.top_ks_B is not None:
-        mask_BV = truncation_mask(probs_BV, settings.top_ps_B, settings.top_ks_B)
+    if settings.truncation is not None:
+        mask_BV = truncation_mask(probs_BV, settings.truncation)
         kept_BV = torch.where(mask_BV, probs_BV, 0.0)
         mass_B = kept_BV.sum(dim=-1, dtype=torch.float64)
     tokens_B = inverse_cdf(kept_BV, uniforms_B)
@@ -131,10 +139,7 @@ def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw
         tokens_B = torch.where(settings.greedy_B, tempered_BV.argmax(dim=-1), tokens_B)
     logprobs_B = _logprobs_of(tokens_B[:, None], tempered_BV, probs_BV)[:, 0]
     if settings.processed_B is not None and mass_B is not None:
-        renormalised_B = settings.processed_B
-        if settings.greedy_B is not None:
-            renormalised_B = renormalised_B & ~settings.greedy_B
-        logprobs_B = torch.where(renormalised_B, logprobs_B - mass_B.log().float(), logprobs_B)
+        logprobs_B = torch.where(settings.processed_B, logprobs_B - mass_B.log().float(), logprobs_B)
     return Draw(tokens_B, logprobs_B, mass_B)
 
 
@@ -199,12 +204,16 @@ def _first_above(threshold_B1: Tensor, cdf_BN: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BN, threshold_B1, right=True).clamp_(max=cdf_BN.shape[1] - 1)
 
 
-def truncation_mask(probs_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor) -> Tensor:
+def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
     """[B, V] True for the tokens that top_k and then top_p keep; the most likely one always stays.
 
     top_p keeps the smallest set of the likeliest tokens whose mass, after top_k, reaches top_p. The mass is
     cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most.
+
+    Args:
+        options: [B] each, by name; fp32 holds the rank of any token exactly.
     """
+    top_ps_B, top_ks_B = options["top_p"], options["top_k"]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     in_top_k_BV = (ranks_V < top_ks_B[:, None]) | (top_ks_B[:, None] == 0)

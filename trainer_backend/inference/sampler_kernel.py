@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer_backend.inference.sampler import BELOW_ONE, BLOCK, Draw
+from trainer_backend.inference.sampler import BELOW_ONE, BLOCK, Draw, RowSettings
 
 # Blocks of a chunk.
 _BLOCKS = 64
@@ -84,13 +84,10 @@ def _draw(
     tl.store(logprobs_ptr + row, chosen - highest - tl.log(total.to(tl.float32)))
 
 
-def draw_tokens(logits_BV: Tensor, temperatures_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> Draw:
-    """As `sampler.sample` with these settings.
-
-    Args:
-        temperatures_B: float32; 1 for greedy rows.
-        uniforms_B: float64.
-    """
+def draw_tokens(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
+    """As `sampler.sample` with settings that truncate nothing."""
+    temperatures_B, greedy_B = settings.temperatures_B, settings.greedy_B
+    assert temperatures_B is not None and greedy_B is not None, "of RowSettings.of"
     rows, vocabulary = logits_BV.shape
     chunks = triton.cdiv(vocabulary, _BLOCKS * BLOCK)
     sums = logits_BV.new_empty((rows, chunks * _BLOCKS), dtype=torch.float32)

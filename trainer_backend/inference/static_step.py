@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.paged_pass import DecodeAttention
-from trainer_backend.inference.sampler import Draw, RowSettings, sample
+from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, Draw, RowSettings, sample
 from trainer_backend.models.folder import is_out_of_memory
 
 log = structlog.get_logger(__name__)
@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _STEP = 8
+# Columns: the uniform, whether log-probs are processed, and the options.
+_FLOATS = 2 + len(OPTIONS)
 # Steps without graph after a capture for which there was no memory. By then requests may have ended.
 PATIENCE = 256
 
@@ -47,8 +49,8 @@ class StepInputs:
         slots: where its keys and values are stored.
         tables_BP: int32 pages.
         uniforms: in [0, 1).
-        temperatures: 0 for greedy rows.
-        top_ps, top_ks, processed: as in `RowSettings`; read if `truncates`.
+        options_BN, processed: as in `RowSettings.of`.
+        truncates: whether any row does.
     """
 
     ids: Ints
@@ -57,9 +59,7 @@ class StepInputs:
     slots: Ints
     tables_BP: NDArray[np.int32]
     uniforms: Floats
-    temperatures: Floats
-    top_ps: Floats
-    top_ks: Ints
+    options_BN: Floats
     processed: NDArray[np.bool_]
     truncates: bool
 
@@ -86,22 +86,20 @@ class _Buffers:
     """One set of host buffers: pinned for a GPU, so that copies run beside the host's work."""
 
     def __init__(self, slots: int, pages: int, *, pinned: bool) -> None:
-        self.ints = torch.zeros((slots, 5), dtype=torch.int64, pin_memory=pinned)
-        self.floats = torch.zeros((slots, 4), dtype=torch.float64, pin_memory=pinned)
+        self.ints = torch.zeros((slots, 4), dtype=torch.int64, pin_memory=pinned)
+        self.floats = torch.zeros((slots, _FLOATS), dtype=torch.float64, pin_memory=pinned)
         self.tables = torch.zeros((slots, pages), dtype=torch.int32, pin_memory=pinned)
         self.out = torch.zeros((slots, 3), dtype=torch.float64, pin_memory=pinned)
 
     def fill(self, inputs: StepInputs, bucket: int) -> None:
         count = len(inputs.ids)
         ints, floats = self.ints.numpy(), self.floats.numpy()
-        columns = (inputs.ids, inputs.sources, inputs.positions, inputs.slots, inputs.top_ks)
-        ints[:count] = np.stack(columns, axis=1)
-        floats[:count] = np.stack(
-            (inputs.uniforms, inputs.temperatures, inputs.top_ps, inputs.processed), axis=1
-        )
+        ints[:count] = np.stack((inputs.ids, inputs.sources, inputs.positions, inputs.slots), axis=1)
+        floats[:count, 0], floats[:count, 1] = inputs.uniforms, inputs.processed
+        floats[:count, 2:] = inputs.options_BN
         self.tables.numpy()[:count] = inputs.tables_BP
-        ints[count:bucket] = (0, -1, -1, -1, 0)
-        floats[count:bucket] = (0.0, 1.0, 1.0, 0.0)
+        ints[count:bucket] = (0, -1, -1, -1)
+        floats[count:bucket] = (0.0, 0.0, *PLAIN_OPTIONS)
 
 
 def _event() -> torch.cuda.Event:
@@ -131,8 +129,8 @@ class StaticStep:
         self._hosts = [_Buffers(slots, pages, pinned=on_gpu) for _ in range(2)]
         self._events = [_event() if on_gpu else None for _ in range(2)]
         self._turn = 0
-        self._ints_SN = torch.zeros((slots, 5), dtype=torch.int64, device=device)
-        self._floats_SN = torch.zeros((slots, 4), dtype=torch.float64, device=device)
+        self._ints_SN = torch.zeros((slots, 4), dtype=torch.int64, device=device)
+        self._floats_SN = torch.zeros((slots, _FLOATS), dtype=torch.float64, device=device)
         self._tables_SP = torch.zeros((slots, pages), dtype=torch.int32, device=device)
         self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
@@ -183,28 +181,21 @@ class StaticStep:
             self._compute(bucket, truncates)
 
     def _compute(self, bucket: int, truncates: bool) -> None:
-        ids, sources, positions, slots, top_ks = self._ints_SN[:bucket].unbind(1)
-        uniforms, temperatures, top_ps, processed = self._floats_SN[:bucket].unbind(1)
+        ids, sources, positions, slots = self._ints_SN[:bucket].unbind(1)
+        floats = self._floats_SN[:bucket]
+        uniforms_B = floats[:, 0].contiguous()
         fed_B = torch.where(sources >= 0, self._tokens_S[sources.clamp(min=0)], ids)
         attention = DecodeAttention(
             self._memory, slots.contiguous(), self._tables_SP[:bucket], (positions + 1).int()
         )
         logits_BV = self._decoder.logits(fed_B, positions.clamp(min=0), attention)
-        greedy_B = temperatures == 0.0
-        temperatures_B = torch.where(greedy_B, 1.0, temperatures).float()
+        settings = RowSettings.of(floats[:, 2:], floats[:, 1] > 0.0 if truncates else None)
         if self._by_kernel and not truncates:
             from trainer_backend.inference.sampler_kernel import draw_tokens
 
-            draw = draw_tokens(logits_BV, temperatures_B, greedy_B, uniforms.contiguous())
+            draw = draw_tokens(logits_BV, settings, uniforms_B)
         else:
-            settings = RowSettings(
-                temperatures_B,
-                greedy_B,
-                top_ps.float() if truncates else None,
-                top_ks if truncates else None,
-                processed > 0.0 if truncates else None,
-            )
-            draw = sample(logits_BV, settings, uniforms.contiguous())
+            draw = sample(logits_BV, settings, uniforms_B)
         self._keep(logits_BV)
         self._write(draw, bucket)
 

@@ -187,10 +187,10 @@ class VllmEngine(RemoteEngine):
             )
         if sampling.is_truncated:
             raise BadChatRequest(
-                f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: vLLM returns log-probs of the truncated "
-                "distribution, and the learner computes those of the whole one",
-                where="top_p",
-                hint="Use top_p = 1 and top_k = 0 with inference.engine = 'vllm'.",
+                f"{sampling.truncation}: vLLM returns log-probs of the truncated distribution, and the "
+                "learner computes those of the whole one",
+                where=sampling.truncation.partition(" ")[0],
+                hint="Leave it out with inference.engine = 'vllm'.",
             )
         answer = await self._patiently(self._sample(ids, sampling, extras))
         if answer.finish_reason == "abort" and answer.stop_string is None:

@@ -28,7 +28,7 @@ class EngineCounters:
 
     Attributes:
         preempted: rows that were freed for older requests; theirs waited, and were computed again.
-        truncated_tokens: sampled tokens under top_p or top_k.
+        truncated_tokens: sampled tokens under truncation.
         lost_mass: sum of the probability that truncation removed from them.
     """
 

@@ -313,17 +313,14 @@ def _sampling(rollout: RolloutTable, table: RolloutOnlyTable) -> Iterator[Findin
     if sampling.is_truncated and not rollout.allow_truncated_sampling:
         yield (
             "rollout_only",
-            f"{where}: top_p < 1 or top_k > 0 gives log-probs on a part of the vocabulary, and the actor's "
-            "on all of it; set rollout.allow_truncated_sampling = true to accept that",
+            f"{where}: {sampling.truncation} gives log-probs on a part of the vocabulary, and the actor's on "
+            "all of it; set rollout.allow_truncated_sampling = true to accept that",
         )
-    if table.is_remote and table.logprobs != "processed" and (
-        sampling.is_truncated or sampling.temperature != 1.0
-    ):  # fmt: skip
+    if table.is_remote and table.logprobs != "processed" and sampling.changes:
         yield (
             "rollout_only",
-            f"{where}: raw log-probs are not of what was sampled from at temperature "
-            f"{sampling.temperature:g}, top_p {sampling.top_p:g} and top_k {sampling.top_k}: sample at 1, 1 "
-            'and 0, or have the server return those it sampled with and set logprobs = "processed"',
+            f"{where}: raw log-probs are not those of samples with {sampling.changes}: leave it out, or have "
+            'the server return those that it samples with and set logprobs = "processed"',
         )
 
 
@@ -539,7 +536,7 @@ def biases(config: JobConfig) -> list[str]:
             f"training.skip_certain_above = {training.skip_certain_above:g} (of certain decisions, only what "
             "was sampled against the odds)"
         )
-    if config.rollout.sampling_of().is_truncated:
+    if config.rollout.is_truncated:
         findings.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
     if training.max_staleness:
         findings.append(

@@ -29,7 +29,7 @@ FOREIGN_TABLES = {
 NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
-    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in (*SAMPLING_KEYS, "max_tokens")},
+    **{f"rollout.policy_config.{key}": f"rollout.{key}" for key in SAMPLING_KEYS},
     **{f"rollout.env_config.step_rewards.{name}": f"training.{key}" for key, name in WIRE_NAMES.items()},
 }
 _EPISODES = "rollout.episodes_per_batch, which counts episodes: prompts times training.group_size"

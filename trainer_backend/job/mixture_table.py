@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared_schemas.trajectory import MOST_TOKENS
+from shared_schemas.base import with_optional
+from shared_schemas.trajectory import SamplingKeys
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA, WINDOW
 from trainer_backend.core.behaviour import WeightMode
 from trainer_backend.core.losses import RatioLevel
@@ -26,8 +27,16 @@ Selection = Literal["weights", "reward"]
 SwitchStep = Annotated[int, Field(ge=1)]
 
 
-class RolloutOnlyTable(Table):
-    """[rollout_only], or several as [[rollout_only]]: a frozen model that samples a part of the rollouts."""
+class TrainedSamplingKeys(SamplingKeys):
+    """The options of training rollouts: neither greedy nor close to uniform."""
+
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+    """sampling temperature; that of [rollout] is also trained"""
+
+
+@with_optional(TrainedSamplingKeys, absent="; absent: as in [rollout]")
+class FixedPolicyKeys(Table):
+    """A frozen model, and how it samples."""
 
     name: str = Field(
         default=FIXED,
@@ -59,21 +68,11 @@ class RolloutOnlyTable(Table):
         description="kind of the log-probs from inference_url: raw, softmax(logits) before temperature and "
         "truncation, as in vLLM; processed, of the sampling distribution; absent: raw",
     )
-    temperature: float | None = Field(
-        default=None, gt=0.0, le=10.0, description="sampling temperature; absent: as in [rollout]"
-    )
-    top_p: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1.0,
-        description="nucleus; absent: as in [rollout]; below 1 needs rollout.allow_truncated_sampling",
-    )
-    top_k: int | None = Field(
-        default=None,
-        ge=0,
-        le=MOST_TOKENS,
-        description="0 keeps the whole vocabulary; absent: as in [rollout]",
-    )
+
+
+class RolloutOnlyTable(FixedPolicyKeys):
+    """[rollout_only], or several as [[rollout_only]]: a frozen model that samples a part of the rollouts."""
+
     weight: float = Field(default=1.0, gt=0, description="its share among several fixed policies")
     objective: ObjectiveKind = Field(
         default="decoupled",

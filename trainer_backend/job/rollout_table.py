@@ -10,12 +10,12 @@ from pydantic import Field, field_validator, model_validator
 from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import InteractionName, MultiTurn, Name, Seed, TerminationTarget
-from shared_schemas.trajectory import MOST_TOKENS, Sampling
-from trainer_backend.job.mixture_table import RolloutOnlyTable
+from shared_schemas.trajectory import TRUNCATING, Sampling
+from trainer_backend.job.mixture_table import RolloutOnlyTable, TrainedSamplingKeys
 from trainer_backend.job.tables import Table
 
-# The options of sampling that [rollout] sets, and [[rollout_only]] for a policy of its own.
-SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name not in ("seed", "max_tokens"))
+# What [rollout] sets of the sampling; [[rollout_only]] may set some of it for its own policy.
+SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name != "seed")
 # The job sends these with every rollout; if a config has them too, both must agree in every stage.
 _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
 # Settings that the job gives to policies, and the key for each. In rollout.policy_config they would bypass
@@ -23,7 +23,7 @@ _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
 # job's checks, training and seeds.
 SET_BY_THE_JOB = {
     **_JOB_KEYS,
-    **{name: f"rollout.{name}" for name in (*SAMPLING_KEYS, "max_tokens")},
+    **{name: f"rollout.{name}" for name in SAMPLING_KEYS},
     "max_model_length": "multi_turn.max_model_length",
     "seed": "job.seed",
     "model": "job.name",
@@ -51,8 +51,8 @@ def refuse_duplicates(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
     return seeds
 
 
-class RolloutTable(Table):
-    """[rollout]"""
+class EpisodeKeys(Table):
+    """The episodes of [rollout], whoever samples them."""
 
     env_name: Name = Field(default="crafter", description="environment, by its name at the task app")
     env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
@@ -91,22 +91,23 @@ class RolloutTable(Table):
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="rollouts that run at a time on all task apps"
     )
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="sampling temperature; also trained")
-    top_p: float = Field(
-        default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs allow_truncated_sampling"
-    )
-    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
+
+
+class RolloutTable(TrainedSamplingKeys, EpisodeKeys):
+    """[rollout]"""
+
     max_tokens: int = Field(default=32, ge=1, description="maximum number of tokens per decision")
     allow_truncated_sampling: bool = Field(
         default=False,
-        description="allow top_p < 1 or top_k > 0 in training rollouts; the lost mass is not trained",
+        description=f"allow truncation ({', '.join(TRUNCATING)}) in training rollouts; the lost mass is not "
+        "trained",
     )
 
     def sampling_of(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
         """How the actor draws tokens in training; or how a fixed policy does, which inherits its settings."""
-        own = {} if fixed is None else fixed.model_dump(include=set(SAMPLING_KEYS), exclude_none=True)
-        inherited = {key: getattr(self, key) for key in SAMPLING_KEYS}
-        return Sampling(max_tokens=self.max_tokens, **(inherited | own))
+        keys = set(SAMPLING_KEYS)
+        own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)
+        return Sampling(**self.model_dump(include=keys) | own)
 
     @field_validator("seeds")
     @classmethod

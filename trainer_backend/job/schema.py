@@ -175,18 +175,19 @@ class JobConfig(Table):
                 f"training.max_staleness = {self.training.max_staleness} with inference.deterministic: "
                 "which version samples a token would depend on how long other work takes; drop one of them"
             )
-        if self.rollout.sampling_of().is_truncated and not self.rollout.allow_truncated_sampling:
+        truncation = self.rollout.truncation
+        if truncation and not self.rollout.allow_truncated_sampling:
             raise ValueError(
-                "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
-                "count; set rollout.allow_truncated_sampling = true to accept that"
+                f"[rollout] {truncation} removes probability that training would still count; set "
+                "rollout.allow_truncated_sampling = true to accept that"
             )
         temperatures = {self.rollout.temperature, self.evaluation_temperature} - {0.0}
         if self.inference.engine == "vllm" and not all(0.01 <= value <= 2 for value in temperatures):
             raise ValueError("inference.engine = 'vllm' allows temperatures from 0.01 to 2, and 0")
-        if self.inference.engine == "vllm" and self.rollout.sampling_of().is_truncated:
+        if self.inference.engine == "vllm" and truncation:
             raise ValueError(
-                "rollout.top_p < 1 or rollout.top_k > 0 with inference.engine = 'vllm': it returns log-probs "
-                "of the truncated distribution, and training computes those of the whole one"
+                f"[rollout] {truncation} with inference.engine = 'vllm': it returns log-probs of the "
+                "truncated distribution, and training computes those of the whole one"
             )
         return self
 

@@ -293,7 +293,7 @@ def mixture_metrics(
                                             the same of each policy, the actor too; its mean truncated weight
         mixture/{policy}/truncated_share    units whose weight was held at the cap, or became 0; not of
                                             `single_ratio`, whose policy loss has no weight
-        mixture/{policy}/lost_mass          of a fixed policy with top_p or top_k: how much of the proximal
+        mixture/{policy}/lost_mass          of a fixed policy with truncation: how much of the proximal
                                             policy's probability lies on tokens that it never says, in the
                                             states that it visits: 1 - mean p/mu of a token, an estimate
 

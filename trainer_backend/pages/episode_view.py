@@ -343,6 +343,7 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
         facts.append(("prompt", f"{info.prompt_tokens:,} tokens"))
     if step.sampling is not None:
         facts.append(("temperature", f"{step.sampling.temperature:g}"))
+        facts.append(("truncation", step.sampling.truncation))
     times = {"policy": info.policy_s, "environment": info.environment_s, "interaction": info.interaction_s}
     texts = [
         f"{who} {number(seconds, 'seconds')}"

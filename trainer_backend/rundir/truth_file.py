@@ -29,7 +29,6 @@ _PLAY = frozenset(
         "termination_regex",
         "termination_target",
         *SAMPLING_KEYS,
-        "max_tokens",
     }
 )
 

@@ -88,9 +88,7 @@ async def test_a_sample_that_nothing_could_weigh_is_a_failure_and_never_data(ans
     assert caught.value.code == "inference_protocol"
 
 
-@pytest.mark.parametrize(
-    "key", ["min_p", "repetition_penalty", "frequency_penalty", "logit_bias", "guided_json"]
-)
+@pytest.mark.parametrize("key", ["repetition_penalty", "frequency_penalty", "logit_bias", "guided_json"])
 def test_what_is_drawn_cannot_be_changed_past_the_record(key: str):
     asked = {"inference_url": "http://h", "model": "m", "extra_body": {key: 0.5}}
     assert OpenAIConfig(**asked).extra_body

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling
+from shared_schemas.base import Body, with_optional
+from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest
@@ -19,7 +21,7 @@ OTHER = Sampling(temperature=0.5, top_p=0.9, top_k=7, seed=3, max_tokens=9)
 class Newer(Sampling):
     """Sampling with an option more, which today is sent at its value without effect."""
 
-    min_p: float = 0.0
+    presence_penalty: float = 0.0
 
 
 def policy(**config: Any) -> OpenAIAgentPolicy:
@@ -42,18 +44,19 @@ def test_each_recorded_option_is_sent():
     ],
 )
 def test_a_new_option_is_sent_without_a_word_anywhere_else(config: dict[str, Any]):
-    sampling = Newer(min_p=0.25, **OTHER.model_dump())
+    sampling = Newer(presence_penalty=0.25, **OTHER.model_dump())
     body = policy(**config).request_body([], [], sampling)
     sent = {"max_tokens": body.get(config.get("max_tokens_name", "max_tokens"))} | body
     assert sent.items() >= sampling.model_dump().items()
-    assert sampling.whole_request_keys()["min_p"] == 0.25
+    assert sampling.whole_request_keys()["presence_penalty"] == 0.25
 
 
 def test_a_vllm_server_of_ours_is_sent_all_but_the_seed():
     engine = VllmEngine("http://h", stop_ids=[1], vocabulary=9, max_model_len=99, wait_s=1.0)
-    sampling = Newer(min_p=0.25, temperature=0.5, seed=3, max_tokens=9)
+    sampling = Newer(presence_penalty=0.25, temperature=0.5, seed=3, max_tokens=9)
     params = engine._body([1], sampling, 0)["sampling_params"]
-    assert params.items() >= {"min_p": 0.25, "temperature": 0.5, "max_tokens": 9, "top_k": -1}.items()
+    assert params.items() >= sampling.model_dump(include={"presence_penalty", "temperature"}).items()
+    assert (params["max_tokens"], params["top_k"]) == (9, -1)
     assert "seed" not in params
 
 
@@ -63,6 +66,19 @@ def test_the_gateway_samples_as_it_is_asked():
     # An option that it samples with is no longer one that is refused unless it has no effect.
     assert Sampling.model_fields.keys() <= SamplingRequest.model_fields.keys()
     assert not Sampling.model_fields.keys() & (NEUTRAL.keys() | PLAIN_SAMPLING.keys())
+
+
+def test_a_class_may_leave_out_each_option_of_another():
+    @with_optional(Newer, absent="; absent: as there")
+    class Own(Body):
+        top_k: int | None = Field(default=None, ge=-1)
+
+    assert Own() == Own(**dict.fromkeys(Newer.model_fields))
+    assert (Own(top_k=-1).top_k, Own.model_fields["top_k"].description) == (-1, None)
+    description = SamplingKeys.model_fields["top_p"].description
+    assert Own.model_fields["top_p"].description == f"{description}; absent: as there"
+    with pytest.raises(ValidationError, match="top_p"):
+        Own(top_p=1.5)
 
 
 def test_a_policy_has_a_setting_for_each_option():

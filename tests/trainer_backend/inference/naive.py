@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Generation
-from trainer_backend.inference.sampler import RowSettings, sample, stream_key, uniforms
+from trainer_backend.inference.sampler import RowSettings, read_options, sample, stream_key, uniforms
+
+
+def settings_of(samplings: Sequence[Sampling], *, processed: bool = False) -> RowSettings:
+    """As the engine's columns have them."""
+    truncated = np.array([one.is_truncated and one.temperature > 0 for one in samplings])
+    options = np.array([read_options(one) for one in samplings], dtype=np.float64)
+    is_processed = truncated & processed if truncated.any() else None
+    return RowSettings.lean(options, is_processed, device=torch.device("cpu"))
 
 
 def naive_generation(
@@ -19,7 +27,7 @@ def naive_generation(
 ) -> tuple[list[int], list[float]]:
     """The whole sequence through the model for every token."""
     ids, tokens, logprobs = list(prompt), [], []
-    settings = RowSettings.of([sampling], processed=[False], device=torch.device("cpu"))
+    settings = settings_of([sampling])
     key = np.array([stream_key(sampling.seed or 0, () if common_draws else prompt)], dtype=np.uint64)
     for i in range(sampling.max_tokens):
         with torch.inference_mode():

@@ -1,4 +1,6 @@
+import asyncio
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,13 +8,18 @@ import torch
 from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import settings_of
 from trainer_backend.inference.batch import drawing_device
+from trainer_backend.inference.columns import Columns
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.request import Request
 from trainer_backend.inference.sampler import (
     AT_ONCE,
     BLOCK,
     RowSettings,
     inverse_cdf,
     likeliest,
+    read_options,
     sample,
     stream_key,
     truncation_mask,
@@ -27,10 +34,6 @@ def splitmix64(seed: int, steps: int) -> int:
     z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
-
-
-def settings_of(samplings: list[Sampling], *, processed: bool = False) -> RowSettings:
-    return RowSettings.of(samplings, processed=[processed] * len(samplings), device=torch.device("cpu"))
 
 
 def drawn(logits: Tensor, uniform: float, **options: float) -> tuple[int, float]:
@@ -134,27 +137,35 @@ def test_the_logprob_is_that_of_the_tempered_distribution_before_truncation():
     assert logprob == pytest.approx(float(torch.log_softmax(logits / 2.0, 0)[2]))
 
 
+def mask_of(probs: Tensor, samplings: list[Sampling]) -> Tensor:
+    options = torch.tensor([read_options(sampling) for sampling in samplings])
+    truncation = RowSettings.of(options, torch.zeros(len(options))).truncation
+    assert truncation is not None
+    return truncation_mask(probs, truncation)
+
+
 @pytest.mark.parametrize(
-    ("top_p", "top_k", "kept"),
+    ("options", "kept"),
     [
-        (1.0, 0, [True, True, True, True]),
-        (1.0, 2, [True, False, True, False]),
-        (0.49, 0, [True, False, False, False]),  # the likeliest alone has more
-        (0.51, 0, [True, False, True, False]),
-        (1e-9, 0, [True, False, False, False]),  # one always stays
-        (0.9, 3, [True, True, True, False]),  # 0.9 of the 0.95 that top_k left is 0.855
+        ({}, [True, True, True, True]),
+        ({"top_k": 2}, [True, False, True, False]),
+        ({"top_p": 0.49}, [True, False, False, False]),  # the likeliest alone has more
+        ({"top_p": 0.51}, [True, False, True, False]),
+        ({"top_p": 1e-9}, [True, False, False, False]),  # one always stays
+        ({"top_p": 0.9, "top_k": 3}, [True, True, True, False]),  # 0.9 of the 0.95 that top_k left is 0.855
     ],
 )
-def test_truncation_keeps_the_smallest_set_that_reaches_the_mass(top_p: float, top_k: int, kept: list[bool]):
+def test_truncation_keeps_the_smallest_set_that_reaches_the_mass(options: dict[str, Any], kept: list[bool]):
     probs = torch.tensor([[0.5, 0.15, 0.3, 0.05]])
-    assert truncation_mask(probs, torch.tensor([top_p]), torch.tensor([top_k])).tolist() == [kept]
+    assert mask_of(probs, [Sampling(**options)]).tolist() == [kept]
 
 
 def test_truncation_of_a_large_vocabulary_keeps_what_sums_in_float64_would():
     draw = torch.Generator().manual_seed(0)
     probs = (3 * torch.randn(40, 1000, generator=draw)).softmax(-1)
     top_ps, top_ks = 0.05 + 0.95 * torch.rand(40, generator=draw), torch.tensor([0, 3, 200, 900] * 10)
-    for row, mask in enumerate(truncation_mask(probs, top_ps, top_ks)):
+    samplings = [Sampling(top_p=p, top_k=k) for p, k in zip(top_ps.tolist(), top_ks.tolist(), strict=True)]
+    for row, mask in enumerate(mask_of(probs, samplings)):
         found = probs[row].double().sort(descending=True)
         kept = found.values[: int(top_ks[row]) or None]
         before = kept.cumsum(0) - kept
@@ -206,6 +217,21 @@ def test_a_processed_log_prob_is_that_of_what_was_drawn_from():
     assert drawn(logits, 0.9, temperature=0.0, top_k=1, processed=1) == (0, pytest.approx(np.log(0.5)))
 
 
+def test_a_row_keeps_its_options_where_rows_are_added_and_moved():
+    columns, loop = Columns(), asyncio.new_event_loop()
+    samplings = [Sampling(top_k=row, temperature=row % 3) for row in range(70)]
+    for row, sampling in enumerate(samplings):
+        extras = Extras(processed=row > 1)
+        columns.set(row, Request(str(row), [1], sampling, loop, loop.create_future(), extras))
+    loop.close()
+    columns.move(69, 5)
+    assert columns.options[5].tolist() == columns.options[69].tolist() == list(read_options(samplings[69]))
+    assert columns.options[65].tolist() == list(read_options(samplings[65]))
+    # Row 0 has no option, and row 3 is greedy: there is nothing to truncate.
+    assert columns.truncated[:5].tolist() == [False, True, True, False, True]
+    assert columns.processed[:5].tolist() == [False, False, True, False, True]
+
+
 WITH_TRITON = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed: make test-kernel"
 )
@@ -215,7 +241,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def by_kernel(logits: Tensor, temperatures: Tensor, greedy: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     from trainer_backend.inference.sampler_kernel import draw_tokens
 
-    found = draw_tokens(*(tensor.to(DEVICE) for tensor in (logits, temperatures, greedy, numbers)))
+    settings = RowSettings(temperatures.to(DEVICE), greedy.to(DEVICE))
+    found = draw_tokens(logits.to(DEVICE), settings, numbers.to(DEVICE))
     return found.tokens_B.cpu(), found.logprobs_B.cpu()
 
 

@@ -153,11 +153,11 @@ def test_a_schedule_that_is_none_is_refused(keys: dict[str, Any], told: str):
         ({"model_path": "x", "temperature": NAN}, "rollout_only.temperature is nan: "),
         ({"model_path": "x", "weight": 0}, "rollout_only.weight is 0: "),
         ({"model_path": "x", "behaviour_weight_cap": 0.5}, "rollout_only.behaviour_weight_cap is 0.5: "),
-        ({"model_path": "x", "top_p": 0.9}, "'fixed': top_p < 1 or top_k > 0 gives log-probs on a part of"),
+        ({"model_path": "x", "top_p": 0.9}, "'fixed': top_p = 0.9 gives log-probs on a part of"),
         ({"model_path": "x", "objective": "ppo"}, "rollout_only.objective is 'ppo'; known: decoupled, reinf"),
         (
             {"inference_url": "http://x", "model": "q", "temperature": 0.5},
-            "raw log-probs are not of what was sampled from at temperature 0.5, top_p 1 and top_k 0",
+            "raw log-probs are not those of samples with temperature = 0.5: leave it out",
         ),
         (
             {"model_path": "x", "behaviour_weight_floor": 0.5},
