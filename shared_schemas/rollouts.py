@@ -131,27 +131,37 @@ def default_interaction_name(class_name: str) -> str:
 
 
 Decisions = Annotated[int, Field(ge=1, le=10_000)]
-Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Penalty = Annotated[float, Field(le=0.0)]
 TerminationTarget = Literal["raw", "text"]
 
 
-class RolloutLimits(Body):
-    """Limits of an episode."""
+class LimitKeys(Body):
+    """How an episode ends, and what a refused decision costs: keys of [rollout], a request and a task."""
 
-    max_decisions: Decisions = 50
-    max_invalid_decisions: Decisions = 5
+    max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, beside what it earns"
     )
-    timeout_s: Seconds = 600.0
+    timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")
     termination_regex: Pattern | None = Field(
         default=None,
-        description="ends the episode if the last 4,096 bytes of a decision match; Rust's regex syntax",
+        description="ends an episode after a decision whose last 4,096 bytes match; Rust's regex syntax",
     )
     termination_target: TerminationTarget = Field(
-        default="raw", description="searched text: all of the policy's output, or the text beside its calls"
+        default="raw",
+        description="text to match: all that the policy wrote, or only the text beside its calls",
     )
+
+    def dump_limits(self) -> dict[str, Any]:
+        """The keys of this class alone."""
+        return self.model_dump(include=set(LimitKeys.model_fields))
+
+
+class RolloutLimits(LimitKeys):
+    """Limits of an episode."""
+
+    max_decisions: Decisions = 50
 
 
 class MultiTurn(Body):
@@ -159,23 +169,23 @@ class MultiTurn(Body):
 
     statelm_enabled: bool = Field(
         default=False,
-        description="the model may edit its context: messages have ids",
+        description="let the model edit its context (docs/conversations.md)",
     )
     context_tools: ContextTools = Field(
-        default=PUBLISHED, description="the tools for that, if statelm_enabled"
+        default=PUBLISHED, description="the tools for it (docs/conversations.md)"
     )
     max_user_turns: int | None = Field(
         default=None,
         ge=0,
         le=10_000,
-        description="limit of the user's answers; the decision after the last one ends the episode",
+        description="the user's answers per episode; absent: any number",
     )
     max_episode_tokens: int | None = Field(
-        default=None, ge=1, description="limit of the policy's tokens in an episode"
+        default=None, ge=1, description="sampled tokens per episode, all decisions together"
     )
     context_length_penalty: Penalty = Field(
         default=-1.0,
-        description="reward of the last decision if the next prompt does not fit",
+        description="reward of the last decision before a prompt that is too long",
     )
 
     @model_validator(mode="after")

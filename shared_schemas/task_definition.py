@@ -10,21 +10,17 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared_schemas.base import Body, did_you_mean
+from shared_schemas.base import did_you_mean
 from shared_schemas.messages import Message
-from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import (
     Decisions,
     GroundTruth,
+    LimitKeys,
     Name,
-    Penalty,
     RolloutLimits,
     RolloutRequest,
-    Seconds,
-    TerminationTarget,
 )
 
-_DEFAULTS = RolloutLimits()
 _TOOLS = "tools are the environment's, and an environment is a plug-in of the operator"
 _OPENING = "give the opening of an episode as messages"
 _ONE = "a request is one episode; a job has training.group_size"
@@ -44,7 +40,7 @@ OTHER_PLACES = {
 }
 
 
-class TaskDefinitionModel(Body):
+class TaskDefinitionModel(LimitKeys):
     """A task. `name` and `description` are for people; the policy sees neither, nor the ground truth.
 
     `max_episode_steps` counts decisions. `ground_truth` is the third value of `run_episode`.
@@ -59,12 +55,7 @@ class TaskDefinitionModel(Body):
         description="begin each prompt, and replace the environment's system message if they have one; an "
         "environment whose config has a prompt opens with these alone",
     )
-    max_episode_steps: Decisions = _DEFAULTS.max_decisions
-    max_invalid_decisions: Decisions = _DEFAULTS.max_invalid_decisions
-    invalid_action_penalty: Penalty = _DEFAULTS.invalid_action_penalty
-    timeout_s: Seconds = _DEFAULTS.timeout_s
-    termination_regex: Pattern | None = _DEFAULTS.termination_regex
-    termination_target: TerminationTarget = _DEFAULTS.termination_target
+    max_episode_steps: Decisions = 50
     ground_truth: GroundTruth = Field(default=None, repr=False)
 
     @model_validator(mode="before")
@@ -82,17 +73,15 @@ class TaskDefinitionModel(Body):
     @classmethod
     def of_request(cls, request: RolloutRequest) -> "TaskDefinitionModel":
         """The task of a rollout request."""
-        limits = request.limits.model_dump(exclude={"max_decisions"})
         return cls(
             resource_type=request.env.env_name,
             base_resource_config=request.env.config,
             max_episode_steps=request.limits.max_decisions,
             ground_truth=request.ground_truth,
-            **limits,
+            **request.limits.dump_limits(),
         )
 
     @property
     def limits(self) -> RolloutLimits:
         """The limits in a rollout request's form."""
-        fields = self.model_dump(include=RolloutLimits.model_fields.keys() & type(self).model_fields.keys())
-        return RolloutLimits(max_decisions=self.max_episode_steps, **fields)
+        return RolloutLimits(max_decisions=self.max_episode_steps, **self.dump_limits())

@@ -15,7 +15,7 @@ from service_kit.problems import error_responses, problem_response
 from shared_schemas.base import Body
 from shared_schemas.chat import IGNORED_HEADER
 from shared_schemas.json_text import read_json, read_quotation
-from shared_schemas.rollouts import Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
+from shared_schemas.rollouts import LimitKeys, Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
 from shared_schemas.trajectory import StopReason, Trajectory
 from task_app.captures.call_errors import CLIENT_MISTAKE, split_path
 from task_app.captures.calls import Answer, Dialect, Event
@@ -152,8 +152,7 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
     make_policy(0)  # a wrong config is told now, not at the first call
-    ends = ("termination_regex", "termination_target", "max_invalid_decisions")
-    for name in (*ends, "invalid_action_penalty"):
+    for name in LimitKeys.model_fields.keys() - {"timeout_s"}:
         if name in body.limits.model_fields_set:
             raise InvalidRequest(
                 f"limits.{name} has no effect on a capture, whose agent decides itself when it ends",

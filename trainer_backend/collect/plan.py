@@ -36,7 +36,7 @@ _LEAST_TIMEOUT_S = 1.0
 # What a request sets as a task: not who plays it, nor what else is stored.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
-    "limits": {"max_decisions", "max_invalid_decisions", "termination_regex", "termination_target"},
+    "limits": RolloutLimits.model_fields.keys() - {"timeout_s", "invalid_action_penalty"},
 }
 
 
@@ -113,14 +113,12 @@ class Players:
     def limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
         """The rest of an episode's limits after a number of decisions."""
         rollout = self.rollout
-        return RolloutLimits(
-            max_decisions=self.max_decisions - decisions_done,
-            max_invalid_decisions=rollout.max_invalid_decisions - invalid,
-            invalid_action_penalty=rollout.invalid_action_penalty,
-            timeout_s=max(rollout.timeout_s - used_s, min(rollout.timeout_s, _LEAST_TIMEOUT_S)),
-            termination_regex=rollout.termination_regex,
-            termination_target=rollout.termination_target,
-        )
+        rest = {
+            "max_decisions": self.max_decisions - decisions_done,
+            "max_invalid_decisions": rollout.max_invalid_decisions - invalid,
+            "timeout_s": max(rollout.timeout_s - used_s, min(rollout.timeout_s, _LEAST_TIMEOUT_S)),
+        }
+        return RolloutLimits(**rollout.dump_limits() | rest)
 
     def _server(self, policy: str) -> Inference:
         server = self.servers.get(policy)

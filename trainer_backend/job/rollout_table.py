@@ -7,9 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
-from shared_schemas.patterns import Pattern
-from shared_schemas.rollouts import InteractionName, MultiTurn, Name, Seed, TerminationTarget
+from shared_schemas.rollouts import InteractionName, LimitKeys, MultiTurn, Name, Seed
 from shared_schemas.trajectory import TRUNCATING, Sampling
 from trainer_backend.job.mixture_table import RolloutOnlyTable, TrainedSamplingKeys
 from trainer_backend.job.tables import Table
@@ -51,8 +49,8 @@ def refuse_duplicates(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
     return seeds
 
 
-class EpisodeKeys(Table):
-    """The episodes of [rollout], whoever samples them."""
+class PlayKeys(Table):
+    """What is played, and by which policy."""
 
     env_name: Name = Field(default="crafter", description="environment, by its name at the task app")
     env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
@@ -62,21 +60,11 @@ class EpisodeKeys(Table):
         default_factory=dict, description="passed to the policy; keys that the job sets itself are refused"
     )
     max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
-    max_invalid_decisions: int = Field(
-        default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
-    )
-    invalid_action_penalty: float = Field(
-        default=0.0, le=0.0, description="reward of each refused decision, beside what it earns"
-    )
-    timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="time limit of an episode")
-    termination_regex: Pattern | None = Field(
-        default=None,
-        description="ends an episode after a decision whose last 4,096 bytes match; Rust's regex syntax",
-    )
-    termination_target: TerminationTarget = Field(
-        default="raw",
-        description="text to match: all that the policy wrote, or only the text beside its calls",
-    )
+
+
+class EpisodesKeys(LimitKeys, PlayKeys):
+    """Which episodes are played, and how many."""
+
     seeds: tuple[Seed, ...] = Field(
         default=(),
         description="train and warm up only on these worlds, in shuffled epochs; absent: always new worlds",
@@ -93,7 +81,7 @@ class EpisodeKeys(Table):
     )
 
 
-class RolloutTable(TrainedSamplingKeys, EpisodeKeys):
+class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
     """[rollout]"""
 
     max_tokens: int = Field(default=32, ge=1, description="maximum number of tokens per decision")
@@ -218,8 +206,8 @@ class DataTable(Table):
         return self
 
 
-class MultiTurnTable(Table):
-    """[multi_turn]"""
+class InteractionKeys(Table):
+    """Whether conversations are played, and the interactions that answer in them."""
 
     enable: bool = Field(default=False, description="play conversations; the other keys need it")
     interaction_config_path: Path | None = Field(
@@ -233,31 +221,18 @@ class MultiTurnTable(Table):
         description="SHA-256 of this file and of the modules beside it whose classes it names; a run refuses "
         "others",
     )
-    max_user_turns: int | None = Field(
-        default=None, ge=0, le=10_000, description="the user's answers per episode; absent: any number"
-    )
+
+
+class MultiTurnTable(MultiTurn, InteractionKeys):
+    """[multi_turn]"""
+
     max_assistant_turns: int | None = Field(
         default=None, ge=1, le=10_000, description="decisions per episode; absent: rollout.max_turns"
-    )
-    max_episode_tokens: int | None = Field(
-        default=None, ge=1, description="sampled tokens per episode, all decisions together"
     )
     max_model_length: int = Field(
         default=8192,
         ge=32,
         description="prompt and answer together, in tokens",
-    )
-    context_length_penalty: float = Field(
-        default=-1.0, le=0.0, description="reward of the last decision before a prompt that is too long"
-    )
-    statelm_enabled: bool = Field(
-        default=False,
-        description="let the model edit its context (docs/conversations.md)",
-    )
-    context_tools: ContextTools = Field(
-        default=PUBLISHED,
-        min_length=1,
-        description="the tools for it (docs/conversations.md)",
     )
 
     def max_decisions(self, max_turns: int) -> int:
@@ -272,13 +247,7 @@ class MultiTurnTable(Table):
         """Return the part of the table that every rollout request contains."""
         if not self.enable:
             return MultiTurn()
-        return MultiTurn(
-            statelm_enabled=self.statelm_enabled,
-            context_tools=self.context_tools,
-            max_user_turns=self.max_user_turns,
-            max_episode_tokens=self.max_episode_tokens,
-            context_length_penalty=self.context_length_penalty,
-        )
+        return MultiTurn(**self.model_dump(include=set(MultiTurn.model_fields)))
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> "MultiTurnTable":
@@ -289,5 +258,4 @@ class MultiTurnTable(Table):
             raise ValueError(
                 f"multi_turn.{changed[0]} is given, and multi_turn.enable is false: the run would ignore it"
             )
-        refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
         return self

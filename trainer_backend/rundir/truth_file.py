@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
+from shared_schemas.rollouts import LimitKeys
 from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.rollout_table import SAMPLING_KEYS, RolloutTable
@@ -23,13 +24,8 @@ def truth_of(run: Path) -> Path:
 
 # What of [rollout] decides what a policy sees and does; the rest is about speed.
 _PLAY = frozenset(
-    {"env_name", "env_config", "policy_name", "policy_config", "max_turns", "max_invalid_decisions"}
-    | {
-        "invalid_action_penalty",
-        "termination_regex",
-        "termination_target",
-        *SAMPLING_KEYS,
-    }
+    {"env_name", "env_config", "policy_name", "policy_config", "max_turns", *SAMPLING_KEYS}
+    | LimitKeys.model_fields.keys() - {"timeout_s"}
 )
 
 
