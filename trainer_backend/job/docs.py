@@ -177,7 +177,7 @@ def meaning(field: FieldInfo) -> str:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, attribute, None) is not None:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
-    description = field.description or ""
+    description = " ".join((field.description or "").split())  # of several lines beneath a field
     return description + (f" ({', '.join(bounds)})" if bounds else "")
 
 

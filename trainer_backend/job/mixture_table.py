@@ -13,11 +13,11 @@ from pydantic import Field, field_validator, model_validator
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA, WINDOW
 from trainer_backend.core.behaviour import WeightMode
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.objective import ObjectiveKind
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.job.addresses import shown
-from trainer_backend.job.tables import Table
 
 Baseline = Literal["shared", "per_policy"]
 MixingUnit = Literal["iteration", "group", "rollout"]

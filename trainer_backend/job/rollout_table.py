@@ -11,8 +11,8 @@ from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import InteractionName, MultiTurn, Name, Seed, TerminationTarget
 from shared_schemas.trajectory import MOST_TOKENS, Sampling
+from trainer_backend.core.keys import Table
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.tables import Table
 
 # The options of sampling that [rollout] sets, and [[rollout_only]] for a policy of its own.
 SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name not in ("seed", "max_tokens"))

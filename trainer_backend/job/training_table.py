@@ -6,9 +6,9 @@ from pydantic import Field, field_validator
 
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
 from trainer_backend.core.behaviour import WeightMode
+from trainer_backend.core.keys import Table
 from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
-from trainer_backend.job.tables import Table
 
 # Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
