@@ -40,7 +40,7 @@ from trainer_backend.core.losses import (
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
-from trainer_backend.sinks import OpenSink, open_tensorboard, open_trackio, open_wandb
+from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
 from trainer_backend.tool_formats.hermes import parse_hermes
 from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
@@ -267,9 +267,9 @@ AGGREGATIONS: dict[str, AggregationPlug] = {
 }
 # A sink's library is imported when a job opens the sink.
 SINKS: dict[str, OpenSink] = {
-    "tensorboard": open_tensorboard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
 }
 SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.

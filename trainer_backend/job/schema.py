@@ -26,12 +26,12 @@ from trainer_backend.job.tables import (
     InferenceTable,
     LearnerTable,
     ModelTable,
-    RetentionTable,
     ServicesTable,
-    SinksTable,
     WeightTransferTable,
 )
 from trainer_backend.job.training_table import AlgorithmTable, LoraTable, TrainingTable
+from trainer_backend.sinks import SinksTable
+from trainer_backend.store.retention import RetentionTable
 
 
 class JobTable(Table):
