@@ -13,17 +13,16 @@ from bench.gpu_setup import Plan, config_of, model_of
 from bench.model_flops import Peak, decode_seconds, forward_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
-from trainer_backend.core.memory import ModelShape
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import InferenceError
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.learner.attention import BlockMask
-from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import ModelShape, model_shape
 
 # Of the bandwidth limit, by shape, rows and tokens of context.
 LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_backend.core.memory import BFLOAT16, ModelShape
+from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,9 +320,7 @@ def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply
     where = f"interaction {name!r}: generate_response"
     if not isinstance(value, tuple | list) or len(value) != 4:
         needed = "(should_terminate, response, score, metadata)"
-        raise InteractionFailed(
-            f"{where} returned {_describe(value)}; (should_terminate, response, score, metadata) is needed"
-        )
+        raise InteractionFailed(f"{where} returned {_describe(value)}; {needed} is needed")
     should_terminate, response, score, metadata = value
     reply = InteractionReply(
         should_terminate=_flag(should_terminate, where=where),

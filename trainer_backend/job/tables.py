@@ -321,6 +321,11 @@ class LearnerTable(Table):
         """How many processes the learner is."""
         return self.nnodes * self.nproc_per_node
 
+    @property
+    def parts(self) -> int:
+        """How many ranks hold all weights together."""
+        return self.ranks // self.data_parallel_replicate_degree
+
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:

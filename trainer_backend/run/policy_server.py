@@ -30,10 +30,10 @@ from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
-from trainer_backend.learner.capacity import MemoryPlan, serving_plan
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
+from trainer_backend.learner.memory import MemoryPlan, serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
