@@ -90,7 +90,7 @@ def speed_of(shape: ModelShape, gpu: Table, replica: Table, *, memory_share: flo
     """By the arithmetic of the module's docstring."""
     bandwidth = 1e12 * gpu["bandwidth_tb_s"] * replica["bandwidth_share"]
     weights = layer_weights(shape) + shape.vocabulary * shape.width
-    token_bytes = 2 * BFLOAT16 * shape.layers * shape.kv_heads * shape.head_dim
+    token_bytes = BFLOAT16 * shape.cached_numbers
     row_s = 2 * weights / (1e12 * gpu["tflops"] * replica["compute_share"])
     room = 1e9 * gpu["memory_gb"] * memory_share - BFLOAT16 * shape.parameters
     return Speed(

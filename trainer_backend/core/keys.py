@@ -1,4 +1,7 @@
-"""`Table`, from which the keys of each component are derived, in the component's own file."""
+"""The base of every class that declares keys of a job, in the file that reads them.
+
+A job's table inherits these classes, so `[training]` is what a loss reads, and nothing is copied.
+"""
 
 from pydantic import ConfigDict
 
@@ -6,6 +9,10 @@ from shared_schemas.base import Body
 
 
 class Table(Body):
-    """Keys of a job. No number in them may be infinite or NaN; the sentence beneath a field describes it."""
+    """Keys of a job; no number may be infinite or NaN.
 
-    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
+    The sentence beneath a field is its documentation. job/docs.py reads it from the source: with pydantic's
+    `use_attribute_docstrings` every start would.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)

@@ -3,7 +3,12 @@
 A house test compares the file with this output, so it describes every key correctly.
 """
 
+import ast
 from collections.abc import Iterator, Sequence
+from functools import cache
+from inspect import getsource
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
@@ -13,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
 from trainer_backend.job.schema import JobConfig
@@ -112,7 +118,7 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, field in model.model_fields.items():
-        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
+        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(model, key))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
@@ -172,15 +178,31 @@ def _default(field: FieldInfo) -> str:
     return f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
 
 
-def meaning(field: FieldInfo) -> str:
+def meaning(model: type[BaseModel], key: str) -> str:
     """Return the description of a key with its bounds."""
-    bounds = []
+    field, bounds = model.model_fields[key], []
     for item in field.metadata:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, attribute, None) is not None:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
-    description = " ".join((field.description or "").split())  # of several lines beneath a field
+    description = field.description or _sentences(model).get(key, "")
     return description + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+@cache
+def _sentences(model: type[BaseModel]) -> dict[str, str]:
+    """The sentence beneath each field of a class and of its bases."""
+    found: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if issubclass(kind, Table):
+            (tree,) = ast.parse(dedent(getsource(kind))).body
+            for field, line in pairwise(tree.body):  # type: ignore[attr-defined]
+                match field, line:
+                    case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
+                        found[key] = " ".join(text.split())
+    return found
 
 
 if __name__ == "__main__":

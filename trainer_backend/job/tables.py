@@ -21,30 +21,22 @@ HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 class ModelTable(Table):
     """[model]"""
 
-    preset: str | None = Field(default=None, description="a small model built from its config")
-    path: Path | None = Field(default=None, description="a local Hugging Face folder")
-    name: str | None = Field(
-        default=None,
-        description="a model of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or of its cache",
-    )
-    revision: str | None = Field(
-        default=None, min_length=1, description="branch, tag or commit of `name`; absent: main"
-    )
-    tool_call_format: str | None = Field(
-        default=None, description="the model's syntax of tool calls; absent: read from its chat template"
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the chat template, such as `enable_thinking = false`"
-    )
-    vocab_size: int = Field(
-        default=1024,
-        ge=300,
-        le=65536,
-        description="size of the tokenizer that a preset trains on the job's prompts",
-    )
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        default="auto", description="device of training and serving; auto takes cuda, then mps, then cpu"
-    )
+    preset: str | None = None
+    """a small model built from its config"""
+    path: Path | None = None
+    """a local Hugging Face folder"""
+    name: str | None = None
+    """a model of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or of its cache"""
+    revision: str | None = Field(default=None, min_length=1)
+    """branch, tag or commit of `name`; absent: main"""
+    tool_call_format: str | None = None
+    """the model's syntax of tool calls; absent: read from its chat template"""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """passed to the chat template, such as `enable_thinking = false`"""
+    vocab_size: int = Field(default=1024, ge=300, le=65536)
+    """size of the tokenizer that a preset trains on the job's prompts"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """device of training and serving; auto takes cuda, then mps, then cpu"""
 
     @property
     def source(self) -> str:
@@ -90,86 +82,47 @@ class ServicesTable(Table):
     """[services]"""
 
     # No repr: a user name and password given here by mistake must not appear in an error.
-    task_url: tuple[str, ...] = Field(
-        default=(),
-        max_length=256,
-        repr=False,
-        description="task apps, one URL or a list; `dns+http://name:port` is all addresses of a name "
-        "(docs/operations.md); absent: the job starts one of its own",
-    )
-    task_api_key: SecretStr | None = Field(
-        default=None,
-        description="their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that "
-        "ENVIRONMENT_API_KEY_FILE names",
-    )
-    task_plugins: tuple[Path, ...] = Field(
-        default=(),
-        max_length=64,
-        description="Python files with environments or policies of your own, for the task app that the job "
-        "starts (docs/plugins.md)",
-    )
-    task_plugins_sha256: tuple[str, ...] = Field(
-        default=(),
-        max_length=64,
-        description="SHA-256 of each file of task_plugins; a run refuses a file with another one",
-    )
-    gymnasium_modules: tuple[Module, ...] = Field(
-        default=(),
-        max_length=64,
-        description="modules that the task app that the job starts imports for the environments that they "
-        "register with gymnasium; like the next six, absent: as its environment variable says "
-        "(docs/foreign.md)",
-    )
-    verifiers_modules: tuple[Module, ...] = Field(
-        default=(), max_length=64, description="tasksets that it may play as `verifiers:MODULE`"
-    )
-    verifiers_python: Path | None = Field(
-        default=None, description="the Python of the environment that has verifiers"
-    )
-    textarena_python: Path | None = Field(
-        default=None, description="the one that has textarena, for `textarena:ID`"
-    )
-    reasoning_gym_python: Path | None = Field(
-        default=None, description="the one that has reasoning-gym, for `reasoning_gym:NAME`"
-    )
-    mcp_servers: Path | None = Field(default=None, description="the file of MCP servers, for `mcp:NAME`")
-    allowed_environment_hosts: tuple[Host, ...] = Field(
-        default=(), max_length=64, description="hosts (or host:port) that the URL in an env_name may name"
-    )
-    task_apps: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="task apps that the job starts, a process each; more than one pays where episodes take "
-        "longer than the model, as a scripted teacher's do",
-    )
-    gateway_host: str = Field(
-        default="127.0.0.1", description="address that the job's own gateway listens on"
-    )
-    gateway_port: int = Field(
-        default=0,
-        ge=0,
-        le=65535,
-        description="0 takes a free port; further gateways take the ports after it",
-    )
-    gateways: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="gateways, a process each; a rollout asks one of them all. More than one needs [cluster]",
-    )
-    request_timeout_s: float = Field(
-        default=60.0, gt=0, description="time limit of a control request to a task app"
-    )
-    iteration_timeout_s: float = Field(
-        default=1800.0, gt=0, description="time limit of collecting an iteration"
-    )
-    task_app_wait_s: float = Field(
-        default=60.0,
-        ge=0,
-        le=86_400,
-        description="how long to wait for a task app of task_url to come back when none answers",
-    )
+    task_url: tuple[str, ...] = Field(default=(), max_length=256, repr=False)
+    """task apps, one URL or a list; `dns+http://name:port` is all addresses of a name (docs/operations.md);
+    absent: the job starts one of its own"""
+    task_api_key: SecretStr | None = None
+    """their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that
+    ENVIRONMENT_API_KEY_FILE names"""
+    task_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
+    """Python files with environments or policies of your own, for the task app that the job starts
+    (docs/plugins.md)"""
+    task_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
+    """SHA-256 of each file of task_plugins; a run refuses a file with another one"""
+    gymnasium_modules: tuple[Module, ...] = Field(default=(), max_length=64)
+    """modules that the task app that the job starts imports for the environments that they register with
+    gymnasium; like the next six, absent: as its environment variable says (docs/foreign.md)"""
+    verifiers_modules: tuple[Module, ...] = Field(default=(), max_length=64)
+    """tasksets that it may play as `verifiers:MODULE`"""
+    verifiers_python: Path | None = None
+    """the Python of the environment that has verifiers"""
+    textarena_python: Path | None = None
+    """the one that has textarena, for `textarena:ID`"""
+    reasoning_gym_python: Path | None = None
+    """the one that has reasoning-gym, for `reasoning_gym:NAME`"""
+    mcp_servers: Path | None = None
+    """the file of MCP servers, for `mcp:NAME`"""
+    allowed_environment_hosts: tuple[Host, ...] = Field(default=(), max_length=64)
+    """hosts (or host:port) that the URL in an env_name may name"""
+    task_apps: int = Field(default=1, ge=1, le=64)
+    """task apps that the job starts, a process each; more than one pays where episodes take longer than the
+    model, as a scripted teacher's do"""
+    gateway_host: str = "127.0.0.1"
+    """address that the job's own gateway listens on"""
+    gateway_port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port; further gateways take the ports after it"""
+    gateways: int = Field(default=1, ge=1, le=64)
+    """gateways, a process each; a rollout asks one of them all. More than one needs [cluster]"""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """time limit of a control request to a task app"""
+    iteration_timeout_s: float = Field(default=1800.0, gt=0)
+    """time limit of collecting an iteration"""
+    task_app_wait_s: float = Field(default=60.0, ge=0, le=86_400)
+    """how long to wait for a task app of task_url to come back when none answers"""
 
     @field_validator("task_url")
     @classmethod
@@ -217,25 +170,15 @@ class ServicesTable(Table):
 class ClusterTable(Table):
     """[cluster]: the job's roles run as processes of their own; absent: all in one."""
 
-    launcher: Literal["local", "external", "ray"] = Field(
-        default="local",
-        description="who starts them. local: this process, on this machine; external: somebody else starts "
-        "the learner, which has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on "
-        "the nodes where it has room (docs/cluster.md)",
-    )
-    ray_address: str = Field(
-        default="auto",
-        pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$",
-        description="with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this "
-        "machine",
-    )
-    wait_s: float = Field(
-        default=600.0,
-        gt=0,
-        le=604_800,
-        description="how long to wait, at the start and each time that a process is lost: with launcher = "
-        "'external' for the learner of `learner.url`, with launcher = 'ray' for a place",
-    )
+    launcher: Literal["local", "external", "ray"] = "local"
+    """who starts them. local: this process, on this machine; external: somebody else starts the learner,
+    which has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on the nodes where it has
+    room (docs/cluster.md)"""
+    ray_address: str = Field(default="auto", pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$")
+    """with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this machine"""
+    wait_s: float = Field(default=600.0, gt=0, le=604_800)
+    """how long to wait, at the start and each time that a process is lost: with launcher = 'external' for the
+    learner of `learner.url`, with launcher = 'ray' for a place"""
 
     @field_validator("ray_address")
     @classmethod
@@ -264,37 +207,20 @@ RANKS_JOIN_S = 600.0
 class LearnerTable(Table):
     """[learner]: the learner's processes; read with [cluster]."""
 
-    nnodes: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="nodes that the learner's ranks are on; more than one needs cluster.launcher = 'ray' or "
-        "'external'",
-    )
-    nproc_per_node: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="ranks on a node, a GPU each: they hold a share of the weights, the gradient and the "
-        "optimizer each (FSDP2), and compute a share of every update",
-    )
-    data_parallel_replicate_degree: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="how many groups of ranks hold all weights each; 1: all ranks together do. As many "
-        "as there are nodes: weights are gathered within a node alone",
-    )
-    fsdp_reshard_after_forward: bool = Field(
-        default=True,
-        description="free a layer's gathered weights after its forward pass and gather them again for the "
-        "backward pass: less memory, half as much communication again",
-    )
-    fsdp_cpu_offload: bool = Field(
-        default=False,
-        description="keep each rank's share of weights, gradient and optimizer in main memory, and take the "
-        "optimizer's step there; needs several ranks",
-    )
+    nnodes: int = Field(default=1, ge=1, le=1024)
+    """nodes that the learner's ranks are on; more than one needs cluster.launcher = 'ray' or 'external'"""
+    nproc_per_node: int = Field(default=1, ge=1, le=1024)
+    """ranks on a node, a GPU each: they hold a share of the weights, the gradient and the optimizer each
+    (FSDP2), and compute a share of every update"""
+    data_parallel_replicate_degree: int = Field(default=1, ge=1, le=1024)
+    """how many groups of ranks hold all weights each; 1: all ranks together do. As many as there are nodes:
+    weights are gathered within a node alone"""
+    fsdp_reshard_after_forward: bool = True
+    """free a layer's gathered weights after its forward pass and gather them again for the backward pass:
+    less memory, half as much communication again"""
+    fsdp_cpu_offload: bool = False
+    """keep each rank's share of weights, gradient and optimizer in main memory, and take the optimizer's step
+    there; needs several ranks"""
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -303,18 +229,11 @@ class LearnerTable(Table):
         "progress, and that a rank waits for the others in a collective. Loading a model may always take "
         f"3600, and the ranks' joining {RANKS_JOIN_S:g}",
     )
-    max_restarts: int = Field(
-        default=3,
-        ge=0,
-        le=1000,
-        description="how often a run goes on from its newest checkpoint after the learner's process was lost",
-    )
-    url: str = Field(
-        default="",
-        repr=False,
-        description="with cluster.launcher = 'external': the address of the learner, whose key both sides "
-        "have in the environment variable TURNWISE_LEARNER_KEY",
-    )
+    max_restarts: int = Field(default=3, ge=0, le=1000)
+    """how often a run goes on from its newest checkpoint after the learner's process was lost"""
+    url: str = Field(default="", repr=False)
+    """with cluster.launcher = 'external': the address of the learner, whose key both sides have in the
+    environment variable TURNWISE_LEARNER_KEY"""
 
     @property
     def ranks(self) -> int:
@@ -338,13 +257,10 @@ class LearnerTable(Table):
 class WeightTransferTable(Table):
     """[weight_transfer]"""
 
-    backend: Literal["memory", "folder", "nccl"] | None = Field(
-        default=None,
-        description="how new weights reach the engine. memory: copied within the process; folder: written to "
-        "`RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by "
-        "tensor (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise "
-        "memory",
-    )
+    backend: Literal["memory", "folder", "nccl"] | None = None
+    """how new weights reach the engine. memory: copied within the process; folder: written to
+    `RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by
+    tensor (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise memory"""
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:

@@ -225,7 +225,7 @@ def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryN
 
 def cached_row(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of one longest request."""
-    return use.keys.max_model_len * 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
+    return use.keys.max_model_len * shape.cached_numbers * use.held
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:

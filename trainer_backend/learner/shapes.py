@@ -59,6 +59,11 @@ class ModelShape:
     def trained(self) -> int:
         return (self.adapters or self.parameters) + self.critic
 
+    @property
+    def cached_numbers(self) -> int:
+        """Of the keys and values of a token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
     def frozen_bytes(self, matrices: int) -> int:
         """Bytes of all its weights but adapters and value head, for a copy that nobody trains.
 

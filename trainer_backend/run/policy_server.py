@@ -33,7 +33,7 @@ from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
-from trainer_backend.learner.memory import MemoryPlan, serving_plan
+from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
@@ -248,7 +248,9 @@ class FolderPolicy:
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
-        self.plan = refuse_too_large_to_serve(table, server.table, folder)
+        self.plan = serving_plan(table, server.table, folder)
+        if shortage := self.plan.shortage():
+            raise JobError(f"{shortage}, for the model alone: {self.plan}")
         engine, tokenizer = engine_of_folder(table, folder, server.table)
         self._policy = ServedPolicy(engine, tokenizer)
 
@@ -295,14 +297,6 @@ async def first_breakdown(
     for policy in policies:
         policy.engine.breakdown.add_done_callback(report)
     return await first
-
-
-def refuse_too_large_to_serve(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:
-    """Plan the memory of serving the model of a folder; refuse one that cannot fit, before it is read."""
-    plan = serving_plan(table, inference, folder)
-    if shortage := plan.shortage():
-        raise JobError(f"{shortage}, for the model alone: {plan}")
-    return plan
 
 
 def engine_of_folder(
