@@ -196,7 +196,11 @@ class LiveInteraction:
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The user's answer to the last assistant message of the conversation, with its score."""
-        dicts = [_message_dict(message) for message in messages]
+        # In OpenAI's form; content is never None, because published classes fail on that.
+        dicts = [
+            {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}
+            for message in messages
+        ]
         reply = await self._call("generate_response", self._calls.respond(dicts))
         self.terminated = reply.should_terminate
         self._log("interaction_answered", should_terminate=reply.should_terminate, chars=len(reply.response))
@@ -305,11 +309,6 @@ async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=1.0)
-
-
-def _message_dict(message: Message) -> dict[str, Any]:
-    """The message in OpenAI's form; content is never None, because published classes fail on that."""
-    return {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}
 
 
 # What an interaction class returned is checked, and converted for the episode.

@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli
 import tomli_w
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -245,16 +246,17 @@ def _table(name: str, field: FieldInfo, values: Values) -> str:
             [
                 "",
                 header,
-                *(line for key in keys for line in _key(name, model.model_fields[key], key, values_here)),
+                *(line for key in keys for line in _key(name, model, key, values_here)),
             ]
         )
         + "\n"
     )
 
 
-def _key(table: str, field: FieldInfo, key: str, values_here: Mapping[str, Any]) -> Iterator[str]:
+def _key(table: str, model: type[BaseModel], key: str, values_here: Mapping[str, Any]) -> Iterator[str]:
+    field = model.model_fields[key]
     names = [] if field.annotation is bool else alternatives(f"{table}.{key}", field)
-    comment = "; ".join(filter(None, (meaning(field), quoted(names))))
+    comment = "; ".join(filter(None, (meaning(model, key), quoted(names))))
     yield from textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     if key in values_here:
         yield from _lines_of(key, values_here[key])

@@ -12,19 +12,18 @@ import pytest
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, WeightsRefused
-from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Extras, FrozenEngine, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.job.tables import ModelTable
+from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.run import engine_process
 from trainer_backend.run.gateway import REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
 from trainer_backend.run.process_engine import SETUP, EngineSetup, ProcessEngine
 
 # One at a time: which requests are decoded together changes the last bits.
-KEYS = EngineKeys(max_running=1, kept_prefixes=0, max_model_len=64)
+KEYS = InferenceTable(max_running=1, kept_prefixes=0, max_model_len=64)
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14]]
 
 

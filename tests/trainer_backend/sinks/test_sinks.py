@@ -127,7 +127,7 @@ class Breaking:
 )
 def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_path: Path, error, told):
     breaking = Breaking(error)
-    board = {**plugins.SINKS, "wandb": lambda keys, run: breaking}
+    board = {**plugins.SINKS, "wandb": lambda keys, run: {"p": breaking}[keys.project]}
     job = tiny_job(sinks__tensorboard=True, sinks__wandb={"project": "p"})
     directory = create_run(job, tmp_path / "run")
     reporter = ListReporter()
