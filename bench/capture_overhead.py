@@ -30,8 +30,9 @@ from service_kit.server import Listener
 from service_kit.server import Server as HttpServer
 from shared_schemas.chat import ROLLOUT_HEADER
 from trainer_backend.inference.asgi import error_response
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.run.gateway_process import BOUNDS
@@ -47,7 +48,7 @@ def serve(port: int, preset: str) -> None:
     torch.set_num_threads(1)
     tokenizer = train_tokenizer([observation(turn) for turn in range(20)], 320)
     engine = LocalEngine(
-        build_preset(preset, tokenizer), stop_ids=[], limits=EngineLimits(slots=8, max_model_len=1024)
+        build_preset(preset, tokenizer), stop_ids=[], keys=EngineKeys(max_running=8, max_model_len=1024)
     )
     engine.start()
     app = create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY)

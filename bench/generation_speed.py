@@ -29,7 +29,8 @@ from transformers.utils import logging
 
 from bench import kit
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.models import build_preset, train_tokenizer
 
@@ -53,13 +54,13 @@ def by_engine(model: PreTrainedModel, prompts: Prompts, new_tokens: int, callers
 
         await asyncio.gather(*(caller(k) for k in range(callers)))
 
-    with_engine(model, all_callers, slots=callers)
+    with_engine(model, all_callers, max_running=callers)
 
 
 def with_engine(
-    model: PreTrainedModel, run: Callable[[LocalEngine], "asyncio.Future[None]"], **limits: int
+    model: PreTrainedModel, run: Callable[[LocalEngine], "asyncio.Future[None]"], **keys: int
 ) -> EngineCounters:
-    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(**limits))
+    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=2048, **keys))
     engine.start()
     asyncio.run(run(engine))
     engine.stop()

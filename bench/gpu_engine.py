@@ -13,16 +13,16 @@ from bench.gpu_setup import Plan, config_of, model_of
 from bench.model_flops import Peak, decode_seconds, forward_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
-from trainer_backend.core.memory import ModelShape
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import InferenceError
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.learner.attention import BlockMask
-from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import ModelShape, model_shape
 
 # Of the bandwidth limit, by shape, rows and tokens of context.
 LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}
@@ -55,7 +55,8 @@ def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, 
     engine = LocalEngine(
         copy_to_serve(model_of(config, placement.device), placement.held),
         stop_ids=[],
-        limits=EngineLimits(slots=max(plan.rows), max_model_len=plan.longest, prefill_tokens=PREFILL_TOKENS),
+        keys=EngineKeys(max_running=max(plan.rows), max_model_len=plan.longest),
+        prefill_tokens=PREFILL_TOKENS,
     )
     engine.start()
     try:
@@ -130,7 +131,7 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
     engine = LocalEngine(
         copy_to_serve(scorer.model, placement.held),
         stop_ids=[],
-        limits=EngineLimits(slots=8, max_model_len=2 * longest),
+        keys=EngineKeys(max_running=8, max_model_len=2 * longest),
     )
     prompts = [ids[: longest - 7 * i] for i, ids in enumerate(random_prompts(8, longest, vocabulary))]
     engine.start()

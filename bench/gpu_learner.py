@@ -14,12 +14,13 @@ from bench.model_flops import Peak, update_flops
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import BlockMask, PackedAttention, attention_for
-from trainer_backend.learner.capacity import MemoryPlan, model_shape
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.memory import MemoryPlan
 from trainer_backend.learner.operators import BY_TORCH, operators_for
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import model_shape
 from trainer_backend.models import train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
 

@@ -16,7 +16,8 @@ import torch
 
 from bench import kit
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.models import PRESETS, build_preset, train_tokenizer
 
@@ -42,7 +43,7 @@ def largest_difference(preset: str, seed: int, count: int) -> float:
         calls = (engine.generate(ids, s, request_id=str(i)) for i, (ids, s) in enumerate(requests))
         return await asyncio.gather(*calls)
 
-    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(slots=32))
+    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_running=32, max_model_len=2048))
     engine.start()
     results = asyncio.run(generations())
     engine.stop()

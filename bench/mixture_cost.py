@@ -45,8 +45,8 @@ from trainer_backend.job.load import load_job
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig, ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
-from trainer_backend.learner.capacity import MemoryPlan, memory_plan
 from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.memory import MemoryPlan, memory_plan
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.run.iteration_metrics import IterationMetrics
 from trainer_backend.rundir.files import read_lines

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_backend.core.memory import BFLOAT16, ModelShape
+from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +108,5 @@ def decode_seconds(shape: ModelShape, peak: Peak, *, rows: int, cached: float) -
         cached: tokens that a row has in the cache, their mean over the steps.
     """
     weights = layer_weights(shape) + shape.vocabulary * shape.width + shape.adapters
-    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * cached * rows
+    keys_and_values = shape.cached_numbers * cached * rows
     return BFLOAT16 * (weights + keys_and_values) / peak.bandwidth

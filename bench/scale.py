@@ -26,7 +26,7 @@ from bench import kit
 from bench.model_flops import Peak
 from bench.scale_model import Conversation, CpuCost, Table, length_of, mfu_of, speed_of, update_s
 from bench.scale_run import Cluster, Costs, Figures, doubled, simulated
-from trainer_backend.core.memory import BFLOAT16, ModelShape
+from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
 COSTS = Path(__file__).with_name("scale_costs.toml")
 GPUS, CONVERSATIONS = (1, 2, 4, 8, 16, 32, 64), (100, 1000, 10_000)

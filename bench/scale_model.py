@@ -25,9 +25,9 @@ from pathlib import Path
 
 from bench.model_flops import Peak, layer_weights, update_flops
 from shared_schemas.trajectory import Sampling
-from trainer_backend.core.memory import BFLOAT16, ModelShape
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import WeightAddress
+from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
 Table = Mapping[str, float]
 
@@ -90,7 +90,7 @@ def speed_of(shape: ModelShape, gpu: Table, replica: Table, *, memory_share: flo
     """By the arithmetic of the module's docstring."""
     bandwidth = 1e12 * gpu["bandwidth_tb_s"] * replica["bandwidth_share"]
     weights = layer_weights(shape) + shape.vocabulary * shape.width
-    token_bytes = 2 * BFLOAT16 * shape.layers * shape.kv_heads * shape.head_dim
+    token_bytes = BFLOAT16 * shape.cached_numbers
     row_s = 2 * weights / (1e12 * gpu["tflops"] * replica["compute_share"])
     room = 1e9 * gpu["memory_gb"] * memory_share - BFLOAT16 * shape.parameters
     return Speed(

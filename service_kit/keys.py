@@ -8,11 +8,11 @@ import binascii
 import hashlib
 import hmac
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
+from cachetools import LRUCache
 from pydantic import SecretStr
 
 from service_kit.errors import SettingsError
@@ -120,7 +120,7 @@ class Guesses:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._wrong: OrderedDict[str, list[float]] = OrderedDict()
+        self._wrong: LRUCache[str, list[float]] = LRUCache(_MOST_ADDRESSES)
 
     def wait_s(self, address: str) -> float:
         """Seconds until a wrong key of this address is answered as the first ones; 0 if the next one is."""
@@ -130,12 +130,7 @@ class Guesses:
 
     def count(self, address: str) -> None:
         """Count one wrong key."""
-        times = self._wrong.setdefault(address, [])
-        times.append(self._clock())
-        del times[:-MOST_GUESSES]
-        self._wrong.move_to_end(address)
-        while len(self._wrong) > _MOST_ADDRESSES:
-            self._wrong.popitem(last=False)
+        self._wrong[address] = [*self._wrong.get(address, []), self._clock()][-MOST_GUESSES:]
 
 
 def presented_keys(headers: RawHeaders) -> list[bytes]:

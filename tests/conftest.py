@@ -224,7 +224,7 @@ def policy_server(job: JobConfig) -> "Iterator[PolicyServer]":
     from trainer_backend.run.policy_server import PolicyServer
 
     with gateway_listener(job.services) as listener:
-        yield PolicyServer(job.job.name, listener, job.inference, schedule=job.rollout_allocation_schedule)
+        yield PolicyServer(job.job.name, listener, job.inference)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> tuple[Path, Any]:

@@ -18,7 +18,8 @@ from starlette.routing import Route
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from tests.foreign_server import ELSEWHERE, error
-from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models.folder import load_model_folder
@@ -99,7 +100,7 @@ def exact_server(
     engine = LocalEngine(
         model,
         stop_ids=stop_token_ids(model.generation_config, tokenizer),
-        limits=EngineLimits(max_model_len=max_model_len),
+        keys=EngineKeys(max_model_len=max_model_len),
     )
     server = ExactServer(ServedPolicy(engine, tokenizer), **habits)
     app = Starlette(routes=[Route("/v1/completions", server.complete, methods=["POST"])])

@@ -22,7 +22,7 @@ from trainer_backend.core.losses import LossPlug
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import SCHEDULES, FallPlug
 from trainer_backend.errors import JobError
-from trainer_backend.sinks import OpenSink, open_tensorboard, open_trackio, open_wandb
+from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
 from trainer_backend.tool_formats.hermes import parse_hermes
 from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
@@ -41,9 +41,9 @@ ESTIMATORS: dict[str, EstimatorPlug[Any]] = {
 }
 # A sink's library is imported when a job opens the sink.
 SINKS: dict[str, OpenSink] = {
-    "tensorboard": open_tensorboard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
 }
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS = {**CONSTANT_ALLOCATIONS, "adaptive": AllocationPlug(AdaptiveSchedule)}

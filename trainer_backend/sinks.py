@@ -1,4 +1,4 @@
-"""Sinks of metrics: their interface, Weights & Biases, Trackio, TensorBoard.
+"""Sinks of metrics: [sinks], their interface, Weights & Biases, Trackio, TensorBoard.
 
 Importing this loads no sink's library.
 """
@@ -11,11 +11,46 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from pydantic import Field
+
+from trainer_backend.core.keys import Table
 from trainer_backend.errors import JobError
-from trainer_backend.job.tables import SinksTable
 from trainer_backend.run.timeline import PREFIX
+
+
+class WandbKeys(Table):
+    project: str = Field(min_length=1)
+    """project of the run"""
+    entity: str | None = None
+    """user or team; absent: the default one"""
+    name: str | None = None
+    """name of the run; absent: its directory's name"""
+    mode: Literal["online", "offline"] | None = None
+    """absent: WANDB_MODE, else online"""
+
+
+class TrackioKeys(Table):
+    project: str = Field(min_length=1)
+    """project of the run"""
+    name: str | None = None
+    """name of the run; absent: its directory's name"""
+    space_id: str | None = None
+    """a Space of Hugging Face that keeps the run; absent: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, else the
+    folder that `trackio show` reads"""
+
+
+class SinksTable(Table):
+    """[sinks]"""
+
+    tensorboard: bool = False
+    """event files in RUN/tensorboard; needs `pip install 'turnwise[tensorboard]'`"""
+    wandb: WandbKeys | None = None
+    """`{ project = "…" }`, also `entity`, `name`, `mode` (online, offline); needs
+    `pip install 'turnwise[wandb]'`"""
+    trackio: TrackioKeys | None = None
+    """`{ project = "…" }`, also `name`, `space_id`; needs `pip install 'turnwise[trackio]'`"""
 
 
 class Sink(Protocol):
@@ -32,23 +67,22 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SinkOptions:
-    """The options with which a sink is opened.
+class SinkRun:
+    """The run whose rows a sink gets.
 
     Attributes:
-        table: [sinks].
         folder: the run directory.
         run_id: the same for every start of the run.
         job: the whole job as plain values, without its keys.
     """
 
-    table: SinksTable
     folder: Path
     run_id: str
     job: Mapping[str, Any]
 
 
-OpenSink = Callable[[SinkOptions], Sink]
+# Opens a sink with its value of [sinks].
+OpenSink = Callable[[Any, SinkRun], Sink]
 
 
 def is_installed(package: str) -> bool:
@@ -93,26 +127,21 @@ def _is_number(value: Any) -> bool:
 # A run directory is one run of the W&B project, even after a resume.
 
 
-def open_wandb(options: SinkOptions) -> Sink:
-    """Start the run, or continue it without sending its rows again."""
-    return _Wandb(options)
+class Wandb:
+    """Starts the run, or continues it without sending its rows again."""
 
-
-class _Wandb:
-    def __init__(self, options: SinkOptions) -> None:
+    def __init__(self, keys: WandbKeys, run: SinkRun) -> None:
         import wandb
 
-        table = options.table.wandb
-        assert table is not None, "opened only where the job asks for it"
         self._run = wandb.init(
-            project=table.project,
-            entity=table.entity,
-            name=table.name or options.folder.name,
-            mode=table.mode,
-            id=options.run_id,
+            project=keys.project,
+            entity=keys.entity,
+            name=keys.name or run.folder.name,
+            mode=keys.mode,
+            id=run.run_id,
             resume="allow",
-            dir=str(options.folder),
-            config=dict(options.job),
+            dir=str(run.folder),
+            config=dict(run.job),
             # A separate run, whatever else this process logs, and without output in our live table.
             settings=wandb.Settings(console="off", silent=True),
             reinit="create_new",
@@ -132,28 +161,23 @@ class _Wandb:
 # Hugging Face, or at a server (TRACKIO_SERVER_URL). Runs may share a name there; ours is known by its run id.
 
 
-def open_trackio(options: SinkOptions) -> Sink:
-    """Start a Trackio run; in the local folder it replaces that of an earlier start of this run."""
-    return _Trackio(options)
+class Trackio:
+    """Starts a Trackio run; in the local folder it replaces that of an earlier start of this run."""
 
-
-class _Trackio:
-    def __init__(self, options: SinkOptions) -> None:
+    def __init__(self, keys: TrackioKeys, run: SinkRun) -> None:
         import trackio
 
-        table = options.table.trackio
-        assert table is not None, "opened only where the job asks for it"
         with suppress(ValueError):  # there is no such project yet
-            for earlier in list(trackio.Api().runs(table.project)):
-                if (earlier.config or {}).get(_TRACKIO_RUN_ID) == options.run_id:
+            for earlier in list(trackio.Api().runs(keys.project)):
+                if (earlier.config or {}).get(_TRACKIO_RUN_ID) == run.run_id:
                     earlier.delete()
         with redirect_stdout(io.StringIO()):  # it prints, and our live table stands there
             self._run = trackio.init(
-                project=table.project,
-                name=table.name or options.folder.name,
-                group=options.folder.name,
-                space_id=table.space_id,
-                config={**options.job, _TRACKIO_RUN_ID: options.run_id},
+                project=keys.project,
+                name=keys.name or run.folder.name,
+                group=run.folder.name,
+                space_id=keys.space_id,
+                config={**run.job, _TRACKIO_RUN_ID: run.run_id},
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -173,19 +197,16 @@ _TRACKIO_RUN_ID = "turnwise_run_id"
 # TensorBoard gets a scalar for each metric, by iteration, in event files under RUN/tensorboard.
 
 
-def open_tensorboard(options: SinkOptions) -> Sink:
-    """Open a new event file; it replaces earlier ones of the run, since all rows are written again."""
-    return _TensorBoard(str(options.folder / "tensorboard"))
+class TensorBoard:
+    """Opens a new event file; it replaces earlier ones of the run, since all rows are written again."""
 
-
-class _TensorBoard:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, asked: Literal[True], run: SinkRun) -> None:
         # The job asked for it; a missing package was reported before.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(folder)
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
         # Readers drop earlier files' data from this step on (event_accumulator.py, purge_orphaned_data).
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, session_log=start))

@@ -22,7 +22,7 @@ from task_app.episode.context_tools import Budget, apply, context_specs
 from task_app.episode.history import Change, History
 from task_app.episode.prompts import DecisionEffect, Execute, Prompt, open_with
 from task_app.errors import CriticalError, boundary
-from task_app.interactions.replies import InteractionReply
+from task_app.interactions.live import InteractionReply
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision
 
 log = structlog.get_logger("task_app")

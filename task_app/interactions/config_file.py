@@ -32,7 +32,7 @@ from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
 from task_app.interactions import gsm8k
 from task_app.interactions.gsm8k import compute_score, extract_solution
-from task_app.interactions.service import ConnectedInteraction
+from task_app.interactions.live import ConnectedInteraction
 from task_app.plugins import InteractionEntry
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings

@@ -3,18 +3,49 @@ path."""
 
 import asyncio
 import inspect
+import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
+from shared_schemas.json_text import encodable, encodable_json
 from shared_schemas.messages import Message
 from task_app.errors import EpisodeFailed, InteractionFailed, boundary
-from task_app.interactions.replies import InteractionReply, read_instance_id, read_reply, read_score
-from task_app.plugins import InteractionEntry
+from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.protocols import BaseInteraction
+from task_app.settings import Settings
+
+
+@runtime_checkable
+class ConnectedInteraction(Protocol):
+    """An interaction that uses parts of the service: its HTTP client, its list of hosts."""
+
+    def check(self, settings: Settings) -> None:
+        """Refuse at the service's start a config that cannot work here, by raising a TaskAppError."""
+
+    def connect(self, context: PolicyContext) -> None:
+        """Called before the first call of an episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class InteractionReply:
+    """An answer of the user.
+
+    Attributes:
+        should_terminate: the episode ends; `response` is not shown to the model.
+        score: reward of the answered decision; None if the interaction gives none.
+        metadata: JSON-able, stored in the record.
+    """
+
+    should_terminate: bool
+    response: str
+    score: float | None
+    metadata: dict[str, Any]
 
 
 class Calls:
@@ -25,7 +56,7 @@ class Calls:
     Args:
         instance_id: passed to start_interaction; the class may return another one.
         kwargs: passed to start_interaction and generate_response, as published.
-        connect: called with the new object before any other call.
+        context: of the episode, for an interaction that uses parts of the service.
         at_most_bytes: size limit of one answer.
     """
 
@@ -35,13 +66,13 @@ class Calls:
         instance_id: str,
         kwargs: Mapping[str, Any],
         *,
-        connect: Callable[[BaseInteraction], None],
+        context: PolicyContext,
         at_most_bytes: int,
     ) -> None:
         self._entry = entry
         self.instance_id = instance_id
         self._kwargs = {**kwargs, "name": entry.name}
-        self._connect = connect
+        self._context = context
         self._at_most_bytes = at_most_bytes
         # A start that timed out may still run; the next call waits for its end.
         self._turn = asyncio.Lock()
@@ -52,7 +83,8 @@ class Calls:
     async def start(self) -> None:
         async with self._its_turn():
             interaction = self._entry.build()
-            self._connect(interaction)
+            if isinstance(interaction, ConnectedInteraction):
+                interaction.connect(self._context)
             # The object may hold resources from here on, even if the call fails.
             self._interaction = interaction
             answer = await _wait(interaction.start_interaction(self.instance_id, **_copy(self._kwargs)))
@@ -164,7 +196,11 @@ class LiveInteraction:
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The user's answer to the last assistant message of the conversation, with its score."""
-        dicts = [_message_dict(message) for message in messages]
+        # In OpenAI's form; content is never None, because published classes fail on that.
+        dicts = [
+            {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}
+            for message in messages
+        ]
         reply = await self._call("generate_response", self._calls.respond(dicts))
         self.terminated = reply.should_terminate
         self._log("interaction_answered", should_terminate=reply.should_terminate, chars=len(reply.response))
@@ -275,6 +311,93 @@ async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
         await asyncio.wait(tasks, timeout=1.0)
 
 
-def _message_dict(message: Message) -> dict[str, Any]:
-    """The message in OpenAI's form; content is never None, because published classes fail on that."""
-    return {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}
+# What an interaction class returned is checked, and converted for the episode.
+
+
+def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply:
+    """Check what generate_response returned; `at_most_bytes` bounds text and metadata together."""
+    where = f"interaction {name!r}: generate_response"
+    if not isinstance(value, tuple | list) or len(value) != 4:
+        needed = "(should_terminate, response, score, metadata)"
+        raise InteractionFailed(f"{where} returned {_describe(value)}; {needed} is needed")
+    should_terminate, response, score, metadata = value
+    reply = InteractionReply(
+        should_terminate=_flag(should_terminate, where=where),
+        response=_response(response, where=where, at_the_end=bool(should_terminate)),
+        score=None if score is None else read_score(score, where=where),
+        metadata=_metadata(metadata, where=where),
+    )
+    size = len(reply.response.encode()) + len(json.dumps(reply.metadata))
+    if size > at_most_bytes:
+        raise InteractionFailed(f"{where} returned {size} bytes; at most {at_most_bytes} are allowed")
+    return reply
+
+
+def read_score(value: Any, *, where: str) -> float:
+    """A returned score as a float: classes return 0, True, or numbers of numpy and torch.
+
+    NaN is refused, because it would reach the gradient.
+    """
+    try:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise InteractionFailed(
+            f"{where} returned {_describe(value)} as the score; a finite number is needed"
+        )
+    return score
+
+
+def read_instance_id(value: Any, default: str, *, name: str) -> str:
+    """The id that start_interaction returned; `default` if it returned None."""
+    if value is None:
+        return default
+    if not isinstance(value, str) or not value:
+        raise InteractionFailed(
+            f"interaction {name!r}: start_interaction returned {_describe(value)}; an instance_id is needed"
+        )
+    return value
+
+
+def _flag(value: Any, *, where: str) -> bool:
+    """A returned flag, which may be numpy's; the text "False" is refused, because it would count as true."""
+    scalar = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    if not isinstance(scalar, bool):
+        raise InteractionFailed(f"{where} returned {_describe(value)} as should_terminate; a bool is needed")
+    return scalar
+
+
+def _response(value: Any, *, where: str, at_the_end: bool) -> str:
+    if value is None and at_the_end:
+        return ""
+    if not isinstance(value, str):
+        raise InteractionFailed(f"{where} returned {_describe(value)} as the response; text is needed")
+    return encodable(value)
+
+
+def _metadata(value: Any, *, where: str) -> dict[str, Any]:
+    """Return JSON unchanged. Arrays become lists, and values that JSON cannot hold (an exception) text."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InteractionFailed(f"{where} returned {_describe(value)} as metadata; a dict is needed")
+    try:
+        text = json.dumps({str(key): part for key, part in value.items()}, default=_plain)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InteractionFailed(f"{where} returned metadata that is no JSON: {exc}") from exc
+    reply: dict[str, Any] = encodable_json(json.loads(text, parse_constant=str))
+    return reply
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)[:1_000]
+
+
+def _describe(value: Any) -> str:
+    """Describe a value in an error: a scalar itself, or its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"{value!r:.80}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -5,28 +5,16 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from task_app.errors import CapacityReached, InvalidRequest, UnknownName, boundary
 from task_app.interactions.live import Calls, LiveInteraction, loop_in_thread
 from task_app.plugins import InteractionEntry, PolicyContext
-from task_app.protocols import BaseInteraction
 from task_app.sessions.registry import SessionLock
 from task_app.settings import Settings
 
 # Time limit for finalising what is still open when the service ends.
 _CLOSE_S = 5.0
-
-
-@runtime_checkable
-class ConnectedInteraction(Protocol):
-    """An interaction that uses parts of the service: its HTTP client, its list of hosts."""
-
-    def check(self, settings: Settings) -> None:
-        """Refuse at the service's start a config that cannot work here, by raising a TaskAppError."""
-
-    def connect(self, context: PolicyContext) -> None:
-        """Called before the first call of an episode."""
 
 
 class Interactions:
@@ -97,14 +85,13 @@ class Interactions:
         self._refuse_when_many_hang()
         if ground_truth is not None:
             kwargs = {"ground_truth": ground_truth, **kwargs}
-        context = self._make_context(rollout_id)
         # A second attempt at the same rollout is another episode.
         instance_id = f"{rollout_id}/{secrets.token_hex(8)}"
         calls = Calls(
             entry,
             instance_id,
             kwargs,
-            connect=lambda interaction: _connect(interaction, context),
+            context=self._make_context(rollout_id),
             at_most_bytes=self._settings.max_interaction_bytes,
         )
         with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
@@ -140,11 +127,6 @@ class Interactions:
                 f"{hung} interactions hang in this task app; it starts no more of them",
                 hint="its log names them; restart it",
             )
-
-
-def _connect(interaction: BaseInteraction, context: PolicyContext) -> None:
-    if isinstance(interaction, ConnectedInteraction):
-        interaction.connect(context)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,9 +12,10 @@ import hashlib
 import json
 import struct
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from cachetools import LRUCache
 
 from task_app.errors import SnapshotRefused
 
@@ -137,8 +138,8 @@ def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
     return inside
 
 
-class ByteCache:
-    """A least-recently-used cache of byte strings.
+class ByteCache(LRUCache[str, bytes]):
+    """A least-recently-used cache of byte strings; `get` counts as use.
 
     Args:
         at_most: number of strings.
@@ -146,27 +147,14 @@ class ByteCache:
     """
 
     def __init__(self, *, at_most: int, at_most_bytes: int) -> None:
+        super().__init__(at_most_bytes, getsizeof=len)
         self._at_most = at_most
-        self._at_most_bytes = at_most_bytes
-        self._items: OrderedDict[str, bytes] = OrderedDict()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def get(self, name: str) -> bytes | None:
-        """The bytes; reading them counts as use."""
-        if name in self._items:
-            self._items.move_to_end(name)
-        return self._items.get(name)
 
     def put(self, name: str, data: bytes) -> bool:
         """Store the bytes and drop the least recently used; False if they alone exceed the bound."""
-        if len(data) > self._at_most_bytes:
+        if len(data) > self.maxsize:
             return False
-        self._bytes += len(data) - len(self._items.pop(name, b""))
-        self._items[name] = data
-        while len(self._items) > self._at_most or self._bytes > self._at_most_bytes:
-            _, oldest = self._items.popitem(last=False)
-            self._bytes -= len(oldest)
+        self[name] = data
+        while len(self) > self._at_most:
+            self.popitem()
         return True

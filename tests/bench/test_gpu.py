@@ -12,8 +12,7 @@ from bench import gpu, model_flops
 from bench.gpu_report import Report, Task
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
-from trainer_backend.core.memory import ModelShape
-from trainer_backend.learner.capacity import model_shape
+from trainer_backend.learner.shapes import ModelShape, model_shape
 
 
 @pytest.fixture(autouse=True)

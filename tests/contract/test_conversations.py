@@ -18,7 +18,8 @@ from tests.contract.scripted_model import ScriptedEngine, played
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
@@ -165,7 +166,7 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
     real = LocalEngine(
         build_preset("tiny-0.3m", tokenizer, seed=1),
         stop_ids=(),
-        limits=EngineLimits(max_model_len=1_024),
+        keys=EngineKeys(max_model_len=1_024),
     )
     real.start()
     try:

@@ -71,7 +71,7 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
     """The first iteration, and the same once more after new weights of the actor."""
     folders = checked_folders(job.fixed_policies, job.model)
     with policy_server(job) as gateway:
-        fixed = FixedPolicies.of(job.fixed_policies, folders, learner.facts(), gateway.limits())
+        fixed = FixedPolicies.of(job.fixed_policies, folders, learner.facts(), gateway.table)
         async with (
             task_apps(at_the_task_app(job), tmp_path / "log") as apps,
             gateway.serving(learner, fixed) as server,
@@ -255,7 +255,7 @@ async def _probed(
         job = remote_job(folders, server.url, **keys)
         learner = LocalLearner.fresh(LearnerConfig.of(job), [])
         with policy_server(job) as gateway:
-            (remote,) = FixedPolicies.of(job.fixed_policies, {}, learner.facts(), gateway.limits()).remote
+            (remote,) = FixedPolicies.of(job.fixed_policies, {}, learner.facts(), gateway.table).remote
         try:
             told = await remote.probe()
         except JobError as error:

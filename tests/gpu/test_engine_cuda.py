@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineOutOfMemory
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.models import build_preset, train_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -50,7 +51,8 @@ async def test_siblings_and_turns_reuse_prefixes_and_keep_their_logprobs(
 
 async def test_a_cache_that_the_device_cannot_hold_is_told_with_the_keys_to_lower(model: PreTrainedModel):
     # A row of the first capacity is 2 layers x 2 x 4 heads x 128 positions x 24 numbers: 200 kB.
-    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(slots=10**8, paged=False))
+    keys = EngineKeys().model_copy(update={"max_running": 10**8})
+    engine = LocalEngine(model, stop_ids=[], keys=keys, paged=False)
     engine.start()
     with pytest.raises(EngineOutOfMemory, match="Lower max_running, max_model_len or kept_prefixes"):
         await engine.generate([1, 2, 3], Sampling(max_tokens=2), request_id="a")

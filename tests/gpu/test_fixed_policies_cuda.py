@@ -21,7 +21,7 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer, model__device="cuda")
     with policy_server(tiny_job()) as gateway:
-        fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner.facts(), gateway.limits())
+        fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner.facts(), gateway.table)
         assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
         prompt = list(range(5, 40))
         async with gateway.serving(learner, fixed) as server:

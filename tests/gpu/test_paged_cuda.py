@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.test_paged_attention import PASSES, SHAPES, Case, by, by_definition
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.page_memory import RESERVE_BYTES, free_memory
 from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.inference.paged_pass import PrefillAttention
@@ -81,7 +82,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def engine(model: PreTrainedModel) -> Iterator[LocalEngine]:
-    started = LocalEngine(model, stop_ids=[], limits=EngineLimits(slots=24))
+    started = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_running=24))
     started.start()
     yield started
     started.stop()
@@ -126,7 +127,7 @@ async def test_steps_run_as_graphs_with_exact_logprobs_at_every_number_of_rows(
 async def test_a_graph_samples_what_the_same_step_samples_without(
     model: PreTrainedModel, engine: LocalEngine
 ):
-    plain = LocalEngine(deepcopy(model), stop_ids=[], limits=EngineLimits(slots=24))
+    plain = LocalEngine(deepcopy(model), stop_ids=[], keys=EngineKeys(max_running=24))
     plain._worker.batch._runner._static._graphs.clear()
     plain.start()
     asked = requests(20)
@@ -171,7 +172,7 @@ async def test_released_memory_is_the_devices_again_and_graphs_find_the_new_one(
 
 
 async def test_a_device_that_is_nearly_full_makes_requests_wait_and_loses_none(model: PreTrainedModel):
-    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(slots=24, max_model_len=256))
+    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_running=24, max_model_len=256))
     # all but the reserve, so that no slab is allocated beyond what one longest request needs
     occupied = torch.empty(free_memory(CUDA) - RESERVE_BYTES, dtype=torch.uint8, device=CUDA)
     engine.start()

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
-from trainer_backend.run.vllm_servers import CONTRACT
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "docker" / "kubernetes"

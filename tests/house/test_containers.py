@@ -16,9 +16,10 @@ from service_kit.server import Listener, ServerThread
 from task_app.app import create_app
 from task_app.settings import settings_from_environ
 from tests.house.sources import PACKAGES
+from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
 from trainer_backend.jobs.settings import Flags, settings_from
-from trainer_backend.run.vllm_servers import CONTRACT, arguments
+from trainer_backend.run.vllm_servers import arguments
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()

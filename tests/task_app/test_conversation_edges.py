@@ -14,7 +14,7 @@ from task_app.episode.conversation import Conversation
 from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import CriticalError
 from task_app.interactions.gsm8k import RIGHT
-from task_app.interactions.replies import InteractionReply
+from task_app.interactions.live import InteractionReply
 from task_app.protocols import DecisionOutcome, Observation
 from tests.task_app.fake_inference import completion
 from tests.task_app.rollout_client import accept

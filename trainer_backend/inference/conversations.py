@@ -6,10 +6,11 @@ may give other text. Either would break the prefix, and with it the training seq
 
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from cachetools import LRUCache
 
 from trainer_backend.inference.answers import Answer, JsonObject, View, hash_of, text_with
 from trainer_backend.inference.drift import (
@@ -113,8 +114,7 @@ class Conversations:
     """
 
     def __init__(self, *, most: int) -> None:
-        self._most = most
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._turns: LRUCache[str, Turn] = LRUCache(most)
 
     def prompt(
         self,
@@ -149,9 +149,6 @@ class Conversations:
 
     def remember(self, rollout_id: str, turn: Turn) -> None:
         self._turns[rollout_id] = turn
-        self._turns.move_to_end(rollout_id)
-        if len(self._turns) > self._most:
-            self._turns.popitem(last=False)
 
 
 def next_prompt(

@@ -17,7 +17,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -25,6 +24,7 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
@@ -38,36 +38,6 @@ LOWEST_TEMPERATURE = 1e-3
 ENGINE_THREAD = "turnwise-engine"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Bounds of the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
-
-    The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
-    head_dim * bytes of a number. `kept_prefixes` bounds the copies of finished requests, which serve prompts
-    that begin like them; each takes at most what a slot takes. A conversation whose environment works needs
-    one, so None keeps as many as there are slots; 0 keeps none and computes every prompt anew.
-
-    `paged` None has the cache in pages where there are kernels for it, on CUDA; False never has. Pages are
-    allocated as they are needed, up to that size or to `cache_bytes`, and one longest request always fits.
-
-    `max_model_len` None takes the model's `max_position_embeddings`. `torch_threads` is set on the engine's
-    thread; torch applies the last such number to threads that start computing later, so a learner on its own
-    thread sets its own.
-    """
-
-    slots: int = 64
-    kept_prefixes: int | None = None
-    paged: bool | None = None
-    cache_bytes: int | None = None
-    max_model_len: int | None = None
-    prefill_tokens: int = 2048
-    max_waiting: int = 4096
-    request_timeout_s: float = 600.0
-    order_timeout_s: float = 600.0
-    stop_timeout_s: float = 30.0
-    torch_threads: int = 1
-
-
 class LocalEngine:
     """`InferenceEngine` on a `transformers` model. The engine owns the model: train another copy of it.
 
@@ -76,7 +46,14 @@ class LocalEngine:
             moved together (`decoder`); it must not be moved to another device afterwards.
         stop_ids: the token ids that end a generation; see `stop_token_ids`.
         version: the policy version of the model's current weights.
+        keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
+        paged: whether the cache is in pages; None: where there are kernels for it, on CUDA.
+        prefill_tokens: the most of a turn, padding included; one prompt always fits.
+        max_waiting: the most requests that wait.
     """
+
+    request_timeout_s = order_timeout_s = 600.0
+    stop_timeout_s = 30.0
 
     def __init__(
         self,
@@ -84,28 +61,27 @@ class LocalEngine:
         *,
         stop_ids: Sequence[int],
         version: int = 0,
-        limits: EngineLimits | None = None,
+        keys: EngineKeys | None = None,
+        paged: bool | None = None,
+        prefill_tokens: int = 2048,
+        max_waiting: int = 4096,
     ) -> None:
-        self.limits = limits or EngineLimits()
-        self._max_model_len: int = (
-            self.limits.max_model_len or model.config.get_text_config().max_position_embeddings
-        )
+        longest = model.config.get_text_config().max_position_embeddings
+        self.keys = keys or EngineKeys(max_model_len=longest)
         self._vocabulary = embedding_rows(model)
         self._weights = ServedWeights(model)
-        self._inbox = Inbox(max_waiting=self.limits.max_waiting)
+        self._inbox = Inbox(max_waiting=max_waiting)
         self._worker = EngineWorker(
             RunningBatch(
                 model,
-                slots=self.limits.slots,
-                max_len=self._max_model_len,
-                kept_prefixes=self.limits.slots
-                if self.limits.kept_prefixes is None
-                else self.limits.kept_prefixes,
-                pages=PageLimits(self.limits.paged, self.limits.cache_bytes),
+                slots=self.keys.slots,
+                max_len=self.keys.max_model_len,
+                kept_prefixes=self.keys.prefix_slots,
+                pages=PageLimits(paged, self.keys.cache_bytes),
             ),
             self._inbox,
             stop_ids=frozenset(stop_ids),
-            prefill_tokens=self.limits.prefill_tokens,
+            prefill_tokens=prefill_tokens,
             version=version,
         )
         self._thread: threading.Thread | None = None
@@ -116,7 +92,7 @@ class LocalEngine:
 
     @property
     def max_model_len(self) -> int:
-        return self._max_model_len
+        return self.keys.max_model_len
 
     @property
     def breakdown(self) -> Future[str]:
@@ -134,13 +110,11 @@ class LocalEngine:
         request = Request(request_id, ids, sampling, loop, loop.create_future(), extras)
         self._inbox.submit(request)
         try:
-            async with asyncio.timeout(self.limits.request_timeout_s):
+            async with asyncio.timeout(self.request_timeout_s):
                 return await request.future
         except TimeoutError as error:
             self._inbox.abort(request_id)
-            raise EngineTimeout(
-                f"request {request_id} took more than {self.limits.request_timeout_s} s"
-            ) from error
+            raise EngineTimeout(f"request {request_id} took more than {self.request_timeout_s} s") from error
         except asyncio.CancelledError:
             self._inbox.abort(request_id)
             raise
@@ -181,14 +155,14 @@ class LocalEngine:
             return
         self._inbox.open()
         self._thread = threading.Thread(
-            target=self._worker.run, args=(self.limits.torch_threads,), name=ENGINE_THREAD, daemon=True
+            target=self._worker.run, args=(self.keys.threads,), name=ENGINE_THREAD, daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
         self._inbox.close("it was stopped")
         if self._thread is not None:
-            self._thread.join(self.limits.stop_timeout_s)
+            self._thread.join(self.stop_timeout_s)
 
     async def close(self) -> None:
         """Do nothing: the engine does not depend on a caller's event loop."""
@@ -201,10 +175,10 @@ class LocalEngine:
 
     async def _wait_for(self, future: Future[None]) -> None:
         try:
-            async with asyncio.timeout(self.limits.order_timeout_s):
+            async with asyncio.timeout(self.order_timeout_s):
                 await asyncio.wrap_future(future)
         except TimeoutError as error:
-            raise EngineTimeout(f"not carried out within {self.limits.order_timeout_s} s") from error
+            raise EngineTimeout(f"not carried out within {self.order_timeout_s} s") from error
 
     def _refuse_bad_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         if not ids:
@@ -218,9 +192,9 @@ class LocalEngine:
                 f"temperature {sampling.temperature} is neither 0 nor at least {LOWEST_TEMPERATURE}",
                 where="temperature",
             )
-        if len(ids) + sampling.max_tokens > self._max_model_len:
+        if len(ids) + sampling.max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._max_model_len
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
             )
 
 

@@ -8,12 +8,13 @@ from shared_schemas.base import did_you_mean
 from shared_schemas.state_keys import is_state_key, state_keys_of
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.core.allocation import Weighted
+from trainer_backend.core.keys import Table
 from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable, Table
+from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import (
     AGGREGATIONS,

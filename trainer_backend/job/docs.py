@@ -158,6 +158,8 @@ def _type(dotted: str, field: FieldInfo) -> str:
     annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
     if hasattr(annotation, "__metadata__"):  # Annotated[str, ...] | None is str to a reader
         annotation = get_args(annotation)[0]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     if annotation is SecretStr:
         return "str"
     return (

@@ -14,12 +14,12 @@ from shared_schemas.base import with_optional
 from shared_schemas.trajectory import SamplingKeys
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA, WINDOW
 from trainer_backend.core.behaviour import WeightMode
+from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.objective import ObjectiveKind
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.job.addresses import shown
 from trainer_backend.job.plug_table import PlugTable
-from trainer_backend.job.tables import Table
 
 Baseline = Literal["shared", "per_policy"]
 MixingUnit = Literal["iteration", "group", "rollout"]

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.rollouts import InteractionName, LimitKeys, MultiTurn, Name, Seed
 from shared_schemas.trajectory import TRUNCATING, Sampling
+from trainer_backend.core.keys import Table
 from trainer_backend.job.mixture_table import RolloutOnlyTable, TrainedSamplingKeys
-from trainer_backend.job.tables import Table
 
 # What [rollout] sets of the sampling; [[rollout_only]] may set some of it for its own policy.
 SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name != "seed")

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.rollouts import Seed
+from trainer_backend.core.keys import Table
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.job.layers import JOB_NAME, LONGEST_NAME
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
@@ -25,13 +26,12 @@ from trainer_backend.job.tables import (
     InferenceTable,
     LearnerTable,
     ModelTable,
-    RetentionTable,
     ServicesTable,
-    SinksTable,
-    Table,
     WeightTransferTable,
 )
 from trainer_backend.job.training_table import AlgorithmTable, LoraTable, TrainingTable
+from trainer_backend.sinks import SinksTable
+from trainer_backend.store.retention import RetentionTable
 
 
 class JobTable(Table):

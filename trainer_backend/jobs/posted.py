@@ -25,9 +25,10 @@ from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_j
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
-from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable, SinksTable
+from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable
 from trainer_backend.jobs.settings import Bounds
 from trainer_backend.rundir.new_job import refuse_missing_parts
+from trainer_backend.sinks import SinksTable
 
 # The keys of a TOML text with their lines, found in one pass and linear time. Pure.
 #

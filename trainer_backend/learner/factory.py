@@ -7,11 +7,11 @@ from pathlib import Path
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 from trainer_backend.learner.gradients import gradient_cosines
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.memory import less_memory, memory_plan, refuse_too_large
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import mesh_of
 from trainer_backend.models.sources import tokenizer_in

@@ -29,7 +29,6 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
-from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
@@ -42,6 +41,7 @@ from trainer_backend.learner.loading import (
     load_named,
 )
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic

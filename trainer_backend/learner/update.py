@@ -31,8 +31,8 @@ from trainer_backend.learner.behaviour import (
     mixture_metrics,
     weighed,
 )
-from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids, row_width
 from trainer_backend.learner.sharding import clip_gradient

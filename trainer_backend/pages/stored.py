@@ -3,13 +3,14 @@
 import asyncio
 import base64
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
+
+from cachetools import LRUCache
 
 from shared_schemas.prefixes import PREFIXES
 from shared_schemas.replay import ReplayRequest, ReplayTurn
@@ -220,8 +221,7 @@ class Cache(Generic[Value]):
     """A thread-safe cache of the `size` last used values; two threads may make one value twice."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._values: LRUCache[Hashable, Value] = LRUCache(size)
         self._lock = Lock()
 
     def peek(self, key: Hashable) -> Value | None:
@@ -233,13 +233,10 @@ class Cache(Generic[Value]):
         """Return the cached value, or make and cache it; an error of `make` is not cached."""
         with self._lock:
             if key in self._values:
-                self._values.move_to_end(key)
                 return self._values[key]
         value = make()
         with self._lock:
             self._values[key] = value
-            while len(self._values) > self._size:
-                self._values.popitem(last=False)
         return value
 
 

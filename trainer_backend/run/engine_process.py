@@ -112,7 +112,7 @@ class EngineHost:
 async def serve(setup: EngineSetup, connection: socket.socket) -> int:
     """Begin with the version of the setup, and serve; return the exit code."""
     engine, tokenizer = engine_of_folder(
-        setup.model, setup.version.folder, setup.limits, version=setup.version.number
+        setup.model, setup.version.folder, setup.keys, version=setup.version.number
     )
     line = Line(*await asyncio.open_connection(sock=connection), says=TO_GATEWAY, hears=TO_ENGINE)
     engine.start()

@@ -13,7 +13,8 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.endpoints import sends_key_in_the_open
 from trainer_backend.errors import EngineStopped, InferenceError, JobError, TrainerError
 from trainer_backend.inference.chat_check import first_other_id, probe_text
-from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
@@ -126,7 +127,7 @@ class FixedPolicies:
         tables: Sequence[RolloutOnlyTable],
         folders: Mapping[str, Path],
         actor: PolicyFacts,
-        limits: EngineLimits,
+        keys: EngineKeys,
     ) -> "FixedPolicies":
         """Load the local models, and make clients for the remote ones.
 
@@ -134,11 +135,11 @@ class FixedPolicies:
             tables: of all fixed policies.
             folders: of the local ones, by name (`checked_folders`).
             actor: must have the same tokens.
-            limits: of the engine of each local one.
+            keys: of the engine of each local one.
         """
         return cls(
-            [_load(name, path, actor, limits) for name, path in folders.items()],
-            [_at_a_server(table, actor, limits) for table in tables if table.is_remote],
+            [_load(name, path, actor, keys) for name, path in folders.items()],
+            [_at_a_server(table, actor, keys) for table in tables if table.is_remote],
         )
 
     @property
@@ -185,24 +186,22 @@ class FixedPolicies:
         ]
 
 
-def _at_a_server(table: RolloutOnlyTable, actor: PolicyFacts, limits: EngineLimits) -> RemotePolicy:
+def _at_a_server(table: RolloutOnlyTable, actor: PolicyFacts, keys: EngineKeys) -> RemotePolicy:
     assert table.inference_url is not None and table.model is not None, "the table was validated"
-    assert limits.max_model_len is not None, "the job has such a limit"
     engine = RemoteEngine(
         table.inference_url, table.model, server_key(table),
         stop_ids=actor.stop_ids,
         vocabulary=actor.vocabulary,
-        max_model_len=limits.max_model_len,
+        max_model_len=keys.max_model_len,
         processed=table.logprobs == "processed",
     )  # fmt: skip
     return RemotePolicy(table, engine, ServedPolicy(engine, actor.tokenizer))
 
 
-def _load(name: str, folder: Path, actor: PolicyFacts, limits: EngineLimits) -> LocalPolicy:
-    assert limits.max_model_len is not None, "the job has such a limit"
+def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> LocalPolicy:
     with naming(name):
         model, tokenizer = load_named(in_folder(actor.table, folder))
-        refuse_unsupported(model, longest=limits.max_model_len)
+        refuse_unsupported(model, longest=keys.max_model_len)
     refuse_other_tokens(name, actor.tokenizer, tokenizer)
     stop_ids = stop_token_ids(model.generation_config, tokenizer)
     if stop_ids != actor.stop_ids:
@@ -215,7 +214,7 @@ def _load(name: str, folder: Path, actor: PolicyFacts, limits: EngineLimits) -> 
     beyond = drop_rows_beyond(model, actor.vocabulary)
     placement = placed(actor.table.device)
     served = folder_to_serve(model, folder, placement)
-    engine = LocalEngine(served, stop_ids=stop_ids, limits=limits)
+    engine = LocalEngine(served, stop_ids=stop_ids, keys=keys)
     line = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"
     if beyond:
         line += f"; it never samples the {beyond} ids that no tokenizer has and the actor does not embed"

@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
-from trainer_backend.job.tables import InferenceTable
 
 if TYPE_CHECKING:  # torch
     from trainer_backend.inference.served_policy import PolicyFacts
     from trainer_backend.run.fixed_policies import FixedPolicies
+
+Keys = TypeVar("Keys", bound=EngineKeys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,20 @@ class FixedSetup:
     schedule: AllocationTable | None = None
     """Says whether they sample at the same time as the actor."""
 
+    def share_threads(self, keys: Keys) -> Keys:
+        """The keys of each engine of a process: the actor's, and those of the policies with a local model.
+
+        Engines that may sample at the same time share the job's threads: more would take the task app's
+        cores. Where one policy samples a whole iteration, its engine has all of them.
+        """
+        if self.schedule is None or self.schedule.unit == "iteration":
+            return keys
+        return keys.model_copy(update={"threads": max(1, keys.threads // (1 + len(self.folders)))})
+
     async def load(
         self,
         actor: "PolicyFacts",
-        inference: InferenceTable,
+        inference: EngineKeys,
         tell: Callable[[str], None],
         *,
         probes: bool = True,
@@ -40,9 +52,8 @@ class FixedSetup:
             probes: whether servers are tried.
         """
         from trainer_backend.run.fixed_policies import FixedPolicies, describe
-        from trainer_backend.run.policy_server import engine_limits
 
-        limits = engine_limits(inference, self.schedule, engines=1 + len(self.folders))
-        fixed = await asyncio.to_thread(FixedPolicies.of, self.tables, self.folders, actor, limits)
+        keys = self.share_threads(inference)
+        fixed = await asyncio.to_thread(FixedPolicies.of, self.tables, self.folders, actor, keys)
         await describe(fixed, tell, probes=probes)
         return fixed

@@ -33,7 +33,6 @@ from service_kit.server import Listener, Server, run
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
-from trainer_backend.inference.engine import EngineLimits
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.versions import PolicyVersion
@@ -53,7 +52,7 @@ from trainer_backend.run.gateway import (
     SETUP,
     GatewaySetup,
 )
-from trainer_backend.run.policy_server import engine_limits, engine_of_folder, first_breakdown
+from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
 from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
 from trainer_backend.run.replicas import pool_of, publication_of, shown_by
 from trainer_backend.rundir.fixed_record import continue_record
@@ -86,7 +85,7 @@ class FolderActor:
     def __init__(self, setup: GatewaySetup) -> None:
         version = setup.version
         self._engine, tokenizer = engine_of_folder(
-            setup.model, version.folder, _limits(setup), version=version.number
+            setup.model, version.folder, setup.fixed.share_threads(setup.inference), version=version.number
         )
         self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
 
@@ -112,8 +111,8 @@ class ProcessActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        engine = EngineSetup(model=setup.model, limits=_limits(setup), version=setup.version)
-        self._engine = ProcessEngine(engine, length=setup.inference.max_model_len)
+        keys = setup.fixed.share_threads(setup.inference)
+        self._engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=setup.version))
         self.policy = ServedPolicy(self._engine, facts.tokenizer)
 
     async def begin(self) -> None:
@@ -171,11 +170,6 @@ class PoolActor:
 
     async def look_after(self) -> None:
         await self._pool.look_after()
-
-
-def _limits(setup: GatewaySetup) -> EngineLimits:
-    """The limits of the actor's engine, beside those of the fixed policies with a local model."""
-    return engine_limits(setup.inference, setup.fixed.schedule, engines=1 + len(setup.fixed.folders))
 
 
 def actor_of(setup: GatewaySetup) -> Actor:

@@ -252,11 +252,11 @@ def actor_gateways(
         # torch is imported here alone.
         from trainer_backend.run.policy_server import PolicyServer, WeightRoute
 
-        schedule, broadcasts = job.rollout_allocation_schedule, job.weights_by_broadcast
+        broadcasts = job.weights_by_broadcast
         apart = job.weights_by_folder or broadcasts
         yield PolicyServer(
-            job.job.name, listeners[0], job.inference,
-            schedule=schedule, weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
+            job.job.name, listeners[0], fixed.share_threads(job.inference),
+            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
         )  # fmt: skip
 
 

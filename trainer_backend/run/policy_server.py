@@ -23,17 +23,17 @@ from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
-from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.job.mixture_table import AllocationTable
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
-from trainer_backend.learner.capacity import MemoryPlan, serving_plan
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
+from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
@@ -81,9 +81,9 @@ class Source(Protocol):
 class LocalActor:
     """An engine of this process, with a copy of the learner's weights."""
 
-    def __init__(self, learner: LocalLearner, limits: EngineLimits) -> None:
+    def __init__(self, learner: LocalLearner, keys: EngineKeys) -> None:
         self._learner = learner
-        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=learner.facts().stop_ids, limits=limits)
+        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=learner.facts().stop_ids, keys=keys)
 
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the engine between two requests."""
@@ -106,8 +106,8 @@ class LocalActor:
 class LocalFolderActor(LocalActor):
     """As `LocalActor`, but new weights come by a folder, as they reach an engine in another process."""
 
-    def __init__(self, learner: LocalLearner, limits: EngineLimits, weights: Path) -> None:
-        super().__init__(learner, limits)
+    def __init__(self, learner: LocalLearner, keys: EngineKeys, weights: Path) -> None:
+        super().__init__(learner, keys)
         self._folders, self._has_adapters = WeightFolders(learner, weights), learner.config.lora is not None
 
     async def publish(self, policy_version: int) -> None:
@@ -161,8 +161,7 @@ class PolicyServer:
     Args:
         job_name: policies are called after it: `{job}/actor`.
         listener: where the gateway listens.
-        table: [inference], the limits of an engine.
-        schedule: says whether several policies may sample at the same time; None: the actor is alone.
+        table: [inference], with the threads of one engine.
         key: what callers must know; None: a fresh one; "none": this machine asks without one.
         weights: where versions are written for an engine that loads them, or who sends them; None: an engine
             of this process copies them.
@@ -179,22 +178,17 @@ class PolicyServer:
         listener: Listener,
         table: InferenceTable,
         *,
-        schedule: AllocationTable | None = None,
         key: SecretStr | Literal["none"] | None = None,
         weights: WeightRoute | None = None,
         tell: Callable[[str], None] = print,
         gateway_limits: GatewayLimits | None = None,
     ) -> None:
         self._weights, self._tell, self._gateway_limits = weights, tell, gateway_limits
-        self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
+        self._job_name, self._listener, self.table = job_name, listener, table
         fresh = SecretStr(secrets.token_urlsafe(32))
         self._key = None if key == "none" else key or fresh
         model, length = model_of(job_name, ACTOR), table.max_model_len
         self.inference = Inference(listener.url, model, self._key, length, table.asks)
-
-    def limits(self, *, engines: int = 1) -> EngineLimits:
-        """The limits of each of so many engines."""
-        return engine_limits(self.table, self._schedule, engines=engines)
 
     @contextmanager
     def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NOBODY) -> Iterator[None]:
@@ -218,7 +212,7 @@ class PolicyServer:
         """Serve the learner's policy, and fixed policies, until the context is left."""
         fixed = fixed or FixedPolicies()
         others = fixed.policies
-        source = self._source(learner, engines=1 + len(others))
+        source = self._source(learner)
         policy = ServedPolicy(source.engine, learner.tokenizer)
         with self.gateway(policy, others):
             watch = asyncio.ensure_future(source.look_after())
@@ -230,14 +224,13 @@ class PolicyServer:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    def _source(self, learner: LocalLearner, *, engines: int) -> Source:
+    def _source(self, learner: LocalLearner) -> Source:
         """The servers that sample for the actor, or an engine of this process."""
-        limits = self.limits(engines=engines)
         if self._weights is None:
-            return LocalActor(learner, limits)
+            return LocalActor(learner, self.table)
         directory, broadcasts = self._weights
         if self.table.engine == "local":
-            return LocalFolderActor(learner, limits, directory.weights)
+            return LocalFolderActor(learner, self.table, directory.weights)
         return ReplicaPublisher(self.table, learner, directory, self._tell, broadcasts=broadcasts)
 
 
@@ -252,8 +245,10 @@ class FolderPolicy:
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
-        self.plan = refuse_too_large_to_serve(table, server.table, folder)
-        engine, tokenizer = engine_of_folder(table, folder, server.limits())
+        self.plan = serving_plan(table, server.table, folder)
+        if shortage := self.plan.shortage():
+            raise JobError(f"{shortage}, for the model alone: {self.plan}")
+        engine, tokenizer = engine_of_folder(table, folder, server.table)
         self._policy = ServedPolicy(engine, tokenizer)
 
     @contextmanager
@@ -301,16 +296,8 @@ async def first_breakdown(
     return await first
 
 
-def refuse_too_large_to_serve(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:
-    """Plan the memory of serving the model of a folder; refuse one that cannot fit, before it is read."""
-    plan = serving_plan(table, inference, folder)
-    if shortage := plan.shortage():
-        raise JobError(f"{shortage}, for the model alone: {plan}")
-    return plan
-
-
 def engine_of_folder(
-    table: ModelTable, folder: Path, limits: EngineLimits, *, version: int = 0
+    table: ModelTable, folder: Path, keys: EngineKeys, *, version: int = 0
 ) -> tuple[LocalEngine, Tokenizer]:
     """An engine that begins with the weights of a model folder, and the folder's tokenizer.
 
@@ -319,30 +306,8 @@ def engine_of_folder(
         version: the policy version of those weights.
     """
     model, tokenizer = load_named(in_folder(table, folder))
-    assert limits.max_model_len is not None, "the job has such a limit"
-    refuse_unsupported(model, longest=limits.max_model_len)
+    refuse_unsupported(model, longest=keys.max_model_len)
     served = folder_to_serve(model, folder, place(table.device))
     stop_ids = stop_token_ids(served.generation_config, tokenizer)
-    engine = LocalEngine(served, stop_ids=stop_ids, version=version, limits=limits)
+    engine = LocalEngine(served, stop_ids=stop_ids, version=version, keys=keys)
     return engine, tokenizer
-
-
-def engine_limits(
-    table: InferenceTable, schedule: AllocationTable | None = None, *, engines: int = 1
-) -> EngineLimits:
-    """The limits of each engine of a job.
-
-    Engines that may sample at the same time share the job's threads: more would take the task app's cores.
-    Where one policy samples a whole iteration, its engine has all of them.
-
-    Args:
-        engines: how many there are.
-    """
-    sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
-    return EngineLimits(
-        slots=table.slots,
-        kept_prefixes=table.prefix_slots,
-        max_model_len=table.max_model_len,
-        cache_bytes=table.cache_bytes,
-        torch_threads=max(1, table.threads // sharing),
-    )

@@ -19,7 +19,8 @@ from service_kit.children import Child
 from shared_schemas.base import Body
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
-from trainer_backend.inference.engine import EngineLimits
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
@@ -47,7 +48,7 @@ class EngineSetup(Body):
     """
 
     model: ModelTable
-    limits: EngineLimits
+    keys: EngineKeys
     version: PolicyVersion
 
 
@@ -62,15 +63,12 @@ class _Waiting:
 class ProcessEngine:
     """A `FrozenEngine` whose process is a child of this one. It belongs to one event loop.
 
-    Args:
-        length: the most tokens of a prompt and its continuation.
-
     Attributes:
         counters: of the engine, as the last answer told them.
     """
 
-    def __init__(self, setup: EngineSetup, *, length: int) -> None:
-        self._setup, self._length, self._version = setup, length, setup.version.number
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup, self._version = setup, setup.version.number
         self._child: Child | None = None
         self._line: Line | None = None
         self._numbers = count(1)
@@ -87,7 +85,7 @@ class ProcessEngine:
 
     @property
     def max_model_len(self) -> int:
-        return self._length
+        return self._setup.keys.max_model_len
 
     @property
     def breakdown(self) -> Future[str]:
@@ -131,9 +129,9 @@ class ProcessEngine:
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        if len(ids) + sampling.max_tokens > self._length:
+        if len(ids) + sampling.max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._length
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
             )
         call = EngineCall(
             tuple(ids),
@@ -144,7 +142,7 @@ class ProcessEngine:
             stop=() if extras.stop is None else extras.stop.strings,
             streams=extras.on_token is not None,
         )
-        limit_s = self._setup.limits.request_timeout_s + _GRACE_S
+        limit_s = LocalEngine.request_timeout_s + _GRACE_S
         number, waiting = next(self._numbers), _Waiting(self._new_future(), extras.on_token)
         try:
             generation: Generation = await self._ask(number, waiting, "generate", call, timeout_s=limit_s)
@@ -155,13 +153,13 @@ class ProcessEngine:
 
     async def load(self, version: PolicyVersion) -> None:
         """Serve this version from now on; WeightsRefused where the one before goes on serving."""
-        limit_s = self._setup.limits.order_timeout_s + _GRACE_S
+        limit_s = LocalEngine.order_timeout_s + _GRACE_S
         await self._ask(next(self._numbers), _Waiting(self._new_future()), "load", version, timeout_s=limit_s)
         self._version = version.number
 
     async def probe(self) -> None:
         """Return once the engine is between two steps."""
-        limit_s = self._setup.limits.order_timeout_s
+        limit_s = LocalEngine.order_timeout_s
         await self._ask(next(self._numbers), _Waiting(self._new_future()), "probe", timeout_s=limit_s)
 
     def start(self) -> None:

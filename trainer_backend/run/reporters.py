@@ -13,7 +13,6 @@ from typing import Any, Self
 from service_kit.boundary import Boundary, describe_error
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError, TrainerError
-from trainer_backend.job.tables import SinksTable
 from trainer_backend.plugins import SINKS
 from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.files import now
@@ -29,7 +28,7 @@ from trainer_backend.rundir.state import (
     read_state,
     write_state,
 )
-from trainer_backend.sinks import OpenSink, Sink, SinkOptions
+from trainer_backend.sinks import OpenSink, Sink, SinkRun, SinksTable
 
 # The progress of a stage, and words of processes, are written at most this often; another stage, and another
 # state of a process, are written at once.
@@ -206,17 +205,17 @@ class SinkReporter:
         job: Mapping[str, Any],
         board: Mapping[str, OpenSink] = SINKS,
     ) -> None:
-        self._sink_options = SinkOptions(sinks, directory.path, directory.run_id, job)
+        self._table, self._run = sinks, SinkRun(directory.path, directory.run_id, job)
         self._directory, self._reporter, self._board = directory, reporter, board
         self._sinks: dict[str, Sink] = {}
         self._caught_up = False
 
     def __enter__(self) -> Self:
         for name, open_sink in self._board.items():
-            if getattr(self._sink_options.table, name):
+            if keys := getattr(self._table, name):
                 try:
                     with Boundary(f"sinks.{name} cannot be opened: it", JobError):
-                        self._sinks[name] = open_sink(self._sink_options)
+                        self._sinks[name] = open_sink(keys, self._run)
                 except JobError:
                     self._close()
                     raise

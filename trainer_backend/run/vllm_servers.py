@@ -22,8 +22,8 @@ from typing import Any
 
 from service_kit.children import last_line, name_exit
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
-from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
+from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
@@ -41,20 +41,8 @@ _RELEASE_TIMEOUT_S = 60.0
 _STOP_S = 20.0
 # A server that is being started answers after minutes.
 _LOOK_S = 1.0
-# `top_logprobs` of a request at the gateway.
-_MOST_TOPS = 20
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# Arguments that every server needs, whoever starts it; docs/vllm.md says what is lost without each.
-CONTRACT = {
-    "served_model_name": ACTOR,
-    "enable_scale_out": True,
-    "logprobs_mode": "processed_logprobs",
-    "max_logprobs": _MOST_TOPS + 1,  # the sampled one is beside them
-    "generation_config": "vllm",
-    "enable_prompt_tokens_details": True,
-    "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
-}
-# Further ones where the learner sends the weights.
+# Arguments where the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers

@@ -1,18 +1,36 @@
 """[retention] of a job: which files and decisions of a run each sync keeps. A pure rule."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli
+from pydantic import Field
 
 from shared_schemas.plain_text import read_text
+from trainer_backend.core.keys import Table
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job.tables import RetentionTable
 from trainer_backend.rundir.files import write_errors
-from trainer_backend.rundir.rollout_index import RolloutFile
+
+if TYPE_CHECKING:  # pyarrow, which reading a job does not need
+    from trainer_backend.rundir.rollout_index import RolloutFile
 
 _DAY_NS = 86_400 * 10**9
 # Stages with one file per iteration. Evaluations are few, and the report needs them.
 _OF_ITERATIONS = ("train", "branches")
+
+
+class RetentionTable(Table):
+    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent keys keep all."""
+
+    decisions_iterations: int | None = Field(default=None, ge=1)
+    """the database keeps the decisions of this many newest iterations; it keeps all rollouts and metrics, and
+    the run directory keeps everything"""
+    decisions_days: float | None = Field(default=None, gt=0)
+    """the same by age, in days since their file was written; applied when the run has news and when the
+    service starts"""
+    rollout_files_iterations: int | None = Field(default=None, ge=1)
+    """the run directory keeps the rollout files of this many newest iterations and of evaluations; older ones
+    are deleted there and in the database"""
 
 
 def retention_of(run: Path) -> RetentionTable:
@@ -28,12 +46,12 @@ def retention_of(run: Path) -> RetentionTable:
         raise RunDirectoryError(f"{path}: [retention] cannot be read: {error}") from error
 
 
-def newest_iteration(files: list[RolloutFile]) -> int:
+def newest_iteration(files: "list[RolloutFile]") -> int:
     """Return the last iteration that has rollouts; [retention] counts back from it."""
     return max((file.iteration for file in files if file.stage == "train"), default=0)
 
 
-def keeps_decisions(table: RetentionTable, file: RolloutFile, *, newest: int, now_ns: int) -> bool:
+def keeps_decisions(table: RetentionTable, file: "RolloutFile", *, newest: int, now_ns: int) -> bool:
     """Return whether the store keeps the decisions of a file.
 
     Args:
@@ -45,13 +63,13 @@ def keeps_decisions(table: RetentionTable, file: RolloutFile, *, newest: int, no
     return young and (count is None or file.iteration > newest - count)
 
 
-def keeps_file(table: RetentionTable, file: RolloutFile, *, newest: int) -> bool:
+def keeps_file(table: RetentionTable, file: "RolloutFile", *, newest: int) -> bool:
     """Return whether a file of rollouts stays in the run directory."""
     count = table.rollout_files_iterations
     return count is None or file.stage not in _OF_ITERATIONS or file.iteration > newest - count
 
 
-def remove_old_files(table: RetentionTable, files: list[RolloutFile]) -> list[RolloutFile]:
+def remove_old_files(table: RetentionTable, files: "list[RolloutFile]") -> "list[RolloutFile]":
     """Delete the files that [retention] does not keep; return the others."""
     newest = newest_iteration(files)
     rest = []

@@ -129,7 +129,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
 def _refuse_unread_names(job: JobConfig) -> None:
     """Check names that peft and jinja would skip in silence, where the model is on this machine."""
     if job.lora is not None and not job.lora.adapts_all:
-        from trainer_backend.learner.capacity import refuse_unknown_targets  # with torch
+        from trainer_backend.learner.shapes import refuse_unknown_targets  # with torch
 
         refuse_unknown_targets(job.model, job.lora)
     if job.model.chat_template_kwargs:
@@ -145,8 +145,8 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
     if job.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     from trainer_backend.inference.paged_attention import why_no_kernels  # with torch
-    from trainer_backend.learner.capacity import slower_sampling
     from trainer_backend.learner.device import place
+    from trainer_backend.learner.memory import slower_sampling
 
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
 

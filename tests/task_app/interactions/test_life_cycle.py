@@ -244,9 +244,7 @@ async def test_the_names_are_those_of_the_file():
 
 
 async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline():
-    calls = Calls(
-        InteractionEntry("noted", users.Noted, {}), "r", {}, connect=lambda made: None, at_most_bytes=1_024
-    )
+    calls = Calls(InteractionEntry("noted", users.Noted, {}), "r", {}, context=None, at_most_bytes=1_024)
     await calls.start()
     await calls.finalise(within_s=1.0)
     # Whoever finalised keeps the turn: a call that waited for it would wait for ever.

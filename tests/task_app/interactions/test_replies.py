@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from task_app.errors import InteractionFailed
-from task_app.interactions.replies import InteractionReply, read_instance_id, read_reply, read_score
+from task_app.interactions.live import InteractionReply, read_instance_id, read_reply, read_score
 from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import interactions, said
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from tests.trainer_backend.inference.served import keys_of
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.models import build_preset, train_tokenizer
 
 torch.set_num_threads(1)
@@ -54,10 +56,11 @@ def start_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., L
     engines: list[LocalEngine] = []
 
     def start(
-        own: PreTrainedModel | None = None, *, stop_ids: tuple[int, ...] = (), **limits: object
+        own: PreTrainedModel | None = None, *, stop_ids: tuple[int, ...] = (), **settings: object
     ) -> LocalEngine:
         served = own or build_preset("tiny-0.3m", tokenizer, seed=1)
-        engine = LocalEngine(served, stop_ids=stop_ids, limits=EngineLimits(**limits))
+        keys = {name: settings.pop(name) for name in EngineKeys.model_fields if name in settings}
+        engine = LocalEngine(served, stop_ids=stop_ids, keys=keys_of(served, **keys), **settings)
         engine.start()
         engines.append(engine)
         return engine

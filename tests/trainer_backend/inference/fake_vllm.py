@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker, receive
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
@@ -63,7 +64,8 @@ class FakeVllm:
         self._lacks = lacks
         model, tokenizer = load_model_folder(folder)
         self.model = model.eval()
-        self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], limits=EngineLimits(slots=8))
+        keys = EngineKeys(max_running=8)
+        self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], keys=keys)
         self.version, self.release, self.max_model_len = "default", release, max_model_len
         self.has_worker = self.receives = self.sees_folders = True
         self._updates = False

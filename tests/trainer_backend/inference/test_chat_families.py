@@ -18,8 +18,9 @@ from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_check import refuse_without_tools, tool_format_of
-from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -227,7 +228,7 @@ def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
 ):
     model, tokenizer = load_named(ModelTable(path=model_folders[family.name]))
     stops = stop_token_ids(model.generation_config, tokenizer)
-    engine = LocalEngine(model, stop_ids=stops, limits=EngineLimits(max_model_len=512))
+    engine = LocalEngine(model, stop_ids=stops, keys=EngineKeys(max_model_len=512))
     engine.start()
     try:
         with client_of(engine, tokenizer) as client:
@@ -249,7 +250,7 @@ def test_an_id_without_text_can_be_sampled_and_is_shown(model_folders: Mapping[s
     model, tokenizer = load_named(ModelTable(path=model_folders["qwen3"]))
     with torch.no_grad():
         model.model.norm.weight.zero_()  # all logits are 0: every id is as likely
-    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(max_model_len=512))
+    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=512))
     engine.start()
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=5, max_tokens=200)
     try:

@@ -45,7 +45,7 @@ async def test_the_same_holds_when_slots_are_few_and_prefills_are_cut(
     start_engine: StartEngine, model: PreTrainedModel
 ):
     requests = mixed_requests(12, model.config.vocab_size, seed=1)
-    engine = start_engine(slots=3, prefill_tokens=64)
+    engine = start_engine(max_running=3, prefill_tokens=64)
     results = await asyncio.gather(
         *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
     )

@@ -130,7 +130,7 @@ async def test_where_not_even_one_request_fits_each_hears_it_and_the_engine_wait
 async def test_a_cache_that_this_machine_cannot_hold_is_out_of_memory_too(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
-    engine = start_engine(slots=10**10)  # the CPU's allocator raises an error of another kind
+    engine = start_engine(max_running=10**10)  # the CPU's allocator raises an error of another kind
     with pytest.raises(EngineOutOfMemory, match=KNOBS):
         await ask(engine, [1, 2, 3])
 

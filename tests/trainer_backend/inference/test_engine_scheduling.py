@@ -17,8 +17,9 @@ from trainer_backend.errors import (
     ModelFolderError,
 )
 from trainer_backend.inference.batch import RunningBatch
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.request import Request
 
@@ -34,7 +35,7 @@ def generation(engine: LocalEngine, name: str, *, tokens: int = 3) -> "asyncio.T
 async def test_a_long_request_among_many_short_ones_finishes_and_does_not_hold_them_up(
     start_engine: StartEngine,
 ):
-    engine = start_engine(slots=2)
+    engine = start_engine(max_running=2)
     order: list[str] = []
     tasks = [generation(engine, "long", tokens=300), *(generation(engine, f"short {i}") for i in range(40))]
     for task, name in zip(tasks, ["long", *["short"] * 40], strict=True):
@@ -47,7 +48,7 @@ async def test_a_long_request_among_many_short_ones_finishes_and_does_not_hold_t
 
 
 async def test_a_late_request_is_served_while_long_ones_keep_running(start_engine: StartEngine):
-    engine = start_engine(slots=4)
+    engine = start_engine(max_running=4)
     long_ones = [generation(engine, f"long {i}", tokens=1000) for i in range(3)]
     await generation(engine, "late")
     assert not any(task.done() for task in long_ones)
@@ -94,7 +95,7 @@ async def test_while_a_swap_waits_nobody_is_admitted_but_who_has_begun():
 
 
 async def test_an_aborted_request_returns_what_it_has(start_engine: StartEngine):
-    engine = start_engine(slots=1)
+    engine = start_engine(max_running=1)
     running, waiting = generation(engine, "running", tokens=2000), generation(engine, "waiting")
     await engine.pause()  # both are in the engine now, the first on its way
     assert await engine.abort("running") and await engine.abort("waiting")
@@ -107,7 +108,7 @@ async def test_an_aborted_request_returns_what_it_has(start_engine: StartEngine)
 
 
 async def test_a_cancelled_call_leaves_the_engine(start_engine: StartEngine):
-    engine = start_engine(slots=1)
+    engine = start_engine(max_running=1)
     task = generation(engine, "a", tokens=2000)
     await engine.pause()
     task.cancel()
@@ -118,7 +119,7 @@ async def test_a_cancelled_call_leaves_the_engine(start_engine: StartEngine):
 
 
 def test_a_caller_whose_event_loop_is_gone_does_not_harm_the_engine(start_engine: StartEngine):
-    engine = start_engine(slots=1)
+    engine = start_engine(max_running=1)
 
     async def leave_without_waiting() -> None:
         generation(engine, "left behind", tokens=2000).add_done_callback(lambda task: task.cancelled())
@@ -153,7 +154,8 @@ async def test_the_waiting_line_is_bounded(start_engine: StartEngine):
 
 
 async def test_a_wait_that_runs_out_is_an_error_and_frees_the_request(start_engine: StartEngine):
-    engine = start_engine(request_timeout_s=0.01)
+    engine = start_engine()
+    engine.request_timeout_s = 0.01
     await engine.pause()
     with pytest.raises(EngineTimeout, match=r"0\.01 s"):
         await generation(engine, "a")
@@ -189,7 +191,7 @@ async def test_an_engine_that_was_not_started_refuses(model: PreTrainedModel):
 
 
 async def test_stopping_ends_waiting_and_running_requests_with_the_reason(start_engine: StartEngine):
-    engine = start_engine(slots=1)
+    engine = start_engine(max_running=1)
     tasks = [generation(engine, str(i), tokens=2000) for i in range(2)]
     await engine.pause()
     engine.stop()
@@ -208,7 +210,7 @@ async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_re
 
     broken = copy.deepcopy(model)
     broken.register_forward_pre_hook(out_of_memory)
-    engine = start_engine(broken, slots=1)
+    engine = start_engine(broken, max_running=1)
     await engine.pause()
     tasks = [generation(engine, str(i)) for i in range(3)]
     await engine.resume()
@@ -233,8 +235,8 @@ def test_a_window_that_no_list_of_layers_names_is_refused_too():
     size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = MistralConfig(vocab_size=50, num_key_value_heads=2, sliding_window=64, **size)
     served = MistralForCausalLM(config)
-    LocalEngine(served, stop_ids=[], limits=EngineLimits(max_model_len=64))
+    LocalEngine(served, stop_ids=[], keys=EngineKeys(max_model_len=64))
     with pytest.raises(
         ModelFolderError, match=r"sliding_attention of 64 tokens.*max_model_len to 64 or less"
     ):
-        LocalEngine(served, stop_ids=[], limits=EngineLimits(max_model_len=65))
+        LocalEngine(served, stop_ids=[], keys=EngineKeys(max_model_len=65))

@@ -13,8 +13,9 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.inference.chains import chain_model
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 
@@ -30,7 +31,7 @@ def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         chain_model(tokenizer, "<|assistant|>", "<|call|>", " do", " sleep", "<|end|>"),
         stop_ids=[tokenizer.eos_token_id],
         version=4,
-        limits=EngineLimits(max_model_len=MAX_MODEL_LEN),
+        keys=EngineKeys(max_model_len=MAX_MODEL_LEN),
     )
     limits = GatewayLimits(max_body_bytes=100_000, default_max_tokens=16)
     app = create_gateway(

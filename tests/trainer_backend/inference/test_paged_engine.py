@@ -96,7 +96,7 @@ async def test_without_room_the_youngest_wait_and_nobody_is_lost_or_samples_othe
     start_engine: StartEngine, model: PreTrainedModel
 ):
     # rows of up to 4 pages each, and 6 pages for all
-    engine = start_engine(max_model_len=4 * PAGE, cache_bytes=6 * page_of(model))
+    engine = start_engine(max_model_len=4 * PAGE, cache_gib=6 * page_of(model) / 2**30)
     requests = long_requests(6, model.config.vocab_size)
     results = await all_of(engine, requests)
     assert_equal_to_naive(model, requests, results)
@@ -109,7 +109,7 @@ async def test_without_room_the_youngest_wait_and_nobody_is_lost_or_samples_othe
 async def test_one_request_of_the_greatest_length_always_fits(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine = start_engine(max_model_len=3 * PAGE, cache_bytes=1)
+    engine = start_engine(max_model_len=3 * PAGE, cache_gib=1 / 2**30)
     requests = [([7] * PAGE, Sampling(max_tokens=2 * PAGE, seed=i)) for i in range(3)]
     assert_equal_to_naive(model, requests, await all_of(engine, requests))
 
@@ -129,7 +129,7 @@ async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
 async def test_kept_prefixes_make_room_before_anybody_waits(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine = start_engine(max_model_len=8 * PAGE, cache_bytes=8 * page_of(model))
+    engine = start_engine(max_model_len=8 * PAGE, cache_gib=8 * page_of(model) / 2**30)
     for first in (0, 100, 200):
         prompt = list(range(first, first + 5 * PAGE))
         await engine.generate(prompt, Sampling(max_tokens=2, seed=0), request_id=str(first))
@@ -217,7 +217,7 @@ async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
     runner._static = static = FullDevice(
         runner._decoder,
         runner._memory,
-        slots=engine.limits.slots,
+        slots=engine.keys.slots,
         pages=pages_for(512),
         graphs=True,
         by_kernel=False,
@@ -233,7 +233,7 @@ async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
 async def test_the_logits_of_all_steps_are_left_in_one_place(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine = start_engine(slots=12)
+    engine = start_engine(max_running=12)
     requests = mixed_requests(12, model.config.vocab_size)
     static, places = engine._worker.batch._runner._static, set()
     for count in (1, 12):  # of one row, then of all and of ever fewer, with and without truncation
@@ -244,7 +244,7 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
 
 
 def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
-    static = start_engine(slots=3)._worker.batch._runner._static
+    static = start_engine(max_running=3)._worker.batch._runner._static
     with pytest.raises(ValueError, match="at most 3 rows, got 4"):
         static.bucket_of(4)
 

@@ -84,7 +84,8 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
 ):
     # Few slots, few kept prefixes and prompts from a small tree: rows move, prefixes are evicted and branch.
     draw = random.Random(seed)
-    engine = start_engine(slots=draw.choice([2, 5]), kept_prefixes=draw.choice([1, 3, 8]), prefill_tokens=300)
+    slots, kept = draw.choice([2, 5]), draw.choice([1, 3, 8])
+    engine = start_engine(max_running=slots, kept_prefixes=kept, prefill_tokens=300)
     trunks = [prompt_of(draw.randint(100, 200), seed=i) for i in range(3)]
     lengths, tails = [1, 50, 96, 97, 129, 200], [0, 1, 9, 60]
     prompts = [

@@ -39,7 +39,7 @@ def calling(tokenizer: PreTrainedTokenizerFast) -> Iterator[Served]:
 def free(tokenizer: PreTrainedTokenizerFast) -> Iterator[Served]:
     """One slot, held until max_tokens: who has it keeps everyone else waiting."""
     model = build_preset("tiny-0.3m", tokenizer, seed=1)
-    with serving(model, tokenizer, stop_ids=(), slots=1) as served:
+    with serving(model, tokenizer, stop_ids=(), max_running=1) as served:
         yield served
 
 

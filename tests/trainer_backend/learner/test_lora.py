@@ -28,7 +28,6 @@ from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
-from trainer_backend.learner.capacity import refuse_unknown_targets
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
@@ -42,6 +41,7 @@ from trainer_backend.learner.loading import (
     write_merged,
 )
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.shapes import refuse_unknown_targets
 from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.layout import weight_files

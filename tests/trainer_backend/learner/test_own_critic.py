@@ -18,8 +18,8 @@ from tests.trainer_backend.learner.test_value_head import (
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
 from trainer_backend.errors import CheckpointError, JobError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.shapes import model_shape
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE

@@ -30,9 +30,9 @@ from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, SIZE
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.layout import refuse_unsupported_attention
 

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, targets_of
-from trainer_backend.core.memory import memory_needs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.capacity import memory_use, model_shape
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.memory import memory_needs, memory_use
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.scoring import Hidden
+from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import load_model_folder
 from trainer_backend.protocols import CreditedEpisode, Progress

@@ -19,11 +19,14 @@ from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.policy_server import PolicyServer, engine_limits
+from trainer_backend.run.fixed_setup import FixedSetup
+from trainer_backend.run.policy_server import PolicyServer
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -140,7 +143,7 @@ def test_a_model_that_ends_its_answers_otherwise_is_refused(
     with pytest.raises(
         JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
     ):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
 
 
 def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
@@ -150,7 +153,7 @@ def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
     edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
@@ -160,7 +163,7 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.limits())
+    found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.table)
     (line,) = found.lines()
     assert line.endswith("; it never samples the 28 ids that no tokenizer has and the actor does not embed")
     assert found.policies["large"].engine._vocabulary == len(tokenizer)
@@ -172,7 +175,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
 ):
     learner = learner_of(tokenizer)
     found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
+        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
     )
     async with server.serving(learner, found) as actor:
         await actor.publish(1)
@@ -197,9 +200,11 @@ async def test_an_update_has_the_memory_of_their_caches_too(
         mixed(local(folder)).fixed_policies,
         {"fixed": folder},
         learner.facts(),
-        replace(server.limits(), paged=True),
+        server.table,
     )
-    engine = found.policies["fixed"].engine
+    (policy,) = found._local
+    engine = LocalEngine(policy.engine._weights._model, stop_ids=[], keys=server.table, paged=True)
+    found = FixedPolicies([replace(policy, engine=engine, policy=ServedPolicy(engine, learner.tokenizer))])
     async with server.serving(learner, found) as actor:
         await engine.generate([1, 2, 3], Sampling(max_tokens=2), request_id="r")
         memory = engine._worker.batch._cache.memory
@@ -214,7 +219,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = learner_of(tokenizer)
     found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.limits()
+        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
     )
     async with server.serving(learner, found) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
@@ -253,26 +258,26 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_started(
 
 
 @pytest.mark.parametrize(
-    ("threads", "unit", "engines", "each"),
+    ("threads", "unit", "local_policies", "each"),
     [
-        (4, "group", 2, 2),
-        (4, "rollout", 3, 1),
-        (1, "group", 2, 1),
-        (4, "iteration", 2, 4),
-        (4, "group", 1, 4),
+        (4, "group", 1, 2),
+        (4, "rollout", 2, 1),
+        (1, "group", 1, 1),
+        (4, "iteration", 1, 4),
+        (4, "group", 0, 4),
     ],
 )
 def test_engines_that_may_sample_at_a_time_share_the_threads(
-    folder: Path, threads: int, unit: str, engines: int, each: int
+    folder: Path, threads: int, unit: str, local_policies: int, each: int
 ):
     job = mixed(local(folder), unit=unit, inference__threads=threads)
-    assert (
-        engine_limits(job.inference, job.rollout_allocation_schedule, engines=engines).torch_threads == each
-    )
+    folders = {str(number): folder for number in range(local_policies)}
+    setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+    assert setup.share_threads(job.inference).threads == each
 
 
 def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
-    assert engine_limits(tiny_job(inference__threads=3).inference).torch_threads == 3
+    assert FixedSetup().share_threads(tiny_job(inference__threads=3).inference).threads == 3
 
 
 def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
@@ -282,4 +287,4 @@ def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.limits())
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)

@@ -12,19 +12,18 @@ import pytest
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, WeightsRefused
-from trainer_backend.inference.engine import EngineLimits
 from trainer_backend.inference.protocol import Extras, FrozenEngine, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.job.tables import ModelTable
+from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.run import engine_process
 from trainer_backend.run.gateway import REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
 from trainer_backend.run.process_engine import SETUP, EngineSetup, ProcessEngine
 
 # One at a time: which requests are decoded together changes the last bits.
-LIMITS = EngineLimits(slots=1, kept_prefixes=0, max_model_len=64)
+KEYS = InferenceTable(max_running=1, kept_prefixes=0, max_model_len=64)
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14]]
 
 
@@ -51,13 +50,13 @@ async def answered(engine: FrozenEngine, decode: Decode) -> list[Any]:
 def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[str, Path]) -> None:
     folder = model_folders["qwen3"]
     table = ModelTable(path=folder, device="cpu")
-    local, tokenizer = engine_of_folder(table, folder, LIMITS, version=3)
+    local, tokenizer = engine_of_folder(table, folder, KEYS, version=3)
     local.start()
     decode = ChatRenderer(tokenizer).decode
-    setup = EngineSetup(model=table, limits=LIMITS, version=PolicyVersion(number=3, folder=folder))
+    setup = EngineSetup(model=table, keys=KEYS, version=PolicyVersion(number=3, folder=folder))
 
     async def both() -> tuple[list[Any], list[Any]]:
-        engine = ProcessEngine(setup, length=64)
+        engine = ProcessEngine(setup)
         with pytest.raises(EngineStopped, match="it was not started"):
             await engine.generate([1], Sampling(max_tokens=1), request_id="0")
         assert await engine.begin() is None
@@ -106,7 +105,7 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
 def refused_setup(folder: Path) -> EngineSetup:
     return EngineSetup(
         model=ModelTable(path=folder, device="cpu"),
-        limits=LIMITS,
+        keys=KEYS,
         version=PolicyVersion(number=0, folder=folder),
     )
 
@@ -128,7 +127,7 @@ def test_a_process_that_ends_before_it_serves_is_told_by_its_exit_code(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def begin() -> int | None:
-        engine = ProcessEngine(refused_setup(tmp_path), length=64)
+        engine = ProcessEngine(refused_setup(tmp_path))
         try:
             return await engine.begin()
         finally:

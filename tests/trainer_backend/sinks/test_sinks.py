@@ -15,11 +15,10 @@ from tests.conftest import ListReporter, tiny_job
 from trainer_backend import plugins
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import load_job
-from trainer_backend.job.tables import SinksTable
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.new_job import load_new_job
-from trainer_backend.sinks import is_installed, refuse_missing_libraries, scalars
+from trainer_backend.sinks import SinksTable, is_installed, refuse_missing_libraries, scalars
 
 WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}
 FIRST = {"kind": "iteration", "iteration": 1, "loss/entropy": 2.0, "decision/unique_by_turn": [0.5, 0.25]}
@@ -128,7 +127,7 @@ class Breaking:
 )
 def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_path: Path, error, told):
     breaking = Breaking(error)
-    board = {**plugins.SINKS, "wandb": lambda opening: breaking}
+    board = {**plugins.SINKS, "wandb": lambda keys, run: {"p": breaking}[keys.project]}
     job = tiny_job(sinks__tensorboard=True, sinks__wandb={"project": "p"})
     directory = create_run(job, tmp_path / "run")
     reporter = ListReporter()

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from tests.trainer_backend.store.conftest import NOON
 from tests.trainer_backend.store.runs import evaluate, finish, new_run
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job.tables import RetentionTable
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.retention import keeps_decisions, keeps_file
+from trainer_backend.store.retention import RetentionTable, keeps_decisions, keeps_file
 from trainer_backend.store.sync import sync_run
 
 DAY_NS = 86_400 * 10**9

@@ -1,25 +1,26 @@
 """The plan of memory, by hand and beside real models."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, Sharing, memory_needs, serving_needs
+from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.job.tables import LearnerTable
+from trainer_backend.learner.memory import OVERHEAD, MemoryUse, memory_needs, serving_needs
+from trainer_backend.learner.shapes import ModelShape
 
 # One layer of width 4, two heads of 2 for queries and one for keys, an MLP of 8, 10 tokens, 1000 weights.
 SHAPE = ModelShape(
     parameters=1000, layers=3, width=4, mlp_width=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10
 )
-CPU = MemoryUse(
-    low=False,
-    masked=True,
-    row_tokens=5,
-    micro_batch_tokens=10,
-    logits_chunk=6,
-    running=5,
-    kept=2,
-    cached_tokens=11,
-)
+# Not checked: a job's requests are longer.
+KEYS = EngineKeys().model_copy(update={"max_running": 5, "kept_prefixes": 2, "max_model_len": 11})
+CPU = MemoryUse(low=False, keys=KEYS, masked=True, row_tokens=5, micro_batch_tokens=10, logits_chunk=6)
+
+
+def with_keys(use: MemoryUse, **changes: Any) -> MemoryUse:
+    return replace(use, keys=use.keys.model_copy(update=changes))
 
 
 def test_float32_on_a_cpu_by_hand():
@@ -55,14 +56,14 @@ def test_of_a_cache_in_pages_one_longest_request_must_fit():
 def test_a_cache_in_pages_takes_no_more_than_it_may_and_at_least_one_longest_request():
     row = 11 * 12 * 4
     for most, cache in ((3 * row + 1, 3 * row + 1), (1, row), (10**9, 7 * row)):
-        use = replace(CPU, paged=True, cache_bytes=most)
+        use = with_keys(replace(CPU, paged=True), cache_gib=most / 2**30)
         needs = memory_needs(SHAPE, use, is_gpu=True)
         assert needs.device["cache"] == cache
         assert needs.least == memory_needs(SHAPE, replace(CPU, paged=True), is_gpu=True).least
         assert serving_needs(SHAPE, use, is_gpu=True).device["cache"] == cache
         fixed = memory_needs(SHAPE, use, is_gpu=True, fixed=[SHAPE, SHAPE])
         assert fixed.device["fixed cache"] == 2 * cache
-    assert memory_needs(SHAPE, replace(CPU, cache_bytes=1), is_gpu=True).device["cache"] == 7 * row
+    assert memory_needs(SHAPE, with_keys(CPU, cache_gib=1 / 2**30), is_gpu=True).device["cache"] == 7 * row
 
 
 def test_bfloat16_on_a_gpu_by_hand():
@@ -148,19 +149,20 @@ def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_ne
 
 # 100 weights outside of three layers of 300; four ranks, of which two are here.
 LAYERED = replace(SHAPE, ends=100, critic=5)
-FOUR = Sharing(parts=4, count=4, here=2)
+RANKS = {"nnodes": 2, "nproc_per_node": 2}
+FOUR = LearnerTable(**RANKS)
 
 
 def changes(shape: ModelShape, use: MemoryUse, *, is_gpu: bool = True) -> dict[str, int]:
     """Bytes of the kinds on the device that are not as they are with one process."""
     one, found = (
-        memory_needs(shape, each, is_gpu=is_gpu).device for each in (replace(use, sharing=None), use)
+        memory_needs(shape, each, is_gpu=is_gpu).device for each in (replace(use, ranks=LearnerTable()), use)
     )
     return {kind: found.get(kind, 0) for kind in {*one, *found} if found.get(kind) != one.get(kind)}
 
 
 def test_a_rank_holds_its_share_and_what_it_gathers():
-    assert changes(LAYERED, replace(CPU, sharing=FOUR)) == {
+    assert changes(LAYERED, replace(CPU, ranks=FOUR)) == {
         "weights": 1000 + 20,  # of 4 bytes each; the value head is whole
         "gradients": 1000 + 20,
         "optimizer": 2000 + 40,
@@ -169,17 +171,17 @@ def test_a_rank_holds_its_share_and_what_it_gathers():
 
 
 def test_layers_that_are_kept_are_whole_on_every_rank_but_for_their_gradients():
-    use = replace(CPU, sharing=replace(FOUR, reshards=False))
+    use = replace(CPU, ranks=LearnerTable(**RANKS, fsdp_reshard_after_forward=False))
     assert changes(LAYERED, use)["gathered"] == 1000 * 4 + (100 + 2 * 300) * 4
 
 
 def test_each_group_of_ranks_holds_all_weights():
-    use = replace(CPU, sharing=replace(FOUR, parts=2))
+    use = replace(CPU, ranks=LearnerTable(**RANKS, data_parallel_replicate_degree=2))
     assert changes(LAYERED, use)["weights"] == 2000 + 20
 
 
 def test_offloaded_shares_are_in_main_memory_beside_those_of_the_nodes_other_ranks():
-    use = replace(CPU, sharing=replace(FOUR, offload=True), reference=True)
+    use = replace(CPU, ranks=LearnerTable(**RANKS, fsdp_cpu_offload=True), reference=True)
     found = changes(LAYERED, use)
     assert {kind: found[kind] for kind in ("weights", "gradients", "optimizer", "reference")} == {
         "weights": 20, "gradients": 20, "optimizer": 40, "reference": 0,
@@ -189,27 +191,27 @@ def test_offloaded_shares_are_in_main_memory_beside_those_of_the_nodes_other_ran
 
 
 def test_one_rank_at_a_time_loads_the_whole_model_and_each_writes_its_part_of_a_checkpoint():
-    use = replace(CPU, sharing=replace(FOUR, here=1))
+    use = replace(CPU, ranks=LearnerTable(nnodes=4))
     assert memory_needs(LAYERED, use, is_gpu=True).host == {"loading": 4000}
-    use = replace(CPU, sharing=FOUR)
+    use = replace(CPU, ranks=FOUR)
     assert memory_needs(LAYERED, use, is_gpu=False).host == {"loading": 4000}
     # the moments of two ranks, a quarter each but for the value head's
     assert memory_needs(LAYERED, use, is_gpu=True).host == {"checkpoint": 2 * (2000 + 40)}
     with_copy = replace(use, reference=True)  # which all ranks make at once
     assert memory_needs(LAYERED, with_copy, is_gpu=True).host == {"loading": 2 * 8000}
-    fewer = replace(use, sharing=Sharing(parts=1, count=2, here=2))
+    fewer = replace(use, ranks=LearnerTable(nproc_per_node=2, data_parallel_replicate_degree=2))
     # the moments of both, which each group of one has whole
     assert memory_needs(LAYERED, fewer, is_gpu=True).host == {"checkpoint": 2 * (8000 + 40)}
 
 
 def test_adapters_are_whole_on_every_rank_and_what_is_under_them_is_shared():
     shape = replace(LAYERED, adapters=50, critic=0)
-    use = replace(CPU, low=True, masked=False, reference=True, sharing=FOUR)
+    use = replace(CPU, low=True, masked=False, reference=True, ranks=FOUR)
     assert changes(shape, use) == {"weights": 2000 // 4 + 200, "gathered": (100 + 2 * 300) * 2}
 
 
 def test_the_ranks_of_a_node_share_the_memory_of_a_cpu():
-    use = replace(CPU, sharing=FOUR)
+    use = replace(CPU, ranks=FOUR)
     on_gpu, on_cpu = (memory_needs(LAYERED, use, is_gpu=is_gpu).device for is_gpu in (True, False))
     for kind in ("weights", "gradients", "optimizer", "gathered", "activations", "logits"):
         assert on_cpu[kind] == 2 * on_gpu[kind]
@@ -217,15 +219,21 @@ def test_the_ranks_of_a_node_share_the_memory_of_a_cpu():
 
 
 @pytest.mark.parametrize(
-    "field", ["micro_batch_tokens", "row_tokens", "logits_chunk", "running", "cached_tokens"]
+    "more",
+    [
+        replace(CPU, micro_batch_tokens=100),
+        replace(CPU, row_tokens=50),
+        replace(CPU, logits_chunk=60),
+        with_keys(CPU, max_running=50),
+        with_keys(CPU, max_model_len=110),
+    ],
 )
-def test_every_limit_that_an_error_names_makes_a_difference(field: str):
-    more = replace(CPU, **{field: 10 * getattr(CPU, field)})
+def test_every_limit_that_an_error_names_makes_a_difference(more: MemoryUse):
     assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least
 
 
 def test_kept_prefixes_give_way_before_anything_fails():
-    few, many = (memory_needs(SHAPE, replace(CPU, kept=kept), is_gpu=False) for kept in (0, 20))
+    few, many = (memory_needs(SHAPE, with_keys(CPU, kept_prefixes=kept), is_gpu=False) for kept in (0, 20))
     assert many.least == few.least
     assert many.device["cache"] == 5 * few.device["cache"]
 

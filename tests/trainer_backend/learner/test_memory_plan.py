@@ -10,25 +10,29 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
-from trainer_backend.core.memory import MemoryNeeds, MemoryUse, activations, memory_needs
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.cache import CACHE_NAME, SlotCache
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.learner.attention import BlockMask, ByLength
-from trainer_backend.learner.capacity import (
-    MemoryPlan,
-    _of_ranks,
-    less_memory,
-    main_memory,
-    memory_plan,
-    memory_use,
-    model_shape,
-    refuse_too_large,
-)
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.loading import copy_to_serve
+from trainer_backend.learner.memory import (
+    MemoryNeeds,
+    MemoryPlan,
+    MemoryUse,
+    _of_ranks,
+    activations,
+    less_memory,
+    main_memory,
+    memory_needs,
+    memory_plan,
+    memory_use,
+    refuse_too_large,
+)
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import model_shape
 from trainer_backend.models import save_model_folder
 
 GIB = 2**30
@@ -75,8 +79,8 @@ def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing
     kept = bytes_kept(config, attention, rounded=rounded, checkpointing=checkpointing)
     masked = isinstance(attention, BlockMask)
     use = MemoryUse(
-        low=rounded, masked=masked, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, running=1,
-        kept=0, cached_tokens=1, checkpointing=checkpointing,
+        low=rounded, masked=masked, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8,
+        keys=EngineKeys(), checkpointing=checkpointing,
     )  # fmt: skip
     shape = model_shape(config, None)
     # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
@@ -199,7 +203,7 @@ def test_the_jobs_limits_are_what_is_counted_with():
     shape = model_shape(Qwen3Config(), None)
     use = memory_use(LearnerConfig.of(job), place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
-    assert (use.running, use.kept, use.cached_tokens) == (16, 3, 500)
+    assert use.keys == job.inference and use.keys.slots == 16
     assert (use.reference, use.masked, use.low) == (True, False, False)
     assert memory_use(LearnerConfig.of(job), place("mps", Found(cuda=None, mps=True)), shape).masked
 

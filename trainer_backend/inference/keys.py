@@ -1,0 +1,155 @@
+"""The keys of [inference]: of an engine of ours, and of vLLM servers. No torch here, since a job has them."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer_backend.core.keys import Table
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.job.addresses import http_parts
+
+# `top_logprobs` of a request at the gateway.
+_MOST_TOPS = 20
+# Arguments that every vLLM server needs, whoever starts it; docs/vllm.md says what is lost without each.
+CONTRACT = {
+    "served_model_name": ACTOR,
+    "enable_scale_out": True,
+    "logprobs_mode": "processed_logprobs",
+    "max_logprobs": _MOST_TOPS + 1,  # the sampled one is beside them
+    "generation_config": "vllm",
+    "enable_prompt_tokens_details": True,
+    "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
+}
+# Arguments of vLLM's server that a run sets, with the reason.
+_VLLM_OWN = {
+    **dict.fromkeys(CONTRACT, "without it, exact tokens and log-probs could not be had"),
+    **dict.fromkeys(("model", "served_model_name", "tokenizer"), "it is the model of [model]"),
+    **dict.fromkeys(("host", "port", "uds"), "it starts its servers on free ports of the loopback"),
+    "api_key": "it would be the one who has to know the key",
+    "max_model_len": "it is inference.max_model_len",
+    "dtype": "it is the learner's precision, or the canary would fail",
+    "enable_prompt_tokens_details": "metrics of reused prompt tokens are made of it",
+    "hf_overrides": "it is the model of [model], and vLLM ignores names that the model's config lacks",
+    "worker_extension_cls": "it loads the weights",
+    "weight_transfer_config": "it is weight_transfer.backend",
+}
+_VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
+# For a sample, and to find a wedged server beside it; the most that a task app waits for an answer.
+_SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
+
+
+class VllmKeys(Table):
+    """Where the actor samples, and the vLLM servers that it may sample at."""
+
+    engine: Literal["local", "vllm"] = "local"
+    """where the actor samples. local: in the trainer's process; vllm: at vLLM servers (docs/vllm.md)"""
+    urls: tuple[str, ...] = Field(default=(), max_length=256, repr=False)
+    """vLLM servers, a replica of the actor each; absent: the run starts `replicas` of its own"""
+    replicas: int = Field(default=1, ge=1, le=256)
+    """vLLM servers that the run starts where `urls` is empty"""
+    vllm_python: Path | None = None
+    """the Python of the environment that has vLLM, for servers that the run starts"""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """arguments of servers that the run starts, under vLLM's own names, such as `tensor_parallel_size = 2`"""
+    weight_update: Literal["wait", "keep"] = "wait"
+    """at a vLLM server: wait lets running requests end before new weights are loaded; keep has them go on
+    with the new weights"""
+    replica_wait_s: float = Field(default=300.0, gt=0, le=86_400)
+    """how long a vLLM server may take to start or to load weights, and how long the run waits when none
+    serves; then it saves and ends. A server of the run's own that stays away so long is started anew, and
+    the run waits as long again"""
+
+    @property
+    def replica_patience_s(self) -> float:
+        """How long the run waits when no replica serves: its own servers are started again meanwhile."""
+        return self.replica_wait_s * (1 if self.vllm_python is None else 2)
+
+    @property
+    def asks(self) -> dict[str, float]:
+        """Config of the actor's policy: it is as patient as the run, so that it sees a replica come back."""
+        if self.engine == "local":
+            return {}
+        return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
+
+    @field_validator("vllm")
+    @classmethod
+    def _arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what is no argument, and what the run itself sets."""
+        for name, value in arguments.items():
+            if not _VLLM_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of an argument; write it as vLLM does, without --")
+            if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+                raise ValueError(f"{name} holds lists or tables in a list; vLLM has no such argument")
+            key = name.replace("-", "_")
+            if key in _VLLM_OWN:
+                raise ValueError(f"{name} is the run's own to set: {_VLLM_OWN[key]}")
+        return arguments
+
+    @model_validator(mode="after")
+    def _engine_and_urls_agree(self) -> Self:
+        for url in self.urls:
+            try:
+                http_parts(url)
+            except ValueError as error:
+                raise ValueError(f"urls {error}") from error
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice")
+        if self.engine == "vllm" and not self.urls and not self.vllm_python:
+            raise ValueError(
+                "engine is 'vllm', and it has neither urls of servers nor a vllm_python to start them with "
+                "(docs/vllm.md)"
+            )
+        if self.engine == "local" and self.urls:
+            raise ValueError(
+                "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
+            )
+        return self
+
+
+class EngineKeys(Table):
+    """The bounds of an engine of ours.
+
+    The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
+    head_dim * bytes of a number; a kept prefix takes at most what a slot takes. In pages, which are allocated
+    as they are needed, one longest request always fits.
+    """
+
+    own_process: bool = False
+    """the local engine runs beside its gateway, in a process of its own, and not in the gateway's: parsing
+    and rendering requests then hold up no step of it. It needs [cluster]"""
+    threads: int = Field(default=1, ge=1, le=256)
+    """torch threads while rollouts are collected"""
+    max_running: int = Field(default=64, ge=1, le=4096)
+    """requests that are decoded together"""
+    max_model_len: int = Field(default=1024, ge=32)
+    """prompt + response, in tokens"""
+    kept_prefixes: int | None = Field(default=None, ge=0, le=4096)
+    """finished prompts + responses whose keys and values are kept for prompts that begin like them; absent:
+    as many as max_running; 0: every prompt is computed anew"""
+    cache_gib: float | None = Field(default=None, gt=0)
+    """on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what max_running and
+    kept_prefixes can take, as far as the device has it"""
+    deterministic: bool = False
+    """decode one request at a time and keep nothing of finished ones: slower, and on a CPU a killed and
+    resumed run has bit for bit the weights of an uninterrupted one"""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
+
+    @property
+    def slots(self) -> int:
+        """Requests that are decoded together.
+
+        The composition of a batch changes the last bits of a number.
+        """
+        return 1 if self.deterministic else self.max_running
+
+    @property
+    def prefix_slots(self) -> int:
+        """Finished prompts + responses that are kept; which ones depends on the order of events."""
+        if self.deterministic:
+            return 0
+        return self.max_running if self.kept_prefixes is None else self.kept_prefixes

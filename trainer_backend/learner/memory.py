@@ -1,0 +1,579 @@
+"""How much memory a run needs, by kind, before anything is loaded: arithmetic over shapes and limits.
+
+How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest: the engine's
+rows, one for each request that may run, are all as wide as the longest of them, so one sequence as long as
+allowed fills it but for the kept prefixes. In pages, as on CUDA, a row is as long as its own request, and the
+memory is given back while the learner works, unless iterations are collected ahead. `activations` are those
+of a full micro-batch, what autograd keeps for layers like Llama's and Qwen3's: within 10 % of what was
+counted on both, in float32 under a mask and in bfloat16 over one row; other architectures may be a third
+away. What the allocator and the libraries themselves need is the flat OVERHEAD of a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from trainer_backend.core.logprobs import BYTES_PER_LOGIT, adds_wide, chunk_within, multiplies_wide
+from trainer_backend.errors import JobError
+from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
+from trainer_backend.job.tables import LearnerTable, ModelTable
+from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.decoder import FAMILIES
+from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.operators import computes_by_kernels
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.shapes import (
+    BFLOAT16,
+    FLOAT32,
+    ModelShape,
+    folder_config,
+    model_config,
+    model_shape,
+)
+
+# AdamW: two moments in float32.
+MOMENTS = 8
+# Of a number of a step's logits: a copy that stays, and what sampling holds beside it at a time, which all
+# CUDA graphs share. Truncation needs most of it, for sorted probabilities, their order and sums.
+SAMPLING = FLOAT32 + 48
+# CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
+OVERHEAD = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """What an engine does with a model.
+
+    keys: its bounds. In pages `cache_gib` is the most of its cache, but for one row.
+    low: whether products, and copies that nobody trains, are bfloat16; otherwise float32.
+    paged: whether caches are in pages (where there are kernels): requests wait where not all of them fit.
+    """
+
+    keys: EngineKeys
+    low: bool
+    paged: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes of a number in the cache, and in a matrix that nobody trains."""
+        return BFLOAT16 if self.low else FLOAT32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse(EngineUse):
+    """What a run does with a model: it serves the model and trains it.
+
+    masked: whether attention is masked over rows of several segments, or runs over one long row.
+    fused: whether layers compute by kernels that keep less for the backward pass (`learner.operators`).
+    row_tokens: width of the widest row: a segment may be as long as the engine's longest sequence.
+    micro_batch_tokens: tokens of one forward and backward, at least a row.
+    logits_chunk: tokens whose logits exist at a time.
+    reference: whether a second copy is held for the KL term.
+    checkpointing: whether each layer keeps its input alone (training.gradient_checkpointing).
+    offload: whether AdamW's moments are in main memory (training.optimizer_offload).
+    values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
+    engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
+    processes: how many use the device.
+    ranks: the learner's, which share its model's weights out; adapters and a value head are whole on each.
+    """
+
+    masked: bool
+    row_tokens: int
+    micro_batch_tokens: int
+    logits_chunk: int
+    reference: bool = False
+    checkpointing: bool = False
+    offload: bool = False
+    values_by_token: bool = False
+    engines: int = 1
+    processes: int = 1
+    ranks: LearnerTable = field(default_factory=LearnerTable)
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes by kind.
+
+    device: on the device that computes, each kind at its fullest; of a rank, on its own device.
+    host: in main memory beside a GPU, of all ranks of a node; on a CPU, whose main memory is the device, what
+        its ranks need at the start alone.
+    least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
+        estimate; of a cache in pages, one request as long as allowed.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    least: int
+
+
+def memory_needs(
+    shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
+) -> MemoryNeeds:
+    """What a run holds at its peak, in an optimizer step.
+
+    Args:
+        fixed: shapes of the fixed policies that are served beside it, each with a cache of its own.
+
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
+    """
+    learner = _learner_needs(shape, use, is_gpu=is_gpu)
+    if not is_gpu:  # the ranks of a node have one memory
+        learner = {kind: use.ranks.nproc_per_node * size for kind, size in learner.items()}
+    device = learner | {
+        "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
+        "cache": use.engines * cache(shape, use),
+        "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
+        "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
+        "fixed cache": sum(cache(other, use) for other in fixed),
+        "overhead": use.processes * OVERHEAD if is_gpu else 0,
+    }
+    caches = device["cache"] + device["fixed cache"]
+    of_a_row = use.engines * cached_row(shape, use) + sum(cached_row(other, use) for other in fixed)
+    needed = of_a_row * (1 if use.paged else use.keys.slots)
+    unsure = device["activations"] / 3 + caches - needed
+    device = {kind: size for kind, size in device.items() if size}
+    host = _main_memory_needs(shape, use, fixed, is_gpu=is_gpu)
+    return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
+
+
+def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
+    """Of a learner's process, or of each of its ranks."""
+    held, reference = _held(shape, use), _reference(shape, use)
+    moments = 0 if use.offload and is_gpu else held.moments
+    if use.ranks.fsdp_cpu_offload and is_gpu:
+        held, moments = _whole(shape), _whole(shape).moments
+        reference = shape.adapters * FLOAT32 if use.reference else 0
+    return {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": moments,
+        "gathered": gathered(shape, use) if use.ranks.ranks > 1 else 0,
+        "reference": reference,
+        "activations": activations(shape, use),
+        "logits": logits(shape, use),
+        "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that a process holds of a model from step to step."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+
+def _whole(shape: ModelShape) -> _Held:
+    """Of adapters and value head, which every rank has whole."""
+    count = shape.adapters + shape.critic
+    return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
+
+
+def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
+    """Of the model's own weights, of which a rank has a part."""
+    weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
+    trained = 0 if shape.adapters else shape.parameters
+    return _Held(*(-(-size // use.ranks.parts) for size in (weights, trained * FLOAT32, trained * MOMENTS)))
+
+
+def _held(shape: ModelShape, use: MemoryUse) -> _Held:
+    whole, shared = _whole(shape), _shared(shape, use)
+    return _Held(
+        whole.weights + shared.weights, whole.gradients + shared.gradients, whole.moments + shared.moments
+    )
+
+
+def _reference(shape: ModelShape, use: MemoryUse) -> int:
+    """Of the policy that RL started from: its adapters, or a copy of the model, shared out like the model."""
+    if not use.reference:
+        return 0
+    return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // use.ranks.parts)
+
+
+def gathered(shape: ModelShape, use: MemoryUse) -> int:
+    """Bytes that a rank gathers of weights that are shared out, and of their gradients before it sums them.
+
+    What is outside of the layers is whole for as long as a pass takes, of the layers one that is computed and
+    the next one, or all of them where they are kept.
+
+    Source: torch.distributed.fsdp.fully_shard (its prefetch in the backward pass).
+    """
+    units = shape.ends + min(2, shape.layers) * shape.layer
+    weights = units if use.ranks.fsdp_reshard_after_forward else shape.parameters
+    return weights * use.held if shape.adapters else (weights + units) * FLOAT32
+
+
+def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
+    """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
+    weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
+    device = {
+        "engine": weights,
+        "cache": cache(shape, use),
+        "sampling": sampling(shape, use),
+        "overhead": overhead,
+    }
+    return MemoryNeeds({kind: size for kind, size in device.items() if size}, {}, weights + overhead)
+
+
+def cached_row(shape: ModelShape, use: EngineUse) -> int:
+    """Keys and values of one longest request."""
+    return use.keys.max_model_len * shape.cached_numbers * use.held
+
+
+def cache(shape: ModelShape, use: EngineUse) -> int:
+    """Keys and values of an engine at its fullest."""
+    row = cached_row(shape, use)
+    fullest = (use.keys.slots + use.keys.prefix_slots) * row
+    if not use.paged or use.keys.cache_bytes is None:
+        return fullest
+    return min(fullest, max(use.keys.cache_bytes, row))
+
+
+def sampling(shape: ModelShape, use: EngineUse) -> int:
+    """What the steps of an engine in pages keep for themselves, beside the cache."""
+    return use.keys.slots * shape.vocabulary * SAMPLING if use.paged else 0
+
+
+def _main_memory_needs(
+    shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape], *, is_gpu: bool
+) -> dict[str, int]:
+    """Bytes of main memory that a run needs beside its device.
+
+    Offloaded moments and shares stay there. Weights in float32, then moments, pass through it to a
+    checkpoint, of each rank its own. At the start each fixed policy passes through it, in float32 and once
+    more in its served precision; so does the model, on one rank of a node after the other, and a reference,
+    on all of them at once.
+    """
+    ranks, stays = use.ranks, {}
+    if not is_gpu and ranks.ranks == 1:
+        return {}
+    passing = {"fixed": max((_passing(other, use) for other in fixed), default=0)} if is_gpu else {}
+    if ranks.ranks > 1:
+        copied = use.reference and not shape.adapters
+        whole = shape.parameters * FLOAT32
+        passing["loading"] = ranks.nproc_per_node * _passing(shape, use) if copied else whole
+    if is_gpu:
+        here = ranks.nproc_per_node
+        moments = _held(shape, use).moments
+        weights = -(-here * shape.parameters * FLOAT32 // ranks.ranks)
+        passing["checkpoint"] = weights if use.offload else max(weights, here * moments)
+        if use.offload:
+            stays["optimizer"] = moments
+        if ranks.fsdp_cpu_offload:
+            shared = _shared(shape, use)
+            frozen = 0 if shape.adapters else _reference(shape, use)
+            stays["shares"] = here * (shared.weights + shared.gradients + shared.moments + frozen)
+    largest = max(passing, key=lambda kind: passing[kind])
+    return stays | {largest: passing[largest]}
+
+
+def _passing(shape: ModelShape, use: EngineUse) -> int:
+    """A model in float32, and its copy in what is held of a model that nobody trains."""
+    return shape.parameters * FLOAT32 + shape.frozen_bytes(use.held)
+
+
+def activations(shape: ModelShape, use: MemoryUse) -> int:
+    """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
+    layer = _layer_bytes_a_token(shape, use)
+    kept = FLOAT32 * shape.width if use.checkpointing else layer
+    tokens = use.micro_batch_tokens
+    # A layer more: the one whose gradients are being computed, or that is computed again.
+    total = tokens * (shape.layers * kept + layer)
+    if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
+        total += BFLOAT16 * shape.parameters // (shape.layers if use.checkpointing else 1)
+    return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
+
+
+def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
+    """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP.
+
+    Of the last layer that is for tokens that are read; all of them may be.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if use.fused and not shape.adapters:
+        # Two sums in float32. In bfloat16 their norms; queries and keys, each before and after they are
+        # rotated; values, and the outputs of attention; gate, up, and their product.
+        return 12 * shape.width + 6 * shape.mlp_width + 6 * queries + 6 * keys
+    if use.low:
+        by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
+        return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
+    if not use.masked:  # the learner's own forward pass, whose norms and rotations keep less
+        by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
+        return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
+    by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
+    return 24 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
+
+
+def logits(shape: ModelShape, use: MemoryUse) -> int:
+    """Bytes of a chunk of logits, of the head's rounded copy, and of its gradient, to which chunks add."""
+    head = shape.vocabulary * shape.width
+    by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
+    return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head
+
+
+# The plan of a job on this machine.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory that a run needs, and the memory of this machine, in bytes.
+
+    ranks: whose needs these are, where the learner has several ranks; empty: it is one process.
+    notes: what the learner does in a slower way than it could, why, and what that costs: a sentence each.
+    """
+
+    placement: Placement
+    needs: MemoryNeeds
+    free: int
+    host_free: int
+    ranks: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the line that a person reads before the first step."""
+        need = sum(self.needs.device.values())
+        scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
+        kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
+        where = f"{self.placement}, {self.ranks}" if self.ranks else str(self.placement)
+        line = f"memory ({where}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
+        host = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.host.items())
+        line += f"; in main memory: {host}" if host else ""
+        return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
+
+    def report(self) -> str:
+        """The same, and the notes, each on a line."""
+        return "\n".join((str(self), *self.notes))
+
+    def shortage(self) -> str | None:
+        """A line about what cannot fit; None where everything fits."""
+        if self.needs.least > self.free:
+            least = f"{self.needs.least / 2**30:.2f} GiB"
+            each = " of each rank" if self.ranks and self.placement.device.type != "cpu" else ""
+            return f"the job needs at least {least} on {self.placement.device.type}{each}"
+        host = sum(self.needs.host.values())
+        line = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
+        return line if host > self.host_free else None
+
+
+def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
+    """Refuse a job that cannot fit, with every kind; `hint` names the keys that would make it smaller."""
+    shortage = plan.shortage()
+    if shortage is not None:
+        raise JobError(f"{shortage}: {plan}.", hint=hint)
+
+
+def memory_plan(
+    config: LearnerConfig,
+    checkpoint: Path | None = None,
+    *,
+    fixed: Sequence[Path] = (),
+    ranks: Ranks = ALONE,
+) -> MemoryPlan:
+    """Plan the memory of a run on this machine; the model's weights are not read.
+
+    Args:
+        checkpoint: a folder that the run goes on from; None: the model of [model].
+        fixed: model folders of the fixed policies that are served beside.
+        ranks: of which this process plans its own share; engines share the first one's device.
+    """
+    placement = place(config.model.device)
+    is_gpu = placement.device.type != "cpu"
+    # Engines are on the device of the first rank, or in the main memory of the first node.
+    is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
+    if not is_beside:
+        config = replace(config, engines=0, processes=1)
+    critic = None if config.update.value_level is None else config.training.critic
+    others = [folder_config(folder) for folder in fixed]
+    # A preset beside a fixed policy has the tokenizer of the first of them.
+    vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
+    own = model_config(config.model, checkpoint, vocabulary)
+    shape = model_shape(own, config.lora, critic=critic)
+    copies = max(1, config.fixed_copies) if is_beside else 0
+    needs = memory_needs(
+        shape,
+        memory_use(config, placement, shape),
+        is_gpu=is_gpu,
+        fixed=[model_shape(other, None) for other in others] * copies,
+    )
+    notes = slower_ways(
+        placement,
+        head_dim=shape.head_dim,
+        model_type=own.get_text_config().model_type,
+        no_kernels=why_no_kernels(placement.device),
+        wide_products=multiplies_wide(),
+        wide_sums=adds_wide(),
+    )
+    return _beside_what_is_free(needs, placement, notes, _whose(ranks, config.ranks, is_gpu=is_gpu))
+
+
+def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
+    if not ranks.are_several:
+        return ""
+    here = f"rank {ranks.index}" if is_gpu else str(table.nproc_per_node)
+    return f"{here} of {ranks.count} ranks"
+
+
+def slower_ways(
+    placement: Placement,
+    *,
+    head_dim: int,
+    model_type: str,
+    no_kernels: str | None,
+    wide_products: bool,
+    wide_sums: bool,
+) -> tuple[str, ...]:
+    """What the learner does in a slower way on this device and with this torch, a sentence each.
+
+    Args:
+        no_kernels: why Triton's kernels do not run there (`paged_attention.why_no_kernels`).
+        wide_products: whether this torch has them (`logprobs.multiplies_wide`).
+        wide_sums: likewise (`logprobs.adds_wide`).
+    """
+    notes = [*placement.notes(), *slower_sampling(no_kernels)]
+    if model_type not in FAMILIES:
+        notes.append(
+            f"updates of this model run through transformers: the learner's own forward pass knows "
+            f"{', '.join(sorted(FAMILIES))}, and model_type is {model_type!r}"
+        )
+    masked = None if placement.device.type == "cpu" else why_masked(placement, head_dim=head_dim)
+    if masked is not None:
+        notes.append(
+            f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
+            "training.row_tokens, so keep that near the longest sequence"
+        )
+    elif model_type in FAMILIES and placement.low is not None and no_kernels is not None:
+        notes.append(
+            "norms, rotations and gates of updates are computed by torch's operators, without those kernels: "
+            "an update takes up to twice the time"
+        )
+    if placement.low is not None and not wide_products:
+        notes.append(
+            f"logits of updates are products of float32: torch {torch.__version__} cannot sum products of "
+            "bfloat16 in float32, 2.8 can, several times faster"
+        )
+    elif placement.low is not None and not wide_sums:
+        notes.append(
+            f"the gradient of the head needs a second buffer, 4 bytes for each of its weights: torch "
+            f"{torch.__version__} cannot add such products in place, 2.10 can"
+        )
+    return tuple(notes)
+
+
+def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
+    """A sentence where Triton's kernels do not run on a GPU, with the reason."""
+    if no_kernels is None:
+        return ()
+    return (
+        f"Triton's kernels do not run on this GPU: {no_kernels}. Sampling is several times slower without "
+        "them; they need triton, a C compiler, and a TRITON_CACHE_DIR from which programs may run",
+    )
+
+
+def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPlan:
+    """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
+    placement = place(table.device)
+    shape = model_shape(folder_config(folder), None)
+    use = EngineUse(keys=keys, low=placement.low is not None, paged=kernels_are_here(placement.device))
+    needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
+    notes = (*placement.notes(), *slower_sampling(why_no_kernels(placement.device)))
+    return _beside_what_is_free(needs, placement, notes)
+
+
+def _beside_what_is_free(
+    needs: MemoryNeeds, placement: Placement, notes: tuple[str, ...], ranks: str = ""
+) -> MemoryPlan:
+    main = main_memory()
+    free = main if placement.device.type == "cpu" else device_memory(placement)
+    return MemoryPlan(placement, needs, free, main, ranks, notes)
+
+
+def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
+    """The limits of [training] and [inference] in the form that the plan counts with."""
+    training, inference = config.training, config.inference
+    row = max(training.row_tokens, inference.max_model_len)
+    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask)
+    return MemoryUse(
+        keys=inference,
+        low=placement.low is not None,
+        paged=kernels_are_here(placement.device),
+        masked=masked,
+        fused=shape.has_kernels and not masked and computes_by_kernels(placement),
+        row_tokens=row,
+        micro_batch_tokens=max(training.micro_batch_tokens, row),
+        logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
+        reference=training.needs_reference,
+        checkpointing=training.gradient_checkpointing,
+        offload=training.optimizer_offload,
+        values_by_token=config.update.value_level == "token",
+        engines=config.engines,
+        processes=config.processes,
+        ranks=config.ranks,
+    )
+
+
+def device_memory(placement: Placement) -> int:
+    """Free bytes of a GPU."""
+    if placement.device.type == "cuda":
+        return torch.cuda.mem_get_info(placement.device)[0]
+    return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+
+
+def main_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes of main memory that this process may still take: the machine's, or its container's if less."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        counts = (cgroup / "memory.stat").read_text(encoding="ascii")
+        used = next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("anon "))
+        return min(available, int(limit) - used)
+    except (OSError, ValueError, StopIteration):  # no cgroup of version 2, or none with a limit ("max")
+        return available
+
+
+def less_memory(config: LearnerConfig) -> str:
+    """The keys that lower the need of memory; those that cost least time come first."""
+    table = config.training
+    sizes = f"training.micro_batch_tokens ({table.micro_batch_tokens}) or row_tokens ({table.row_tokens})"
+    knobs = [f"lower {sizes}"]
+    if not table.gradient_checkpointing:
+        knobs.append("set training.gradient_checkpointing = true")
+    if config.update.has_own_critic:  # which neither [lora] nor several ranks go with
+        knobs.append("set training.critic = 'head'")
+    elif config.lora is None:
+        knobs.append("train adapters with [lora]")
+    knobs += _of_ranks(config, is_gpu=place(config.model.device).device.type != "cpu")
+    knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
+    copies = max(config.engines, config.fixed_copies)
+    if copies > 1:
+        knobs.append(f"lower services.gateways ({copies}), each with a copy and a cache of its own")
+    if config.fixed_copies:
+        knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
+    return f"To need less: {'; '.join(knobs)}."
+
+
+def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
+    """Keys of [learner], and the one that is read where there is one rank."""
+    table = config.ranks
+    if not table.fsdp_reshard_after_forward:
+        yield "set learner.fsdp_reshard_after_forward = true"
+    if table.data_parallel_replicate_degree > 1:
+        yield f"lower learner.data_parallel_replicate_degree ({table.data_parallel_replicate_degree})"
+    if not is_gpu:
+        return
+    if table.ranks > 1:
+        yield f"raise learner.nproc_per_node ({table.nproc_per_node}) or nnodes ({table.nnodes})"
+        if not table.fsdp_cpu_offload:
+            yield "set learner.fsdp_cpu_offload = true"
+        return
+    if torch.cuda.device_count() > 1 and not config.update.has_own_critic:
+        yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
+    if not config.training.optimizer_offload:
+        yield "set training.optimizer_offload = true"
