@@ -41,7 +41,7 @@ _LAST_PORT = 65_535
 
 
 def _check_host(host: str) -> str:
-    if len(host) > 300 or not re.search(HOST_OR_IPV6, host):
+    if len(host) > 300 or not re.fullmatch(HOST_OR_IPV6, host):
         raise ValueError("expected host or host:port")
     return host
 

@@ -130,7 +130,7 @@ def test_the_option_of_a_list_adds_to_its_variable():
         return read_settings(Settings, environ, allowed_inference_hosts=list(hosts)).allowed_inference_hosts
 
     assert added("c:2", "a", "[::2]:3") == ("a", "b:1", "c:2", "[::2]:3")
-    for odd in ("[::1]evil.example", "[::1", "::1]", "a:b", "a b", "a:1:2x", "user@a"):
+    for odd in ("[::1]evil.example", "[::1", "::1]", "a:b", "a b", "a:1:2x", "user@a", "a\n"):
         with pytest.raises(SettingsError, match=": expected host or host:port"):
             added(odd)
     with pytest.raises(SettingsError, match=r"--allow-inference-host or TURNWISE_\w+ is 'http://c/'"):
