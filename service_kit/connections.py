@@ -5,45 +5,29 @@ for a job's process. uvicorn's own `limit_concurrency` answers with plain text, 
 """
 
 import asyncio
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service_kit.errors import HeadTooLarge, MalformedRequest, ServiceError, TooManyConnections
+from service_kit.errors import HeadTooLarge, MalformedRequest, ServiceError
 from service_kit.gate import WHOLE_BODY
-from service_kit.problems import Respond, problem_response
+from service_kit.problems import Respond
+from service_kit.settings import ConnectionSettings
 from shared_schemas.descriptors import connections_at_most
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionBounds:
-    """Limits of a server's connections.
-
-    Attributes:
-        max_connections: number of open connections; fewer if the process may open only few files.
-        max_header_s, max_header_bytes: time and size of a request's head.
-        max_body_s: time for the rest of a body after the reply.
-        too_many: error for connections beyond `max_connections`.
-    """
-
-    max_connections: int = 4_096
-    max_header_s: float = 15.0
-    max_header_bytes: int = 32_768
-    max_body_s: float = 30.0
-    too_many: type[ServiceError] = TooManyConnections
-
-
-def bounded_protocol(bounds: ConnectionBounds, respond: Respond = problem_response) -> type[asyncio.Protocol]:
+def bounded_protocol(
+    settings: ConnectionSettings, respond: Respond, too_many: type[ServiceError]
+) -> type[asyncio.Protocol]:
     """The connection class of a server with these limits; uvicorn makes one object for each connection."""
-    most = connections_at_most(bounds.max_connections)
+    most = connections_at_most(settings.max_connections)
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
-            self.bounds, self.most, self.respond = bounds, most, respond
+            self.settings, self.most, self.respond, self.too_many = settings, most, respond, too_many
 
     return Connection
 
@@ -55,9 +39,10 @@ class BoundedConnection(HttpToolsProtocol):
     after its body must not lose it, and one that sends a byte now and then must not stay.
     """
 
-    bounds: ConnectionBounds
+    settings: ConnectionSettings
     most: int
     respond: Respond
+    too_many: type[ServiceError]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -70,9 +55,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most and not self._close_silent_connection():
-            self._refuse(
-                self.bounds.too_many(f"{self.most} connections are open, the most that this service holds")
-            )
+            self._refuse(self.too_many(f"{self.most} connections are open, the most that this service holds"))
         else:
             self._expect_head()
 
@@ -85,7 +68,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._received_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._received_bytes > self.bounds.max_header_bytes:
+        if self._in_head and self._received_bytes > self.settings.max_header_bytes:
             # A line without an end never reaches on_header.
             self.send_400_response("")
         elif self._silence is None and (self._in_head or self._is_idle()):
@@ -118,11 +101,11 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body and self.cycle.response_complete:
             self._expect_nothing()
-            self._silence = self.loop.call_later(self.bounds.max_body_s, self.timeout_keep_alive_handler)
+            self._silence = self.loop.call_later(self.settings.max_body_s, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         """Reply to a request that httptools cannot read, or whose head is too large, with a problem."""
-        most = self.bounds.max_header_bytes
+        most = self.settings.max_header_bytes
         if max(self._head_bytes, self._received_bytes if self._in_head else 0) > most:
             self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
         else:
@@ -130,7 +113,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _count(self, length: int) -> None:
         self._head_bytes += length
-        if self._head_bytes > self.bounds.max_header_bytes:
+        if self._head_bytes > self.settings.max_header_bytes:
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
@@ -155,7 +138,7 @@ class BoundedConnection(HttpToolsProtocol):
         return bool(silent)
 
     def _expect_head(self) -> None:
-        self._silence = self.loop.call_later(self.bounds.max_header_s, self.timeout_keep_alive_handler)
+        self._silence = self.loop.call_later(self.settings.max_header_s, self.timeout_keep_alive_handler)
 
     def _expect_nothing(self) -> None:
         if self._silence is not None:

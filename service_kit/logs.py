@@ -6,17 +6,14 @@ Bound ids stand in each line: `request_id` (service_kit.observed), and those tha
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import structlog
 from structlog.typing import Processor
 
-from service_kit.errors import SettingsError
-from shared_schemas.base import did_you_mean, visible
+from service_kit.settings import LogSettings, read_settings
+from shared_schemas.base import visible
 
-LEVEL_VARIABLE = "TURNWISE_LOG_LEVEL"
-FORM_VARIABLE = "TURNWISE_LOG_FORMAT"
-_LEVELS = ("debug", "info", "warning", "error", "critical")
 _RENDERERS: dict[str, list[Processor]] = {
     "text": [
         structlog.dev.ConsoleRenderer(
@@ -54,13 +51,6 @@ def configure_logs(level: str = "info", *, form: str = "text") -> None:
 
 
 def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
-    """`configure_logs` with TURNWISE_LOG_LEVEL (default info) and TURNWISE_LOG_FORMAT (default text)."""
-    level = _setting(environ, LEVEL_VARIABLE, "info", _LEVELS)
-    configure_logs(level, form=_setting(environ, FORM_VARIABLE, "text", _RENDERERS))
-
-
-def _setting(environ: Mapping[str, str], variable: str, default: str, known: Collection[str]) -> str:
-    value = environ.get(variable, "").strip() or default
-    if value not in known:
-        raise SettingsError(f"{variable} is {value[:40]!r}{did_you_mean(value[:40], known)}")
-    return value
+    """`configure_logs` as TURNWISE_LOG_LEVEL and TURNWISE_LOG_FORMAT say."""
+    settings = read_settings(LogSettings, environ)
+    configure_logs(settings.log_level, form=settings.log_format)

@@ -1,7 +1,6 @@
 """uvicorn around an app, with a reserved port, limited connections, and an orderly stop."""
 
 import asyncio
-import ipaddress
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -13,9 +12,10 @@ import uvloop
 from starlette.types import ASGIApp
 
 from service_kit.children import when_parent_ends
-from service_kit.connections import ConnectionBounds, bounded_protocol
-from service_kit.errors import PortTaken, ServiceError
+from service_kit.connections import bounded_protocol
+from service_kit.errors import PortTaken, ServiceError, TooManyConnections
 from service_kit.problems import Respond, problem_response
+from service_kit.settings import ConnectionSettings
 
 Result = TypeVar("Result")
 
@@ -72,6 +72,7 @@ class Server(uvicorn.Server):
 
     Args:
         respond: makes the reply to an error before there is a request.
+        too_many: error for connections beyond `max_connections`.
         max_message_bytes: limit of a WebSocket frame.
         ready: called when the server accepts connections.
         before_stop: awaited before connections are closed; its argument tells whether the parent has ended.
@@ -82,9 +83,10 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        bounds: ConnectionBounds,
+        settings: ConnectionSettings,
         *,
         respond: Respond = problem_response,
+        too_many: type[ServiceError] = TooManyConnections,
         max_message_bytes: int = 1 << 20,
         ready: Callable[[], None] | None = None,
         before_stop: Callable[[bool], Awaitable[None]] | None = None,
@@ -94,7 +96,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=bounded_protocol(bounds, respond),
+                http=bounded_protocol(settings, respond, too_many),
                 ws_max_size=max_message_bytes,
                 log_config=None,
                 access_log=False,
@@ -151,14 +153,14 @@ class ServerThread:
         self,
         app: ASGIApp,
         listener: Listener,
-        bounds: ConnectionBounds | None = None,
+        settings: ConnectionSettings | None = None,
         *,
         respond: Respond = problem_response,
     ) -> None:
         self._listener = listener
         self._started_or_failed = threading.Event()
         self._server = Server(
-            app, bounds or ConnectionBounds(), respond=respond, ready=self._started_or_failed.set
+            app, settings or ConnectionSettings(), respond=respond, ready=self._started_or_failed.set
         )
         self._thread: threading.Thread | None = None
 
@@ -211,11 +213,3 @@ def _bind(host: str, port: int) -> socket.socket:
             hint="Choose another port, or 0 for any free one.",
         ) from error
     return bound_socket
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether the host stands for all addresses of this machine."""
-    try:
-        return not host or ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False  # a name

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from urllib.parse import SplitResult
 
 PORTS = {"http": 80, "https": 443}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # A name, an IPv4 address, or an IPv6 address in brackets, with or without a port. It must match the whole
 # text: [::1]evil.example only begins like an address, and means another host.
 _NAME, _IPV6, _PORT = r"[\w.-]+", r"\[[0-9A-Fa-f:.]+\]", r":[0-9]{1,5}"
@@ -26,6 +27,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether the host stands for all addresses of a machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name
 
 
 def is_http(parts: SplitResult) -> bool:

@@ -5,9 +5,10 @@ embedded mode reads: `listening on http://host:port`. With --replicas the line i
 job's [services]. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
 """
 
+import os
 import sys
 from collections.abc import Sequence
-from inspect import Parameter, signature
+from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +16,11 @@ import typer
 from service_kit.console import begin_command
 from service_kit.errors import PortTaken, SettingsError
 from service_kit.release import version
+from service_kit.settings import make_signature, options_given, read_settings
 from shared_schemas.base import visible
-from task_app.options import Flags
+from task_app.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-_LAST_PORT = 65_535
 
 
 def _say_version(is_asked: bool) -> None:
@@ -34,28 +35,20 @@ _VERSION = Annotated[
 
 
 @app.command()
-def task_app(asked_version: _VERSION = False, **options: Any) -> None:
+def task_app(context: typer.Context, asked_version: _VERSION = False, **_options: Any) -> None:
     """Serve environments over HTTP: a task app alone; Ctrl-C ends it.
 
     ENVIRONMENT_API_KEY (or ENVIRONMENT_API_KEY_FILE) holds the key that callers must send. Other settings
     are environment variables, TURNWISE_…: docs/operations.md.
     """
-    flags = Flags(**options)
-    if flags.replicas and flags.port and flags.port + flags.replicas - 1 > _LAST_PORT:
-        raise typer.BadParameter(
-            f"{flags.replicas} replicas from port {flags.port} on go beyond port {_LAST_PORT}",
-            param_hint="'--replicas'",
-        )
+    settings = read_settings(Settings, os.environ, **options_given(context))
     from task_app.process import run  # the environments take a second
 
-    raise typer.Exit(run(flags))
+    raise typer.Exit(run(settings))
 
 
-task_app.__signature__ = signature(Flags).replace(  # type: ignore[attr-defined]
-    parameters=[
-        *signature(Flags).parameters.values(),
-        Parameter("asked_version", Parameter.KEYWORD_ONLY, default=False, annotation=_VERSION),
-    ]
+task_app.__signature__ = make_signature(  # type: ignore[attr-defined]
+    Settings, Parameter("asked_version", Parameter.KEYWORD_ONLY, default=False, annotation=_VERSION)
 )
 
 

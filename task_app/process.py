@@ -9,7 +9,6 @@ import structlog
 from fastapi import FastAPI
 
 from service_kit.children import READY
-from service_kit.connections import ConnectionBounds
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
 from service_kit.server import Listener, Server
@@ -19,11 +18,10 @@ from task_app.errors import CapacityReached
 from task_app.interactions.config_file import load_interactions, package_interactions
 from task_app.observing.spans import spans_of
 from task_app.operator_plugins import with_packages, with_plugins
-from task_app.options import Flags
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
 from task_app.services import Services
-from task_app.settings import Settings, settings_from_environ
+from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
@@ -32,26 +30,25 @@ log = structlog.get_logger("task_app")
 _OBJECTS_A_COLLECTION = 10_000
 
 
-def run(flags: Flags) -> int:
+def run(settings: Settings) -> int:
     """Serve until a stop signal, and return the exit code.
 
     Raises:
-        SettingsError, PortTaken: a setting, a plug-in file or the port is wrong.
+        SettingsError, PortTaken: a plug-in file, a file of interactions or the port is wrong.
     """
-    settings = _settings(flags)
     configure_logs(settings.log_level, form=settings.log_format)
-    if flags.replicas is not None:
-        return run_replicas(flags, settings)
-    boards = with_plugins(with_packages(default_plug_boards()), flags.plugins or ())
+    if settings.replicas is not None:
+        return run_replicas(settings)
+    boards = with_plugins(with_packages(default_plug_boards()), settings.plugins)
     interactions = package_interactions(settings)
     if settings.interaction_config_path is not None:
         interactions |= load_interactions(settings.interaction_config_path, settings)
     boards = replace(boards, interactions=interactions)
     # A variable that is set and empty is a secret that failed, and no wish to have none.
     wants_key = any(name.startswith(TASK_APP_KEY) for name in os.environ)
-    needs_key = wants_key or not is_loopback(flags.host)
+    needs_key = wants_key or not is_loopback(settings.host)
     app = create_app(settings, boards=boards, needs_key=needs_key, spans=spans_of(os.environ))
-    listener = Listener(flags.host, flags.port)
+    listener = Listener(settings.host, settings.port)
     if not settings.api_keys:
         told = "every route answers 503" if needs_key else "only this machine is answered"
         log.warning("no_key_configured", hint=f"{told} until {TASK_APP_KEY} is set")
@@ -59,19 +56,9 @@ def run(flags: Flags) -> int:
     gc.freeze()  # what is imported stays, and is never looked through again
     gc.set_threshold(_OBJECTS_A_COLLECTION)
     server = server_of(app, ready=lambda: print(f"{READY}{listener.url}", flush=True))
-    server.run_on(listener, exit_with_parent=flags.exit_with_parent)
+    server.run_on(listener, exit_with_parent=settings.exit_with_parent)
     log.info("stopped", address=listener.url)
     return 0
-
-
-def _settings(flags: Flags) -> Settings:
-    """Those of the environment, with the options over them."""
-    settings = settings_from_environ(os.environ).with_hosts(flags.inference_hosts or ())
-    if flags.state_dir is not None:
-        settings = settings.model_copy(update={"state_dir": flags.state_dir})
-    if flags.interactions is not None:
-        settings = settings.model_copy(update={"interaction_config_path": flags.interactions})
-    return settings
 
 
 def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
@@ -83,11 +70,11 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
         # Without the parent no further results would be fetched.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
-    bounds = ConnectionBounds(
-        max_connections=settings.max_connections,
-        max_header_s=settings.max_header_s,
-        max_header_bytes=settings.max_header_bytes,
-        max_body_s=settings.max_body_s,
+    return Server(
+        app,
+        settings,
         too_many=CapacityReached,
+        max_message_bytes=settings.max_body_bytes,
+        ready=ready,
+        before_stop=drain,
     )
-    return Server(app, bounds, max_message_bytes=settings.max_body_bytes, ready=ready, before_stop=drain)

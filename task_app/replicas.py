@@ -11,13 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
 
 from service_kit.children import PIPE, Child, when_parent_ends
-from task_app.options import Flags
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
@@ -119,37 +117,38 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-def run_replicas(flags: Flags, settings: Settings) -> int:
+def run_replicas(settings: Settings) -> int:
     """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end."""
-    return asyncio.run(_run(flags, settings))
+    return asyncio.run(_run(settings))
 
 
-async def _run(flags: Flags, settings: Settings) -> int:
+async def _run(settings: Settings) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if flags.exit_with_parent:
+    if settings.exit_with_parent:
         when_parent_ends(lambda: _set_from_thread(loop, stop))
     replicas = [
         Replica(
-            index, _arguments(flags, settings.state_dir, index), flags.port and flags.port + index,
+            index, _arguments(settings, index), settings.port and settings.port + index,
             end_s=settings.drain_s + _END_S,
         )
-        for index in range(flags.replicas or 0)
+        for index in range(settings.replicas or 0)
     ]  # fmt: skip
     return await supervise(replicas, stop, tell=lambda line: print(line, flush=True))
 
 
-def _arguments(flags: Flags, state_dir: Path | None, index: int) -> list[str]:
-    words = ["--exit-with-parent", "--host", flags.host]
-    for host in flags.inference_hosts or ():
+def _arguments(settings: Settings, index: int) -> list[str]:
+    """The options of a replica; the environment holds the variables, and a repeated host counts once."""
+    words = ["--exit-with-parent", "--host", settings.host]
+    for host in settings.allowed_inference_hosts:
         words += ["--allow-inference-host", host]
-    for file in flags.plugins or ():
+    for file in settings.plugins:
         words += ["--plugins", str(file)]
-    if flags.interactions is not None:
-        words += ["--interactions", str(flags.interactions)]
-    if state_dir is not None:
-        words += ["--state-dir", str(state_dir / f"replica-{index}")]
+    if settings.interaction_config_path is not None:
+        words += ["--interactions", str(settings.interaction_config_path)]
+    if settings.state_dir is not None:
+        words += ["--state-dir", str(settings.state_dir / f"replica-{index}")]
     return words
 
 

@@ -2,39 +2,51 @@
 
 `TURNWISE_MAX_SESSIONS` sets the field `max_sessions`, and so on; lists are comma separated. The keys have the
 names that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, a file that holds
-it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys.
+it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys. The help of the command reads this file, so it imports
+little.
 """
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from service_kit.errors import SettingsError
-from service_kit.keys import TASK_APP_KEY, key_from_environ
-from shared_schemas.base import Body
+from service_kit.errors import ServiceError, SettingsError
+from service_kit.keys import TASK_APP_KEY
+from service_kit.settings import (
+    BodySeconds,
+    Flag,
+    HeaderBytes,
+    HeaderSeconds,
+    Key,
+    Port,
+    ServiceSettings,
+    Variable,
+    split_list,
+)
 from shared_schemas.chat import StructuredOutput
 from shared_schemas.prefixes import MODULE
-from shared_schemas.urls import HOST_OR_IPV6
+from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
-from task_app.environments.foreign.peer import LOOPBACK, Reach
-from task_app.errors import TaskAppError
-from task_app.policies.openai_config import chat_completions_url
 
-PREFIX = "TURNWISE_"
-ALIASES_VARIABLE = f"{TASK_APP_KEY}_ALIASES"
+if TYPE_CHECKING:
+    from task_app.environments.foreign.peer import Reach
 
-_LISTS = (
-    "allowed_inference_hosts", "allowed_environment_hosts", "gymnasium_modules", "verifiers_modules",
-    "open_routes",
-    "reward_variables",
-)  # fmt: skip
 # Ends the names of the settings that name a Python, after the library that it has.
 _PYTHON = "_python"
-Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
+_LAST_PORT = 65_535
+
+
+def _check_host(host: str) -> str:
+    if len(host) > 300 or not re.fullmatch(HOST_OR_IPV6, host):
+        raise ValueError("expected host or host:port")
+    return host
+
+
+Host = Annotated[str, AfterValidator(_check_host)]
 
 
 def _refuse_own_key(name: str) -> str:
@@ -44,16 +56,18 @@ def _refuse_own_key(name: str) -> str:
 
 
 def _check_url(url: str) -> str:
+    from task_app.policies.openai_config import chat_completions_url
+
     try:
         chat_completions_url(url, allowed_hosts=(urlsplit(url).netloc,))
-    except (TaskAppError, ValueError) as exc:
+    except (ServiceError, ValueError) as exc:
         raise ValueError(f"it is no http or https URL with a host, or holds a password: {exc}") from exc
     return url
 
 
 InferenceUrl = Annotated[str, Field(max_length=2_000), AfterValidator(_check_url)]
 
-Variable = Annotated[
+VariableName = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_refuse_own_key)
 ]
 
@@ -61,13 +75,55 @@ Variable = Annotated[
 Module = Annotated[str, Field(max_length=200, pattern=MODULE)]
 
 
-class Settings(Body):
-    """The settings; `GET /info` shows all but the keys and paths."""
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Bytes = Annotated[int, Field(ge=1_024, le=1 << 30)]
 
-    api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
-    allowed_inference_hosts: tuple[Host, ...] = Field(
+
+class _Keys(Key):
+    """The primary key and its aliases, without blanks and repetitions."""
+
+    def read(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        primary = super().read(environ)
+        keys = [primary.get_secret_value()] if primary else []
+        return tuple(dict.fromkeys([*keys, *split_list(environ.get(f"{self.name}_ALIASES", ""))]))
+
+
+class Settings(ServiceSettings):
+    """The settings; `GET /info` shows the limits and what requests may name."""
+
+    prefix: ClassVar[str] = "TURNWISE_"
+
+    port: Port = 8001
+    api_keys: Annotated[tuple[SecretStr, ...], _Keys(TASK_APP_KEY)] = Field(default=(), repr=False)
+    allowed_inference_hosts: Annotated[
+        tuple[Host, ...],
+        Flag("--allow-inference-host"),
+        Variable("TURNWISE_ALLOWED_INFERENCE_HOSTS"),
+    ] = Field(
         default=LOOPBACK,
-        description="hosts (or host:port) that an inference_url may name",
+        description="host or host:port that an inference_url may name, as those of "
+        "TURNWISE_ALLOWED_INFERENCE_HOSTS may be; may be repeated",
+    )
+    plugins: Annotated[tuple[Path, ...], Flag("--plugins")] = Field(
+        default=(),
+        description="a Python file with environments or policies of your own (docs/plugins.md); "
+        "may be repeated",
+    )
+    interaction_config_path: Annotated[
+        Path | None, Flag("--interactions"), Variable("TURNWISE_INTERACTION_CONFIG_PATH")
+    ] = Field(default=None, description="the YAML or TOML file of interactions (docs/plugins.md)")
+    state_dir: Annotated[Path | None, Flag(), Variable("TURNWISE_STATE_DIR")] = Field(
+        default=None,
+        description="write sessions there: after a restart or a kill each continues from its last decision",
+    )
+    replicas: Annotated[int | None, Flag()] = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="serve so many task apps on consecutive ports, and restart each when it dies",
+    )
+    exit_with_parent: Annotated[bool, Flag("--exit-with-parent")] = Field(
+        default=False, description="end when standard input closes"
     )
     inference_url: InferenceUrl | None = Field(
         default=None,
@@ -100,21 +156,18 @@ class Settings(Body):
         repr=False,
         description="the file of MCP servers, processes or URLs with headers, for env_name mcp:NAME",
     )
-    environment_deadline_s: float = Field(
-        default=60.0, gt=0.0, le=86_400.0, description="for one answer of a foreign environment"
+    environment_deadline_s: Seconds = Field(
+        default=60.0, description="for one answer of a foreign environment"
     )
-    max_environment_bytes: int = Field(
-        default=4 << 20, ge=1_024, le=1 << 30, description="of one answer of a foreign environment"
+    max_environment_bytes: Bytes = Field(
+        default=4 << 20, description="of one answer of a foreign environment"
     )
     open_routes: tuple[Literal["metrics", "openenv"], ...] = Field(
         default=(),
         description="routes without a key: /metrics for a scraper, /openenv for clients without headers",
     )
-    max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
-    max_reply_bytes: int = Field(
+    max_reply_bytes: Bytes = Field(
         default=16 << 20,
-        ge=1_024,
-        le=1 << 30,
         description="of an inference server; also of the trajectory of a capture that is opened by hand",
     )
     max_rollouts_per_request: int = Field(default=1_024, ge=1, le=100_000)
@@ -140,19 +193,12 @@ class Settings(Body):
     session_wait_s: float = Field(
         default=30.0, gt=0.0, le=3_600.0, description="wait for an earlier request on the same session"
     )
-    request_deadline_s: float = Field(
-        default=120.0,
-        gt=0.0,
-        le=86_400.0,
-        description="limit of a reply, except whole rollouts and long polls",
+    request_deadline_s: Seconds = Field(
+        default=120.0, description="limit of a reply, except whole rollouts and long polls"
     )
-    policy_deadline_s: float = Field(
-        default=100.0, gt=0.0, le=86_400.0, description="for one decision of /policy/step"
-    )
-    plugin_stuck_after_s: float = Field(
+    policy_deadline_s: Seconds = Field(default=100.0, description="for one decision of /policy/step")
+    plugin_stuck_after_s: Seconds = Field(
         default=200.0,
-        gt=0.0,
-        le=86_400.0,
         description="a reset or slow step that runs longer counts as hung; where foreign environments start "
         "slowly or environment_deadline_s is long, it has to be longer than both",
     )
@@ -165,30 +211,18 @@ class Settings(Body):
     max_reward_batch: int = Field(
         default=64, ge=1, le=10_000, description="episodes in one call of a batch reward function"
     )
-    max_reward_bytes: int = Field(
-        default=1 << 20, ge=1_024, le=1 << 30, description="of the answer to one call of a reward function"
+    max_reward_bytes: Bytes = Field(
+        default=1 << 20, description="of the answer to one call of a reward function"
     )
-    reward_deadline_s: float = Field(
-        default=30.0,
-        gt=0.0,
-        le=86_400.0,
-        description="for one call of a reward function, whose process is then killed",
+    reward_deadline_s: Seconds = Field(
+        default=30.0, description="for one call of a reward function, whose process is then killed"
     )
-    reward_start_s: float = Field(
-        default=60.0, gt=0.0, le=86_400.0, description="for its process to start and import the file"
-    )
-    reward_variables: tuple[Variable, ...] = Field(
+    reward_start_s: Seconds = Field(default=60.0, description="for its process to start and import the file")
+    reward_variables: tuple[VariableName, ...] = Field(
         default=(), description="further environment variables for its process"
     )
-    interaction_config_path: Path | None = Field(
-        default=None, description="the file of interactions, like --interactions"
-    )
-    interaction_deadline_s: float = Field(
-        default=60.0, gt=0.0, le=86_400.0, description="for one call of an interaction"
-    )
-    max_interaction_bytes: int = Field(
-        default=1 << 20, ge=1_024, le=1 << 30, description="of one answer of an interaction"
-    )
+    interaction_deadline_s: Seconds = Field(default=60.0, description="for one call of an interaction")
+    max_interaction_bytes: Bytes = Field(default=1 << 20, description="of one answer of an interaction")
     structured_output: StructuredOutput = Field(
         default=StructuredOutput.DROP,
         description="what becomes of a captured agent's response_format where tokens are recorded, since a "
@@ -201,26 +235,14 @@ class Settings(Body):
     idempotency_s: float = Field(
         default=3_600.0, gt=0.0, le=1e9, description="how long an Idempotency-Key is stored"
     )
-    state_dir: Path | None = Field(
-        default=None, description="folder for sessions, which then survive the process"
-    )
     journal_snapshot_every: int = Field(
         default=32, ge=1, le=100_000, description="decisions between two snapshots of a session"
     )
-    max_connections: int = Field(
-        default=4_096, ge=1, le=1_000_000, description="fewer if the process may open only few files"
-    )
-    max_header_bytes: int = Field(
-        default=64 << 10, ge=1_024, le=1 << 24, description="of a request line and its headers"
-    )
-    max_header_s: float = Field(
-        default=20.0, gt=0.0, le=3_600.0, description="from the start of a connection to complete headers"
-    )
-    max_body_s: float = Field(default=60.0, gt=0.0, le=3_600.0, description="for a body to arrive")
+    max_header_bytes: HeaderBytes = 64 << 10
+    max_header_s: HeaderSeconds = 20.0
+    max_body_s: BodySeconds = 60.0
     sweep_every_s: float = Field(default=30.0, gt=0.0, le=1e6, description="interval of expiry")
-    max_snapshot_bytes: int = Field(
-        default=8 << 20, ge=1_024, le=1 << 30, description="of a snapshot before compression"
-    )
+    max_snapshot_bytes: Bytes = Field(default=8 << 20, description="of a snapshot before compression")
     max_snapshots_held: int = Field(
         default=1_024, ge=1, le=1_000_000, description="by snapshot_id; the least recently used goes first"
     )
@@ -233,8 +255,6 @@ class Settings(Body):
     )
     max_replay_s: float = Field(default=20.0, gt=0.0, le=600.0, description="of an episode for its frames")
     max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    log_format: Literal["text", "json"] = Field(default="text", description="json: one object a line")
     drain_s: float = Field(
         default=5.0, ge=0.0, le=600.0, description="for running rollouts after a stop signal"
     )
@@ -246,8 +266,10 @@ class Settings(Body):
         return (*self.allowed_inference_hosts, *own)
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> "Reach":
         """How far foreign environments reach."""
+        from task_app.environments.foreign.peer import Reach
+
         return Reach(
             hosts=self.allowed_environment_hosts,
             deadline_s=self.environment_deadline_s,
@@ -262,56 +284,26 @@ class Settings(Body):
             },
         )
 
-    def with_hosts(self, hosts: Iterable[str]) -> "Settings":
-        """These settings with more hosts that an inference_url may name."""
-        try:
-            return Settings(
-                **{**dict(self), "allowed_inference_hosts": (*self.allowed_inference_hosts, *hosts)}
-            )
-        except ValidationError as exc:
-            host = exc.errors(include_url=False)[0]["input"]
-            raise SettingsError(
-                f"{host!r} is no inference host; expected host or host:port", where="--allow-inference-host"
-            ) from exc
-
     def limits(self) -> dict[str, Any]:
         """The limits for `/info`, without keys and paths."""
-        hidden = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers"}
+        hidden = {
+            "api_keys",
+            "state_dir",
+            "interaction_config_path",
+            "mcp_servers",
+            "host",
+            "port",
+            "plugins",
+        }
+        hidden |= {"replicas", "exit_with_parent"}
         hidden |= {name for name in type(self).model_fields if name.endswith(_PYTHON)}
         return self.model_dump(mode="json", exclude=hidden)
 
-
-def settings_from_environ(environ: Mapping[str, str]) -> Settings:
-    """Read the settings from environment variables."""
-    _check_spelling(environ)
-    values: dict[str, Any] = {"api_keys": _keys(environ)}
-    for name in Settings.model_fields:
-        text = environ.get(PREFIX + name.upper())
-        if name != "api_keys" and text is not None:
-            values[name] = _split(text) if name in _LISTS else text.strip()
-    try:
-        return Settings.model_validate(values)
-    except ValidationError as exc:
-        error = exc.errors(include_url=False)[0]
-        variable = PREFIX + str(error["loc"][0]).upper()
-        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}") from exc
-
-
-def _check_spelling(environ: Mapping[str, str]) -> None:
-    """Refuse a misspelt name; other TURNWISE_ variables belong to other services."""
-    ours = {PREFIX + name.upper() for name in Settings.model_fields if name != "api_keys"}
-    for name in sorted(environ):
-        close = get_close_matches(name, ours, n=1, cutoff=0.9)
-        if name.startswith(PREFIX) and name not in ours and close:
-            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
-
-
-def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The primary key and its aliases, without blanks and repetitions."""
-    primary = key_from_environ(environ, TASK_APP_KEY)
-    keys = [primary.get_secret_value() if primary else "", *_split(environ.get(ALIASES_VARIABLE, ""))]
-    return tuple(dict.fromkeys(key for key in keys if key))
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    @model_validator(mode="after")
+    def _check_last_port(self) -> Self:
+        if self.replicas and self.port and self.port + self.replicas - 1 > _LAST_PORT:
+            raise SettingsError(
+                f"{self.replicas} replicas from port {self.port} on go beyond port {_LAST_PORT}",
+                where="--replicas",
+            )
+        return self

@@ -163,13 +163,17 @@ def task_app_thread(
     Args:
         calls: hosts of inference servers that it may call beside those of 127.0.0.1.
     """
+    from shared_schemas.urls import LOOPBACK
     from task_app.app import create_app
     from task_app.interactions.config_file import load_interactions
     from task_app.plugins import default_plug_boards
     from task_app.settings import Settings
 
-    settings = Settings(api_keys=(TASK_APP_KEY.get_secret_value(),), interaction_config_path=interactions)
-    settings = settings.with_hosts(calls)
+    settings = Settings(
+        api_keys=(TASK_APP_KEY,),
+        interaction_config_path=interactions,
+        allowed_inference_hosts=(*LOOPBACK, *calls),
+    )
     boards = default_plug_boards()
     if interactions is not None:
         boards = replace(boards, interactions=load_interactions(interactions, settings))

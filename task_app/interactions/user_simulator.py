@@ -15,7 +15,7 @@ from task_app.interactions.gsm8k import compute_score, last_answer, read_truth
 from task_app.plugins import POLICIES, PolicyContext, config_of
 from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
 from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
-from task_app.settings import Settings, Variable
+from task_app.settings import Settings, VariableName
 
 _INSTRUCTIONS = (
     "You are the user in a conversation with an assistant. Write the user's next message, and nothing else. "
@@ -29,7 +29,7 @@ class UserSimulatorConfig(OpenAIConfig):
 
     max_tokens: TokenLimit = 256
     ask_token_ids: Literal[False] = False
-    api_key_env: Variable | None = Field(
+    api_key_env: VariableName | None = Field(
         default=None, description="environment variable that holds the server's key"
     )
     instructions: str = Field(

@@ -13,12 +13,13 @@ import yaml
 from fastapi.testclient import TestClient
 
 from service_kit.server import Listener, ServerThread
+from service_kit.settings import read_settings
 from task_app.app import create_app
-from task_app.settings import settings_from_environ
+from task_app.settings import Settings
 from tests.house.sources import PACKAGES
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
-from trainer_backend.jobs.settings import Flags, settings_from
+from trainer_backend.jobs.settings import Settings as TrainerSettings
 from trainer_backend.run.vllm_servers import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +123,8 @@ def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tm
     _, words = printed_by("trainer.sh", tmp_path, ALLOW_MODEL="Qwen/*", ALLOW_CLUSTER="http://l:9", **given)
     assert words[-4:] == ["--allow-model", "Qwen/*", "--allow-cluster", "http://l:9"]
     key = {"TRAINER_API_KEY": "a-key", "TASK_URL": given["TASK_URL"]}
-    settings = settings_from(Flags(host=flags["--host"], gateway_host=given["GATEWAY_HOST"]), key)
-    assert settings.bounds.default_urls == ("dns+http://task-app:8001",)
+    settings = read_settings(TrainerSettings, key, host=flags["--host"], gateway_host=given["GATEWAY_HOST"])
+    assert settings.default_urls == ("dns+http://task-app:8001",)
 
 
 def test_the_demo_is_posted_once_as_long_as_its_job_is_the_same(tmp_path):
@@ -143,8 +144,8 @@ def test_the_demo_is_posted_once_as_long_as_its_job_is_the_same(tmp_path):
 def test_the_task_app_lets_itself_be_sent_to_the_trainers_gateway(tmp_path):
     key = tmp_path / "key"
     key.write_text("a-key\n")
-    settings = settings_from_environ(
-        {**SERVICES["task-app"]["environment"], "ENVIRONMENT_API_KEY_FILE": str(key)}
+    settings = read_settings(
+        Settings, {**SERVICES["task-app"]["environment"], "ENVIRONMENT_API_KEY_FILE": str(key)}
     )
     assert settings.allowed_inference_hosts == (SERVICES["trainer-backend"]["hostname"],)
     client = TestClient(create_app(settings))
@@ -290,7 +291,7 @@ def test_every_script_that_is_started_is_copied_to_where_it_is_started_from():
 def test_the_health_check_asks_a_route_that_exists_and_imports_little(tmp_path):
     checks = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", DOCKERFILE, re.M)
     assert len(checks) == 2
-    settings = settings_from_environ({"ENVIRONMENT_API_KEY": "a-key"})
+    settings = read_settings(Settings, {"ENVIRONMENT_API_KEY": "a-key"})
     with ServerThread(create_app(settings), Listener("127.0.0.1", 0)) as url:
         port = url.rpartition(":")[2]
         for check in checks:

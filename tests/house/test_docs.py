@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from service_kit.settings import find_variables, read_settings
 from task_app.__main__ import app as task_app
 from task_app.plugins import ENVIRONMENTS, POLICIES
+from task_app.settings import Settings as TaskAppSettings
 from tests.conftest import rows_of
 from trainer_backend.__main__ import app
 from trainer_backend.job.docs import configuration_markdown
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.jobs.settings import Flags, settings_from
+from trainer_backend.jobs.settings import Settings
+from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.terminal.check_command import own_choices
+from trainer_backend.terminal.jobs_client import URL_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -114,10 +118,24 @@ def test_every_metric_is_documented(trained):
 
 
 def test_the_operator_is_told_of_the_database_file_by_its_name():
-    name = settings_from(Flags(), {}).database_url.rpartition("/")[2]
+    name = read_settings(Settings, {}).database_url.rpartition("/")[2]
     page = text_of("docs/operations.md")
     assert f"`DATA_DIR/{name}`" in page
     assert set(re.findall(r"turnwise\.(?:db|sqlite\w*)", page)) == {name}
+
+
+def test_every_variable_that_a_page_names_is_a_setting_with_the_default_that_it_tells():
+    tables = {TaskAppSettings: TaskAppSettings(), Settings: Settings()}
+    known = {
+        variable.name: getattr(default, field)
+        for table, default in tables.items()
+        for field, variable in find_variables(table).items()
+    }
+    others = {LEARNER_KEY, f"{LEARNER_KEY}_FILE", URL_VARIABLE, "TURNWISE_API_KEY", "TURNWISE_CAPTURE_URL"}
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"\bTURNWISE_[A-Z_]*[A-Z]\b", text)) - known.keys() - others == set()
+    for name, told in re.findall(r"`(TURNWISE_[A-Z_]+)` \((\d+)\)", text):
+        assert known[name] == float(told), name
 
 
 def test_links_lead_somewhere():

@@ -54,11 +54,10 @@ DOORS = {
         "trainer_backend/terminal/export.py",
     ],
     "typer": [
+        "service_kit/settings.py",
         "task_app/__main__.py",
-        "task_app/options.py",
         "trainer_backend/__main__.py",
         "trainer_backend/terminal",
-        "trainer_backend/jobs/options.py",
     ],
     "fastapi": ["task_app", "trainer_backend/jobs", "trainer_backend/pages"],
     "starlette": [
@@ -87,6 +86,7 @@ DOORS = {
     "trackio": ["trainer_backend/sinks.py"],
     "peft": ["trainer_backend/learner"],
     "ray": ["trainer_backend/launchers/ray.py"],
+    "pydantic_settings": ["service_kit/settings.py"],
     "psutil": ["trainer_backend/jobs", "trainer_backend/learner"],
     "torch": [
         "trainer_backend/core",
@@ -150,6 +150,7 @@ def among(package: str, forbidden: set[str]) -> dict[str, set[str]]:
 def test_packages_keep_apart():
     schemas = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
     edge = {"service_kit", "cachetools", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
+    edge |= {"pydantic_settings", "typer"}
     for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
         assert beside(package, allowed) == {}
     forbidden = {

@@ -28,7 +28,7 @@ SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
 
 
 def allowed() -> dict[str, tuple[str, ...]]:
-    """What the page's own `turnwise trainer` allows, as fields of `Flags`."""
+    """What the page's own `turnwise trainer` allows, as fields of the settings."""
     (line,) = re.findall(r"^\$ turnwise trainer (.*) &$", PAGE, re.M)
     words = shlex.split(line)
     return {

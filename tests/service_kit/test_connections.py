@@ -5,7 +5,6 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from service_kit.connections import ConnectionBounds
 from service_kit.server import Listener, ServerThread
+from service_kit.settings import ConnectionSettings
 from shared_schemas.descriptors import connections_at_most
 from task_app.app import create_app
 from task_app.settings import Settings
@@ -34,15 +33,15 @@ def served(**bounds: Any) -> Iterator[str]:
     """A gateway."""
     app = create_gateway({}, key=KEY)
     listener = Listener("127.0.0.1", 0)
-    with ServerThread(app, listener, ConnectionBounds(**bounds), respond=error_response) as url:
+    with ServerThread(app, listener, ConnectionSettings(**bounds), respond=error_response) as url:
         yield url
 
 
 @contextmanager
 def trainer(folder: Path, **bounds: Any) -> Iterator[str]:
     """The service that has no gateway, but jobs."""
-    settings = settings_for(folder, environ={"TRAINER_API_KEY": KEY}, max_jobs=0)
-    with on_a_port(replace(settings, **bounds)) as (url, _):
+    settings = settings_for(folder, environ={"TRAINER_API_KEY": KEY}, jobs=False)
+    with on_a_port(settings.model_copy(update=bounds)) as (url, _):
         yield url
 
 

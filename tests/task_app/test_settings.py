@@ -1,16 +1,18 @@
 """One table of settings, read from the environment, with bounds."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from service_kit.errors import SettingsError
+from service_kit.settings import read_settings
 from task_app.environments.foreign.child import START_S
-from task_app.settings import Settings, settings_from_environ
+from task_app.settings import Settings
 
 
 def test_nothing_set_gives_the_defaults_and_no_key():
-    settings = settings_from_environ({"PATH": "/bin"})
+    settings = read_settings(Settings, {"PATH": "/bin"})
     assert settings == Settings()
     assert settings.api_keys == ()
     assert settings.allowed_inference_hosts == ("127.0.0.1", "localhost", "::1")
@@ -22,8 +24,8 @@ def test_a_slow_start_of_a_foreign_environment_is_not_counted_as_hung():
 
 
 def test_keys_come_from_their_published_names_without_blanks_and_repetitions():
-    settings = settings_from_environ(
-        {"ENVIRONMENT_API_KEY": " one ", "ENVIRONMENT_API_KEY_ALIASES": "two, ,one,three"}
+    settings = read_settings(
+        Settings, {"ENVIRONMENT_API_KEY": " one ", "ENVIRONMENT_API_KEY_ALIASES": "two, ,one,three"}
     )
     assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two", "three"]
 
@@ -31,7 +33,7 @@ def test_keys_come_from_their_published_names_without_blanks_and_repetitions():
 def test_a_key_may_lie_in_a_file(tmp_path):
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
-    settings = settings_from_environ({"ENVIRONMENT_API_KEY_FILE": str(file)})
+    settings = read_settings(Settings, {"ENVIRONMENT_API_KEY_FILE": str(file)})
     assert [key.get_secret_value() for key in settings.api_keys] == ["from-a-file"]
 
 
@@ -41,11 +43,11 @@ def test_a_key_file_that_was_named_must_hold_a_key(tmp_path, content):
     if content is not None:
         file.write_text(content)
     with pytest.raises(SettingsError, match=r"ENVIRONMENT_API_KEY_FILE names .*key'"):
-        settings_from_environ({"ENVIRONMENT_API_KEY_FILE": str(file)})
+        read_settings(Settings, {"ENVIRONMENT_API_KEY_FILE": str(file)})
 
 
 def test_every_field_is_read_from_its_variable():
-    settings = settings_from_environ(
+    settings = read_settings(Settings, 
         {"TURNWISE_MAX_SESSIONS": "7", "TURNWISE_MAX_WAIT_S": "1.5",
          "TURNWISE_ALLOWED_INFERENCE_HOSTS": "gpu-7:8000, localhost"}
     )  # fmt: skip
@@ -71,7 +73,7 @@ def test_every_field_is_read_from_its_variable():
 )
 def test_a_bad_value_names_its_variable(variable, value):
     with pytest.raises(SettingsError, match=variable):
-        settings_from_environ({variable: value, "ENVIRONMENT_API_KEY": "secret"})
+        read_settings(Settings, {variable: value, "ENVIRONMENT_API_KEY": "secret"})
 
 
 def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
@@ -81,14 +83,13 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
         ' "far": {"disabled": true, "url": "https://far.example/mcp", "headers": {"X-Key": "secret"}}},'
         ' "inputs": []}'
     )
-    settings = settings_from_environ({"TURNWISE_MCP_SERVERS": f" {file}"})
+    settings = read_settings(Settings, {"TURNWISE_MCP_SERVERS": f" {file}"})
     assert settings.reach.mcp_servers["files"].args == ("-y", "files")
     assert (settings.mcp_servers["far"].command, settings.mcp_servers["far"].url) == (
         None,
         "https://far.example/mcp",
     )
-    assert settings.with_hosts(["a"]).mcp_servers == settings.mcp_servers
-    assert settings_from_environ({"TURNWISE_MCP_SERVERS": ""}).mcp_servers == {}
+    assert read_settings(Settings, {"TURNWISE_MCP_SERVERS": ""}).mcp_servers == {}
     assert "secret" not in repr(settings) + json.dumps(settings.limits())
 
 
@@ -118,15 +119,32 @@ def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path
     if text is not None:
         file.write_text(text)
     with pytest.raises(SettingsError, match="TURNWISE_MCP_SERVERS") as refused:
-        settings_from_environ({"TURNWISE_MCP_SERVERS": str(file)})
+        read_settings(Settings, {"TURNWISE_MCP_SERVERS": str(file)})
     assert sentence in refused.value.detail and "secret" not in refused.value.detail
 
 
-def test_more_hosts_may_be_called_beside_those_of_the_environment():
-    settings = settings_from_environ({"TURNWISE_ALLOWED_INFERENCE_HOSTS": "a,b:1"})
-    assert settings.with_hosts(["c:2", "[::2]:3"]).allowed_inference_hosts == ("a", "b:1", "c:2", "[::2]:3")
-    for odd in ("[::1]evil.example", "[::1", "::1]", "a:b", "a b", "a:1:2x", "user@a"):
-        with pytest.raises(SettingsError, match="is no inference host"):
-            settings.with_hosts([odd])
-    with pytest.raises(SettingsError, match=r"'http://c/' is no inference host; expected host or host:port"):
-        settings.with_hosts(["http://c/"])
+def test_the_option_of_a_list_adds_to_its_variable():
+    environ = {"TURNWISE_ALLOWED_INFERENCE_HOSTS": "a,b:1"}
+
+    def added(*hosts: str) -> tuple[str, ...]:
+        return read_settings(Settings, environ, allowed_inference_hosts=list(hosts)).allowed_inference_hosts
+
+    assert added("c:2", "a", "[::2]:3") == ("a", "b:1", "c:2", "[::2]:3")
+    for odd in ("[::1]evil.example", "[::1", "::1]", "a:b", "a b", "a:1:2x", "user@a", "a\n"):
+        with pytest.raises(SettingsError, match=": expected host or host:port"):
+            added(odd)
+    with pytest.raises(SettingsError, match=r"--allow-inference-host or TURNWISE_\w+ is 'http://c/'"):
+        added("http://c/")
+
+
+def test_an_option_wins_over_its_variable_and_an_empty_variable_is_none():
+    environ = {"TURNWISE_STATE_DIR": "there", "TURNWISE_MAX_SESSIONS": ""}
+    assert read_settings(Settings, environ).state_dir == Path("there")
+    assert read_settings(Settings, environ, state_dir=Path("here")).state_dir == Path("here")
+    assert read_settings(Settings, environ).max_sessions == Settings().max_sessions
+    assert read_settings(Settings, {"TURNWISE_ALLOWED_INFERENCE_HOSTS": ""}).allowed_inference_hosts == ()
+
+
+def test_what_only_the_command_line_names_is_read_from_no_variable():
+    environ = {"TURNWISE_PORT": "1", "TURNWISE_REPLICAS": "2", "TURNWISE_API_KEYS": "k"}
+    assert read_settings(Settings, environ) == Settings()

@@ -1,12 +1,12 @@
 """A foreign OpenAI-compatible server: its address, and its key, which only the environment holds."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import SecretStr
 
+from service_kit.settings import VARIABLE_NAME
 from shared_schemas.urls import PORTS, is_loopback
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
@@ -16,7 +16,6 @@ from trainer_backend.job.rollout_table import WarmupTable
 
 OPENAI_HOST = "api.openai.com"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
-VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _LONGEST_KEY = 500  # shared_schemas.rollouts.InferenceKey
 
 
@@ -55,7 +54,7 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
         variable: its name, in capitals.
         where: begins the error: the flag or TOML key that names the variable.
     """
-    if not VARIABLE.fullmatch(variable):
+    if not VARIABLE_NAME.fullmatch(variable):
         raise JobError(
             f"{where} takes the name of an environment variable, in capitals, such as {OPENAI_KEY_VARIABLE}; "
             "what was given is none, and is not repeated here in case it is the key itself"

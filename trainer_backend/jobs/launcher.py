@@ -241,7 +241,7 @@ async def show_rl_job(request: Request, job_id: str) -> LauncherView:
 @router.post("/rl/verify_task_app")
 async def verify_task_app(request: Request, body: Verify) -> Verified:
     """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
-    return await verify(body.endpoint_base_url, service_of(request).settings.bounds)
+    return await verify(body.endpoint_base_url, service_of(request).settings)
 
 
 async def _view(service: Service, job: JobRow) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _refuse(request: Request, next: str) -> Response:
 
 
 def _form(request: Request, next: str, *, refused: str = "", status: int = 200) -> Response:
-    command = service_of(request).settings.flags.key_command
+    command = service_of(request).settings.key_command
     return page("login", status=status, next=next, refused=refused, key_command=command)
 
 

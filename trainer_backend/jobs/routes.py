@@ -202,26 +202,26 @@ class Info(Body):
 async def show_info(request: Request) -> Info:
     """Describe the service and what posted jobs may name."""
     service = service_of(request)
-    bounds, rules = service.settings.bounds, service.settings.rules
+    settings = service.settings
     return Info(
         service=ServiceInfo(name=SERVICE, version=version(), home=service.data.home),
         store=service.store.shown,
         data_dir=str(service.data.path),
         runs_jobs=service.supervisor is not None,
         limits=Limits(
-            max_jobs=rules.max_jobs,
-            restarts=rules.restarts,
-            stop_grace_s=rules.grace_s,
-            max_body_bytes=service.settings.max_body_bytes,
-            max_streams=service.settings.max_streams,
+            max_jobs=settings.max_jobs if settings.jobs else 0,
+            restarts=settings.restarts,
+            stop_grace_s=settings.stop_grace_s,
+            max_body_bytes=settings.max_body_bytes,
+            max_streams=settings.max_streams,
         ),
         posted_jobs=PostedJobs(
-            roots=(*map(str, bounds.roots), str(bounds.data_dir)),
-            task_urls=tuple(sorted(bounds.task_urls)),
-            inference_hosts=tuple(sorted(bounds.inference_hosts)),
-            key_variables=tuple(sorted(bounds.key_variables)),
-            models=bounds.models,
-            gateway_host=bounds.gateway_host,
+            roots=(*map(str, settings.roots), str(settings.data_dir)),
+            task_urls=tuple(sorted(settings.task_urls)),
+            inference_hosts=tuple(sorted(settings.inference_hosts)),
+            key_variables=tuple(sorted(settings.key_variables)),
+            models=settings.models,
+            gateway_host=settings.gateway_host,
         ),
     )
 

@@ -9,9 +9,8 @@ from contextlib import closing, contextmanager
 import structlog
 
 from service_kit.children import READY
-from service_kit.connections import ConnectionBounds
 from service_kit.keys import TRAINER_KEY, Keys, LoginSessions
-from service_kit.logs import configure_logs_from
+from service_kit.logs import configure_logs
 from service_kit.server import Listener, Server
 from trainer_backend.jobs.app import TrainerApp, create_app
 from trainer_backend.jobs.check_process import CheckProcess
@@ -21,6 +20,7 @@ from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.operator_plugins import load_packages, load_plugins
 from trainer_backend.store.database import open_store
 
 log = structlog.get_logger("trainer")
@@ -36,24 +36,25 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         say: receives lines for the user.
         command: the command that starts a job.
     """
-    configure_logs_from()
-    flags = settings.flags
+    configure_logs(settings.log_level, form=settings.log_format)
+    load_packages()
+    load_plugins(settings.plugins, option="--plugins")  # a fault ends the start, and not the first job
     # The port first: if another service has it, its store must not be touched.
     with (
-        Listener(flags.host, flags.port) as listener,
-        closing(CheckProcess(plugins=settings.bounds.plugins)) as checks,
+        Listener(settings.host, settings.port) as listener,
+        closing(CheckProcess(plugins=settings.plugins)) as checks,
         open_service(settings, checks, command=command) as service,
     ):
         checks.start()
         server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
-        for root in settings.bounds.roots:
+        for root in settings.roots:
             if reason := say_unusable(root, writes=False):
                 say(f"jobs can name no file there: {reason}; its owner may run chmod -R a+rX {root}")
-        say(f"dashboard: {flags.public_url or listener.url}")
-        if flags.key_command and settings.api_key is not None:
-            say(f"its key: {flags.key_command}")
-        server.run_on(listener, exit_with_parent=flags.exit_with_parent)
+        say(f"dashboard: {settings.public_url or listener.url}")
+        if settings.key_command and settings.api_key is not None:
+            say(f"its key: {settings.key_command}")
+        server.run_on(listener, exit_with_parent=settings.exit_with_parent)
     _exit_despite_stuck_threads()
 
 
@@ -77,17 +78,13 @@ def open_service(
     settings: Settings, checks: CheckProcess, *, command: Command = job_command
 ) -> Iterator[Service]:
     """Build the service's objects; nothing runs yet."""
-    bounds, runs_jobs = settings.bounds, settings.rules.max_jobs > 0
-    with open_data_dir(bounds.data_dir, runs_jobs=runs_jobs, plugins=bounds.plugins) as data:
+    with open_data_dir(settings.data_dir, runs_jobs=settings.jobs, plugins=settings.plugins) as data:
         store = open_store(settings.database_url)
         try:
             news = News()
-            answer_s, rules = settings.store_s, settings.rules
-            watcher = Watcher(store, data, news, tidies=rules.max_jobs > 0, answer_s=answer_s)
+            watcher = Watcher(store, data, news, tidies=settings.jobs, answer_s=settings.store_s)
             supervisor = (
-                Supervisor(store, data, news, watcher, rules, command=command, answer_s=answer_s)
-                if rules.max_jobs
-                else None
+                Supervisor(store, data, news, watcher, settings, command=command) if settings.jobs else None
             )
             key = settings.api_key
             keys = Keys([] if key is None else [key], variable=TRAINER_KEY)
@@ -114,7 +111,7 @@ def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
     stopping.
     """
     service: Service = app.state.service
-    settings, supervisor = service.settings, service.supervisor
+    supervisor = service.supervisor
 
     async def end_streams(_orphaned: bool) -> None:
         # uvicorn waits for running requests before it ends the app.
@@ -124,9 +121,4 @@ def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
         if supervisor is not None:
             supervisor.end_at_once()
 
-    bounds = ConnectionBounds(
-        max_connections=settings.max_connections,
-        max_header_s=settings.max_header_s,
-        max_body_s=settings.max_body_s,
-    )
-    return Server(app, bounds, ready=ready, before_stop=end_streams, on_second_signal=kill_jobs)
+    return Server(app, service.settings, ready=ready, before_stop=end_streams, on_second_signal=kill_jobs)

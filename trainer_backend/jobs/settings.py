@@ -1,163 +1,142 @@
-"""The settings of a trainer service: addresses, bounds of posted jobs, keys."""
+"""The settings of a trainer service, and the parts of them that other modules read.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Every start of `turnwise` reads this file for its options, so it imports little.
+"""
+
 from pathlib import Path
+from typing import Annotated, Self
 
-from pydantic import SecretStr
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from service_kit.errors import SettingsError
-from service_kit.keys import TRAINER_KEY, key_from_environ
-from service_kit.server import is_wildcard
-from shared_schemas.urls import is_loopback
-from trainer_backend.collect.endpoints import VARIABLE
-from trainer_backend.errors import JobError
+from service_kit.keys import TRAINER_KEY
+from service_kit.settings import VARIABLE_NAME, Flag, Key, Port, ServiceSettings, SettingsTable, Variable
+from shared_schemas.urls import is_loopback, is_wildcard
 from trainer_backend.job.addresses import fault_in
-from trainer_backend.jobs.options import Flags as Flags  # with what is made of them
-from trainer_backend.jobs.slots import ANSWER_S
-from trainer_backend.operator_plugins import load_packages, load_plugins
+
+STORE_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules of the supervisor.
+class SupervisorSettings(SettingsTable, use_attribute_docstrings=True):
+    """How jobs are run."""
 
-    Attributes:
-        max_jobs: how many jobs run at a time.
-        restarts: how often a job is restarted that crashes without finishing an iteration in between.
-        first_wait_s: before the first restart; each further one waits twice as long. It is long enough for a
-            moment without disk space or file descriptors not to use up all restarts.
-        grace_s: for a process to save its finished work and end.
-        lock_wait_s: for another trainer to release a run directory; a killed service needs a moment, a
-            person's run may need hours.
-        round_s: between two rounds without events.
-    """
-
-    max_jobs: int = 1
-    restarts: int = 3
-    grace_s: float = 100.0
-    lock_wait_s: float = 60.0
-    round_s: float = 1.0
+    max_jobs: Annotated[int, Flag()] = Field(default=1, ge=1)
+    """jobs that run at a time; others wait"""
+    restarts: Annotated[int, Flag()] = Field(default=3, ge=0)
+    """restarts of a job that crashes without finishing an iteration in between"""
+    stop_grace_s: Annotated[float, Flag()] = Field(default=100.0, ge=0)
+    """seconds for a job to save finished work before it is killed"""
     first_wait_s: float = 5.0
+    """before the first restart; each further one waits twice as long. It is long enough for a moment without
+    disk space or file descriptors not to use up all restarts."""
+    lock_wait_s: float = 60.0
+    """for another trainer to release a run directory; a killed service needs a moment, a person's run may
+    need hours"""
+    round_s: float = 1.0
+    """between two rounds without events"""
+    store_s: float = STORE_S
+    """deadline of the store and the disk; a round that misses it is repeated later"""
 
 
-TASK_URL_VARIABLE = "TASK_URL"
-_DATABASE = "turnwise.db"
-# A folder of jobs and their files beside the code; only the operator writes there.
-_ROOTS = (Path("configs"),)
+def _check_task_app(url: str) -> str:
+    if fault := fault_in(url):  # which repeats no password
+        raise SettingsError(f"a task app's address {fault}", where="TASK_URL or --allow-task-url")
+    return url
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a posted job may name (posted.py).
-
-    Attributes:
-        data_dir: the parent of its run directory; the job may name models and data in it, but no code.
-        roots: folders whose files it may name, absolute, without links.
-        task_urls: task apps that it may name; if it names none and there are none, it starts its own.
-        default_urls: the task apps of TASK_URL, used by jobs that name none.
-        inference_hosts: hosts that a warm-up's teacher may call; `host` allows all its ports.
-        key_variables: environment variables that may hold its keys.
-        models: patterns of models on the hub, downloaded with the operator's access to the operator's disk.
-        clusters: learners and Rays that its roles may be at, by learner.url and cluster.ray_address.
-        gateway_host: the address of every job's gateway.
-        plugins: files of `job.trainer_plugins` that every job has; a job may name no others.
-    """
-
-    data_dir: Path
-    roots: tuple[Path, ...] = ()
-    default_urls: tuple[str, ...] = ()
-    task_urls: frozenset[str] = frozenset()
-    inference_hosts: frozenset[str] = frozenset()
-    key_variables: frozenset[str] = frozenset()
-    models: tuple[str, ...] = ()
-    clusters: frozenset[str] = frozenset()
-    gateway_host: str = "127.0.0.1"
-    plugins: tuple[Path, ...] = ()
+def _check_variable(name: str) -> str:
+    if not VARIABLE_NAME.fullmatch(name):  # it may be the key itself
+        raise SettingsError("takes the name of a variable, in capitals", where="--allow-key-variable")
+    return name
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of the service; its limits on requests and jobs.
+Folder = Annotated[Path, AfterValidator(Path.resolve)]
+Address = Annotated[str, AfterValidator(lambda address: address.rstrip("/"))]
+TaskApp = Annotated[str, AfterValidator(_check_task_app)]
 
-    Attributes:
-        api_key: None: the service answers this machine only.
-        max_connections: open connections; fewer if the process may open few files.
-        max_header_s: for the head of a request to arrive.
-        max_body_bytes, max_body_s: size and time limit of a request's body.
-        heartbeat_s: interval of comments in an event stream.
-        max_streams: open event streams.
-        max_queued: jobs that wait for their turn.
-        store_s: deadline of the store for requests, supervisor and watcher.
-    """
 
-    flags: Flags
-    database_url: str
-    bounds: Bounds
-    rules: Rules
-    api_key: SecretStr | None = None
+class Bounds(SettingsTable, use_attribute_docstrings=True):
+    """What a posted job may name (posted.py)."""
+
+    data_dir: Annotated[Folder, Flag()] = Path("runs")
+    """where run directories are, and the store"""
+    roots: Annotated[tuple[Folder, ...], Flag("--allow-root")] = (Path("configs"),)
+    """a folder that posted jobs may name files in; may be repeated; absent: configs"""
+    default_urls: Annotated[tuple[TaskApp, ...], Variable("TASK_URL")] = ()
+    """task apps for jobs that name none; if there are none either, a job starts its own"""
+    task_urls: Annotated[frozenset[TaskApp], Flag("--allow-task-url")] = frozenset()
+    """a task app that posted jobs may name, beside those of TASK_URL; it is sent their key"""
+    inference_hosts: Annotated[
+        frozenset[Annotated[str, AfterValidator(str.lower)]], Flag("--allow-inference-host")
+    ] = frozenset()
+    """host or host:port that an inference_url of a posted job may name"""
+    key_variables: Annotated[
+        frozenset[Annotated[str, AfterValidator(_check_variable)]], Flag("--allow-key-variable")
+    ] = frozenset()
+    """an environment variable that a posted job may take a key from"""
+    models: Annotated[tuple[str, ...], Flag("--allow-model")] = ()
+    """models of the hub that posted jobs may name, such as 'Qwen/*'; may be repeated"""
+    plugins: Annotated[tuple[Folder, ...], Flag("--plugins")] = ()
+    """a Python file with estimators, losses, aggregations or schedules that posted jobs may name; may be
+    repeated"""
+    clusters: Annotated[frozenset[Address], Flag("--allow-cluster")] = frozenset()
+    """a learner.url or cluster.ray_address that posted jobs may name; the one is sent the learner's key, the
+    other starts processes; may be repeated"""
+    gateway_host: Annotated[str, Flag(), Variable("GATEWAY_HOST")] = "127.0.0.1"
+    """where task apps reach the gateways of jobs"""
+
+    @field_validator("task_urls")
+    @classmethod
+    def _add_defaults(cls, urls: frozenset[str], info: ValidationInfo) -> frozenset[str]:
+        return frozenset(url.rstrip("/") for url in (*info.data.get("default_urls", ()), *urls))
+
+
+class Settings(SupervisorSettings, Bounds, ServiceSettings):
+    """The settings of the service, and its limits on requests and jobs."""
+
+    port: Port = 8100
+    api_key: Annotated[SecretStr | None, Key(TRAINER_KEY)] = None
+    """absent: the service answers this machine only"""
+    database_url: Annotated[str, Flag(), Variable("TURNWISE_DATABASE_URL")] = Field(
+        default_factory=lambda settings: find_database(settings["data_dir"]), repr=False
+    )
+    """sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE; absent: DATA_DIR/turnwise.db"""
+    jobs: Annotated[bool, Flag("--jobs/--no-jobs")] = True
+    """--no-jobs only shows the runs of DATA_DIR"""
+    public_url: Annotated[str | None, Flag(), Variable("PUBLIC_URL")] = None
+    """where browsers find the dashboard, for the log; absent: the address that is listened on"""
+    key_command: Annotated[str | None, Flag(), Variable("KEY_COMMAND")] = None
+    """a command that prints the key, for the log and the page that asks for it"""
+    exit_with_parent: Annotated[bool, Flag()] = False
+    """end when standard input closes"""
     max_connections: int = 400
-    max_header_s: float = 15.0
-    max_body_bytes: int = 1 << 20
-    max_body_s: float = 30.0
     heartbeat_s: float = 15.0
+    """interval of comments in an event stream"""
     max_streams: int = 64
+    """open event streams"""
     max_queued: int = 1000
-    store_s: float = ANSWER_S
+    """jobs that wait for their turn"""
 
+    @property
+    def bounds(self) -> Bounds:
+        """These alone, for the process that parses what anybody posts: it is given no key."""
+        return Bounds.model_construct(**{name: getattr(self, name) for name in Bounds.model_fields})
 
-def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
-    """Read the settings from the options and the environment."""
-    key = key_from_environ(environ, TRAINER_KEY)
-    if key is None and not is_loopback(flags.host):
-        raise SettingsError(
-            f"--host is {flags.host!r}, which others can reach, and there is no key",
-            hint=f"Set {TRAINER_KEY} or {TRAINER_KEY}_FILE, or listen on 127.0.0.1.",
-        )
-    default_urls = tuple(
-        part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip()
-    )
-    task_urls = (*default_urls, *(flags.task_urls or ()))
-    for url in task_urls:
-        if fault := fault_in(url):
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        if self.api_key is None and not is_loopback(self.host):
             raise SettingsError(
-                f"a task app's address {fault}", where=f"{TASK_URL_VARIABLE} or --allow-task-url"
+                f"--host is {self.host!r}, which others can reach, and there is no key",
+                hint=f"Set {TRAINER_KEY} or {TRAINER_KEY}_FILE, or listen on 127.0.0.1.",
             )
-    if is_wildcard(flags.gateway_host):
-        raise SettingsError(
-            f"--gateway-host is {flags.gateway_host!r}, which is no address that a task app could call",
-            hint="Name this machine by an address that the task apps can reach.",
-        )
-    for name in flags.key_variables or ():
-        if not VARIABLE.fullmatch(name):
-            raise SettingsError("takes the name of a variable, in capitals", where="--allow-key-variable")
-    data_dir = flags.data_dir.resolve()
-    bounds = Bounds(
-        data_dir=data_dir,
-        roots=tuple(root.resolve() for root in flags.roots or _ROOTS),
-        default_urls=default_urls,
-        task_urls=frozenset(url.rstrip("/") for url in task_urls),
-        inference_hosts=frozenset(host.lower() for host in flags.inference_hosts or ()),
-        key_variables=frozenset(flags.key_variables or ()),
-        models=tuple(flags.models or ()),
-        clusters=frozenset(address.rstrip("/") for address in flags.clusters or ()),
-        gateway_host=flags.gateway_host,
-        plugins=_plugin_files(flags.plugins or ()),
-    )
-    rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)
-    return Settings(flags, find_database(flags.database_url, data_dir), bounds, rules, key)
+        if is_wildcard(self.gateway_host):
+            raise SettingsError(
+                f"--gateway-host is {self.gateway_host!r}, which is no address that a task app could call",
+                hint="Name this machine by an address that the task apps can reach.",
+            )
+        return self
 
 
-def find_database(url: str | None, data_dir: Path) -> str:
-    """Return the address of the store: the given one, or a file in the data directory."""
-    return url or f"sqlite:///{data_dir.resolve() / _DATABASE}"
-
-
-def _plugin_files(files: Sequence[Path]) -> tuple[Path, ...]:
-    """The files, absolute; a fault in one, or in a package, ends the start and not the first job."""
-    try:
-        load_packages()
-        load_plugins(files, option="--plugins")
-    except JobError as error:
-        raise SettingsError(str(error)) from error
-    return tuple(file.resolve() for file in files)
+def find_database(data_dir: Path) -> str:
+    """Return the address of the store of a data directory, if no other is given."""
+    return f"sqlite:///{data_dir.resolve() / 'turnwise.db'}"

@@ -77,9 +77,6 @@ class Slot:
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Deadline of a call to the store.
-ANSWER_S = 20.0
-
 
 class Line:
     """Runs calls that may hang in a database or network disk, one at a time, each with a deadline.

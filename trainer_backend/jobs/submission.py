@@ -151,10 +151,10 @@ def _bytes_of(text: str) -> bytes:
 def dashboard_of(service: Service) -> page.Dashboard:
     """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
-    bounds = service.settings.bounds
+    settings = service.settings
     return page.Dashboard(
-        service.store, jobs, service.store.clock, (_written_by_init(), *examples_in(bounds.roots)),
-        frames=Frames(may_run=lambda file: may_name("services.task_plugins", file, bounds)),
+        service.store, jobs, service.store.clock, (_written_by_init(), *examples_in(settings.roots)),
+        frames=Frames(may_run=lambda file: may_name("services.task_plugins", file, settings)),
     )  # fmt: skip
 
 

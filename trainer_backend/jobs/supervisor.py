@@ -25,8 +25,8 @@ from trainer_backend.jobs.processes import (
     record_death,
     start_process,
 )
-from trainer_backend.jobs.settings import Rules
-from trainer_backend.jobs.slots import ANSWER_S, Figures, Line, Slot
+from trainer_backend.jobs.settings import SupervisorSettings
+from trainer_backend.jobs.slots import Figures, Line, Slot
 from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
@@ -43,11 +43,7 @@ _EXIT_S = 10.0
 
 
 class Supervisor:
-    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
-
-    Args:
-        answer_s: deadline of the store and the disk; a round that misses it is repeated later.
-    """
+    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end."""
 
     def __init__(
         self,
@@ -55,19 +51,18 @@ class Supervisor:
         data: DataDir,
         news: News,
         watcher: Watcher,
-        rules: Rules,
+        settings: SupervisorSettings,
         *,
         command: Command = job_command,
-        answer_s: float = ANSWER_S,
     ) -> None:
-        self._data, self._watcher, self._rules, self._command = data, watcher, rules, command
-        self._line = Line("supervisor", store.shown, answer_s)
-        self._last_syncs = Line("last-sync", store.shown, answer_s)
-        self._books = Books(store, data.home, news, rules, self._line)
+        self._data, self._watcher, self._settings, self._command = data, watcher, settings, command
+        self._line = Line("supervisor", store.shown, settings.store_s)
+        self._last_syncs = Line("last-sync", store.shown, settings.store_s)
+        self._books = Books(store, data.home, news, settings, self._line)
         self._wake = asyncio.Event()
         self._waiting: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._grace_s = rules.grace_s
+        self._grace_s = settings.stop_grace_s
         self._between_rounds = asyncio.Lock()
         self.slots: dict[str, Slot] = {}
         self.figures = Figures()
@@ -94,7 +89,7 @@ class Supervisor:
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._rules.round_s):
+                async with asyncio.timeout(self._settings.round_s):
                     await self._wake.wait()
 
     async def close(self) -> None:
@@ -106,7 +101,7 @@ class Supervisor:
             self._stop_all()
             ends = [asyncio.ensure_future(process.ended()) for process in self._processes()]
             if ends:
-                await asyncio.wait(ends, timeout=self._rules.grace_s + _EXIT_S)
+                await asyncio.wait(ends, timeout=self._settings.stop_grace_s + _EXIT_S)
             try:
                 await self._settle_all()
             except StoreUnavailable as error:
@@ -131,7 +126,7 @@ class Supervisor:
             await self._boundary(row.id, self._bring_to_its_end(row))
         for row in await self._books.jobs_in("running"):
             await self._boundary(row.id, self._ensure_process(row))
-        while len(self.slots) < self._rules.max_jobs and not self._closing:
+        while len(self.slots) < self._settings.max_jobs and not self._closing:
             job = await self._books.claim()
             if job is None:
                 break
@@ -188,7 +183,7 @@ class Supervisor:
             return
         if slot is not None and (slot.process is not None or self._now() < slot.not_before_s):
             return
-        if slot is not None or len(self.slots) < self._rules.max_jobs:
+        if slot is not None or len(self.slots) < self._settings.max_jobs:
             await self._start(row, slot or Slot())
         else:  # the limit is lower than before the restart of the service
             await self._books.change(
@@ -201,7 +196,7 @@ class Supervisor:
         try:
             run = await self._line.ask(self._data.run_of, row)
             trainer = await self._line.ask(holder, run.path)
-            if trainer is not None and slot.may_wait(self._now(), self._rules.lock_wait_s):
+            if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
                 detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
                 await self._books.change(
                     row.id, lambda job: None if job.detail == detail else _waiting(detail)
@@ -296,8 +291,8 @@ class Books:
         UnknownJob: somebody else deleted the job.
     """
 
-    def __init__(self, store: Store, home: str, news: News, rules: Rules, line: Line) -> None:
-        self._store, self._home, self._news, self._rules, self._line = store, home, news, rules, line
+    def __init__(self, store: Store, home: str, news: News, settings: SupervisorSettings, line: Line) -> None:
+        self._store, self._home, self._news, self._settings, self._line = store, home, news, settings, line
 
     async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
         """Return the jobs in these states, oldest first."""
@@ -349,9 +344,9 @@ class Books:
                 return None
             if closing and stays(job, ending.exit_code):
                 return None
-            rules, now = self._rules, self._store.clock()
+            settings, now = self._settings, self._store.clock()
             outcome = outcome_of(
-                job, ending, restarts=rules.restarts, first_wait_s=rules.first_wait_s, now=now
+                job, ending, restarts=settings.restarts, first_wait_s=settings.first_wait_s, now=now
             )
             return outcome.changes
 

@@ -22,7 +22,8 @@ import tomli
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import RunDirectoryError, TrainerError
 from trainer_backend.jobs.data_dir import DataDir
-from trainer_backend.jobs.slots import ANSWER_S, Line
+from trainer_backend.jobs.settings import STORE_S
+from trainer_backend.jobs.slots import Line
 from trainer_backend.jobs.states import changes_for_external
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.spool import LEDGER_FILE
@@ -114,7 +115,7 @@ class Watcher:
         look_s: float = 1.0,
         find_s: float = 10.0,
         tidies: bool = True,
-        answer_s: float = ANSWER_S,
+        answer_s: float = STORE_S,
     ) -> None:
         self._store, self._data, self._news = store, data, news
         self._look_s, self._find_s, self._answer_s = look_s, find_s, answer_s

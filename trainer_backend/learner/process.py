@@ -43,7 +43,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from service_kit.connections import ConnectionBounds
 from service_kit.errors import MalformedRequest, RouteError, ServiceError
 from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys, key_from_environ
@@ -51,6 +50,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.problems import install_problem_handlers
 from service_kit.release import version
 from service_kit.server import Listener, Server
+from service_kit.settings import ConnectionSettings
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
@@ -371,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listener = Listener(options.host, options.port)
     server = Server(
         create_app(Calls(relay), keys),
-        ConnectionBounds(),
+        ConnectionSettings(),
         ready=lambda: print(f"{READY}{listener.url}", flush=True),
     )
     server.run_on(listener)

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 from pydantic import SecretStr
 
-from service_kit.connections import ConnectionBounds
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, Server, run
+from service_kit.settings import ConnectionSettings
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
@@ -60,7 +60,7 @@ from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import is_final
 
 # As many conversations as a gateway remembers, and the run's own control.
-BOUNDS = ConnectionBounds(max_connections=20_100)
+CONNECTIONS = ConnectionSettings(max_connections=20_100)
 _LOOK_S = 0.2
 
 
@@ -185,7 +185,7 @@ async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
     served = {model_of(setup.job_name, name): policy for name, policy in policies.items()}
     gateway = create_gateway(served, key=setup_key(GATEWAY_KEY))
     app = ControlledGateway(gateway, actor, fixed.verify, key=setup_key(CONTROL_KEY))
-    server = Server(app, BOUNDS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
+    server = Server(app, CONNECTIONS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
     await actor.begin()
     for policy in served.values():
         policy.engine.start()

@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 from pydantic import SecretStr
 
 from service_kit.boundary import describe_error
-from service_kit.server import Listener, is_wildcard
+from service_kit.server import Listener
+from shared_schemas.urls import is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError, JobError, NotPlaced

@@ -5,16 +5,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
 
+from service_kit.settings import make_signature, options_given, read_settings, typer_option
 from shared_schemas.chat import StructuredOutput
 from shared_schemas.urls import is_loopback
 from trainer_backend.errors import JobError
-from trainer_backend.jobs.options import Flags
+from trainer_backend.jobs.settings import Settings, find_database
 from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
 
 _out = TextConsole()
@@ -76,29 +76,22 @@ def task_app(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 
-def trainer(**options: Any) -> None:
+def trainer(context: typer.Context, **_options: Any) -> None:
     """Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.
 
     TRAINER_API_KEY (or TRAINER_API_KEY_FILE) holds the key that callers must send. TASK_URL names the
     task apps for jobs that name none; without it each job starts its own.
     """
     from trainer_backend.jobs.server import serve_trainer
-    from trainer_backend.jobs.settings import settings_from
 
-    serve_trainer(settings_from(Flags(**options), os.environ), lambda line: tell(_out, line))
+    serve_trainer(
+        read_settings(Settings, os.environ, **options_given(context)), lambda line: tell(_out, line)
+    )
 
 
 Archive = Annotated[Path | None, typer.Argument(help="a file; absent: standard output or input")]
-DataDirectory = Annotated[Path, typer.Option(help="where run directories are, and the store")]
-DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="TURNWISE_DATABASE_URL",
-        show_envvar=True,
-        show_default=False,
-        help="as of `turnwise trainer`; absent: DATA_DIR/turnwise.db",
-    ),
-]
+DataDirectory = Annotated[Path, typer_option(Settings, "data_dir")]
+DatabaseUrl = Annotated[str | None, typer_option(Settings, "database_url")]
 
 
 def back_up_runs(
@@ -106,10 +99,9 @@ def back_up_runs(
 ) -> None:
     """Write the jobs and all run directories of a trainer service to a tar file, also while it runs."""
     from trainer_backend.jobs.backup import back_up
-    from trainer_backend.jobs.settings import find_database
 
     with _opened(archive, writes=True) as file:
-        jobs, runs = back_up(data_dir, find_database(database_url, data_dir), file)
+        jobs, runs = back_up(data_dir, database_url or find_database(data_dir), file)
     tell(_err, f"{jobs} jobs and {runs} run directories of {data_dir}")
 
 
@@ -118,10 +110,9 @@ def restore_runs(
 ) -> None:
     """Put what `turnwise backup` wrote into an empty data directory, while the service is stopped."""
     from trainer_backend.jobs.backup import restore
-    from trainer_backend.jobs.settings import find_database
 
     with _opened(archive, writes=False) as file:
-        jobs, runs = restore(data_dir, find_database(database_url, data_dir), file)
+        jobs, runs = restore(data_dir, database_url or find_database(data_dir), file)
     tell(
         _err, f"restored {jobs} jobs and {runs} run directories; `turnwise trainer` resumes what was running"
     )
@@ -149,4 +140,4 @@ def _opened(archive: Path | None, *, writes: bool) -> Iterator[IO[bytes]]:
             raise
 
 
-trainer.__signature__ = signature(Flags)  # type: ignore[attr-defined]
+trainer.__signature__ = make_signature(Settings)  # type: ignore[attr-defined]

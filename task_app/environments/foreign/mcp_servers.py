@@ -77,8 +77,6 @@ def read_servers(value: Any) -> Any:
     """
     if not isinstance(value, str | Path):
         return value
-    if value == "":  # a variable of compose that nobody set
-        return {}
     try:
         return _File.model_validate(read_json(Path(value).read_bytes())).servers
     except OSError as exc:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from shared_schemas.messages import ToolSpec
+from shared_schemas.urls import LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers
 from task_app.errors import EpisodeFailed
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ForeignFailed(EpisodeFailed):

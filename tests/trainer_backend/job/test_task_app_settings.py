@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from task_app.settings import settings_from_environ
+from service_kit.settings import read_settings
+from task_app.settings import Settings
 from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable
 
 GIVEN = {
@@ -15,7 +16,7 @@ GIVEN = {
 
 def test_the_task_app_reads_what_the_job_says_and_its_environment_says_the_rest():
     variables = {"TURNWISE_GYMNASIUM_MODULES": "other", "TURNWISE_REASONING_GYM_PYTHON": "/usr/bin/python3"}
-    settings = settings_from_environ(variables | ServicesTable.model_validate(GIVEN).task_app_variables)
+    settings = read_settings(Settings, variables | ServicesTable.model_validate(GIVEN).task_app_variables)
     reach = settings.reach
     assert (reach.modules, reach.tasksets) == (("minigrid", "my_envs"), ("gsm8k_v1",))
     assert reach.hosts == ("far:80",)
@@ -27,7 +28,7 @@ def test_the_task_app_reads_what_the_job_says_and_its_environment_says_the_rest(
 
 
 def test_every_such_key_has_the_name_of_the_setting():
-    assert set(TASK_APP_SETTINGS) <= type(settings_from_environ({})).model_fields.keys()
+    assert set(TASK_APP_SETTINGS) <= type(read_settings(Settings, {})).model_fields.keys()
 
 
 @pytest.mark.parametrize("key", GIVEN)

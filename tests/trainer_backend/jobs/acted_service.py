@@ -2,7 +2,6 @@
 process of its own, with actors for jobs, which waits half a second for its store."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tests.trainer_backend.jobs.served import acted, settings_for
@@ -10,10 +9,11 @@ from trainer_backend.jobs.server import serve_trainer
 
 
 def main(folder: str, url: str, grace_s: str) -> None:
-    found = settings_for(
-        Path(folder), database_url=url or None, port=0, max_jobs=3, stop_grace_s=float(grace_s)
+    given = {"database_url": url} if url else {}
+    found = settings_for(Path(folder), port=0, max_jobs=3, stop_grace_s=float(grace_s), **given)
+    serve_trainer(
+        found.model_copy(update={"store_s": 0.5}), lambda line: print(line, flush=True), command=acted
     )
-    serve_trainer(replace(found, store_s=0.5), lambda line: print(line, flush=True), command=acted)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import atexit
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +13,13 @@ from typing import Any
 
 import httpx
 
+from service_kit.settings import read_settings
 from tests.openapi import Document
 from trainer_backend.jobs.app import create_app
 from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.server import open_service
 from trainer_backend.jobs.service import Service
-from trainer_backend.jobs.settings import Flags, Settings, settings_from
+from trainer_backend.jobs.settings import Settings
 from trainer_backend.store import jobs
 
 ADDRESS = "http://127.0.0.1:8100"
@@ -47,8 +48,8 @@ def acted(run_dir: Path) -> Sequence[str]:
 
 def settings_for(data_dir: Path, *, environ: dict[str, str] | None = None, **flags: Any) -> Settings:
     """Of a service in that folder, by its flags; it goes round quickly."""
-    found = settings_from(Flags(data_dir=data_dir, **flags), environ or {})
-    return replace(found, rules=replace(found.rules, round_s=0.05, first_wait_s=0.01))
+    found = read_settings(Settings, environ or {}, data_dir=data_dir, **flags)
+    return found.model_copy(update={"round_s": 0.05, "first_wait_s": 0.01})
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,7 +239,7 @@ async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Ser
 
 async def test_and_not_without_end(tmp_path: Path):
     settings = settings_for(tmp_path)
-    async with serving(replace(settings, rules=replace(settings.rules, lock_wait_s=0.0))) as served:
+    async with serving(settings.model_copy(update={"lock_wait_s": 0.0})) as served:
         job_id = await served.post("waiting")
         await served.until_it_trains(job_id)
         await served.ask("pause", job_id)

@@ -88,9 +88,8 @@ async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterward
 
 
 async def test_a_store_that_hangs_is_waited_for_no_longer_than_that(tmp_path: Path):
-    from dataclasses import replace
 
-    async with serving(replace(settings_for(tmp_path), store_s=0.05)) as served:
+    async with serving(settings_for(tmp_path).model_copy(update={"store_s": 0.05})) as served:
         hang = asyncio.Event()
 
         def hanging() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ async def test_what_happens_comes_while_it_happens(served):
 
 
 async def test_a_quiet_stream_says_that_it_is_there(tmp_path: Path):
-    settings = replace(settings_for(tmp_path), heartbeat_s=0.01)
+    settings = settings_for(tmp_path).model_copy(update={"heartbeat_s": 0.01})
     async with serving(settings) as served:
         running, queued = [await served.post("waiting") for _ in range(2)]
         await served.until_it_trains(running)
@@ -125,7 +124,7 @@ async def test_a_quiet_stream_says_that_it_is_there(tmp_path: Path):
 
 
 async def test_only_so_many_streams_are_open(tmp_path: Path):
-    async with serving(replace(settings_for(tmp_path), max_streams=0)) as served:
+    async with serving(settings_for(tmp_path).model_copy(update={"max_streams": 0})) as served:
         job_id = await served.post("quick")
         answer = await served.client.get(f"/jobs/{job_id}/events")
         assert (answer.status_code, answer.json()["code"]) == (503, "too_many_streams")

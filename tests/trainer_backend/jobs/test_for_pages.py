@@ -39,7 +39,7 @@ def test_examples_are_those_of_the_operator_s_folders_and_what_is_none_is_left_o
 
 
 async def test_the_form_offers_what_lies_under_allow_root(served):
-    roots = served.service.settings.bounds.roots
+    roots = served.service.settings.roots
     names = {file.stem for root in roots for file in root.glob("*.toml")}
     assert {name for name, _ in dashboard_of(served.service).examples[1:]} == names
     assert "crafter_cpu" in names

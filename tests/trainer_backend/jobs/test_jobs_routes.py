@@ -238,7 +238,7 @@ async def test_a_service_that_only_shows_changes_no_job(tmp_path):
     async with serving(settings_for(tmp_path)) as served:
         job_id = await served.post("quick")
         run_dir = Path((await served.until(job_id, "succeeded"))["run_dir"])
-    async with serving(settings_for(tmp_path, max_jobs=0)) as served:
+    async with serving(settings_for(tmp_path, jobs=False)) as served:
         for answer in (
             await served.client.delete(f"/jobs/{job_id}", params={"files": True}),
             await served.client.delete(f"/jobs/{job_id}"),
@@ -249,7 +249,7 @@ async def test_a_service_that_only_shows_changes_no_job(tmp_path):
 
 
 async def test_a_service_that_only_shows_takes_no_jobs(tmp_path):
-    async with serving(settings_for(tmp_path, max_jobs=0)) as served:
+    async with serving(settings_for(tmp_path, jobs=False)) as served:
         for answer in (
             await served.client.post("/jobs", content=TOML),
             await served.client.post("/rl/jobs", json={"job_type": "rl", "data": {"config": TOML}}),
@@ -259,9 +259,8 @@ async def test_a_service_that_only_shows_takes_no_jobs(tmp_path):
 
 
 async def test_a_queue_that_is_full_says_so(tmp_path):
-    from dataclasses import replace
 
-    settings = replace(settings_for(tmp_path), max_queued=1)
+    settings = settings_for(tmp_path).model_copy(update={"max_queued": 1})
     async with serving(settings) as served:
         running = await served.post("waiting")
         await served.until(running, "running")
@@ -271,9 +270,8 @@ async def test_a_queue_that_is_full_says_so(tmp_path):
 
 
 async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_path):
-    from dataclasses import replace
 
-    settings = replace(settings_for(tmp_path), max_queued=1)
+    settings = settings_for(tmp_path).model_copy(update={"max_queued": 1})
     async with serving(settings) as served:
         running = await served.post("waiting")
         await served.until(running, "running")

@@ -6,12 +6,13 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from service_kit.settings import read_settings
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import TASK_APP_SETTINGS
 from trainer_backend.jobs.posted import document_of, paths_of, validate_job
-from trainer_backend.jobs.settings import Bounds, Flags, settings_from
+from trainer_backend.jobs.settings import Bounds, Settings
 
 MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
 
@@ -53,7 +54,7 @@ def test_what_the_service_resolved_can_be_posted_again(bounds):
 
 @pytest.mark.parametrize("url", ["", "dns+http://task-app:8001"], ids=["alone", "Compose"])
 def test_every_job_of_configs_can_be_posted(tmp_path, url):
-    bounds = settings_from(Flags(data_dir=tmp_path), {"TASK_URL": url}).bounds
+    bounds = read_settings(Settings, {"TASK_URL": url}, data_dir=tmp_path).bounds
     refused = {}
     for path in sorted(Path("configs").glob("*.toml")):
         try:

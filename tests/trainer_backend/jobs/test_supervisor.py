@@ -17,7 +17,7 @@ from tests.trainer_backend.jobs.served import LONG_S, acted
 from trainer_backend.job.load import dump_job
 from trainer_backend.jobs.data_dir import DataDir, open_data_dir
 from trainer_backend.jobs.processes import Command, JobProcess
-from trainer_backend.jobs.settings import Rules
+from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
@@ -84,12 +84,14 @@ class House:
 
 
 @asynccontextmanager
-async def house(tmp_path: Path, rules: Rules, command: Command = acted) -> AsyncIterator[House]:
+async def house(
+    tmp_path: Path, settings: SupervisorSettings, command: Command = acted
+) -> AsyncIterator[House]:
     clock, news = Clock(), News()
     store = open_store(f"sqlite:///{tmp_path}/store.db", clock=clock)
     with open_data_dir(tmp_path / "runs", runs_jobs=True) as data:
         watcher = Watcher(store, data, news)
-        supervisor = Supervisor(store, data, news, watcher, rules, command=command, answer_s=0.5)
+        supervisor = Supervisor(store, data, news, watcher, settings, command=command)
         running = asyncio.ensure_future(supervisor.run())
         try:
             yield House(store, data, clock, supervisor)
@@ -101,9 +103,9 @@ async def house(tmp_path: Path, rules: Rules, command: Command = acted) -> Async
             store.close()
 
 
-def rules(**changed: float) -> Rules:
-    given = {"max_jobs": 3, "round_s": 0.02, "first_wait_s": 0.01, **changed}
-    return Rules(**given)  # type: ignore[arg-type]
+def settings(**changed: float) -> SupervisorSettings:
+    given = {"max_jobs": 3, "round_s": 0.02, "first_wait_s": 0.01, "store_s": 0.5, **changed}
+    return SupervisorSettings.model_validate(given)
 
 
 async def hang(there: House, job_id: str) -> None:
@@ -116,7 +118,7 @@ async def hang(there: House, job_id: str) -> None:
 
 
 async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_time(tmp_path: Path):
-    async with house(tmp_path, rules(grace_s=3.0)) as there:
+    async with house(tmp_path, settings(stop_grace_s=3.0)) as there:
         ending, saving, stubborn = [there.job(name) for name in ("waiting", "waiting", "stubborn")]
         await there.until(lambda: all(there.trains(job_id) for job_id in (ending, saving, stubborn)))
         processes = [there.process(job_id) for job_id in (saving, stubborn)]
@@ -128,7 +130,7 @@ async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_
 
 
 async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Path):
-    async with house(tmp_path, rules(grace_s=1.0)) as there:
+    async with house(tmp_path, settings(stop_grace_s=1.0)) as there:
         ending, stubborn = there.job("waiting"), there.job("stubborn")
         await there.until(lambda: there.trains(ending) and there.trains(stubborn))
         process = there.process(stubborn)
@@ -143,7 +145,7 @@ async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Pa
 
 
 async def test_after_it_has_hung_all_that_ended_meanwhile_is_written_down_once(tmp_path: Path):
-    async with house(tmp_path, rules()) as there:
+    async with house(tmp_path, settings()) as there:
         ending = there.job("waiting")
         await there.until(lambda: there.trains(ending))
         await hang(there, ending)
@@ -156,7 +158,7 @@ async def test_after_it_has_hung_all_that_ended_meanwhile_is_written_down_once(t
 
 
 async def test_a_job_that_nobody_thought_of_holds_up_no_other(tmp_path: Path):
-    async with house(tmp_path, rules()) as there:
+    async with house(tmp_path, settings()) as there:
         poisoned = there.job("quick", config="[broken")
         sound = there.job("quick")
         await there.until(lambda: there.row(sound).state == "succeeded")
@@ -171,7 +173,7 @@ async def test_a_job_that_nobody_thought_of_holds_up_no_other(tmp_path: Path):
 
 
 async def test_a_run_that_cannot_be_synced_is_settled_all_the_same(tmp_path: Path):
-    async with house(tmp_path, rules(max_jobs=1)) as there:
+    async with house(tmp_path, settings(max_jobs=1)) as there:
         poisoned = there.job("waiting")
         await there.until(lambda: there.trains(poisoned))
         folder = there.folder(poisoned)
@@ -195,7 +197,7 @@ def refusing(times: int, error: int) -> Command:
 
 
 async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(tmp_path: Path):
-    async with house(tmp_path, rules(restarts=3), refusing(3, errno.EMFILE)) as there:
+    async with house(tmp_path, settings(restarts=3), refusing(3, errno.EMFILE)) as there:
         job_id = there.job("quick")
         await there.until(lambda: there.row(job_id).state == "succeeded")
         row = there.row(job_id)
@@ -203,7 +205,7 @@ async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(t
 
 
 async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):
-    async with house(tmp_path, rules(restarts=2), refusing(99, errno.EMFILE)) as there:
+    async with house(tmp_path, settings(restarts=2), refusing(99, errno.EMFILE)) as there:
         job_id = there.job("quick")
         await there.until(lambda: there.row(job_id).state == "failed")
         row = there.row(job_id)
@@ -212,7 +214,7 @@ async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):
 
 
 async def test_a_disk_that_is_full_when_a_run_is_made_is_tried_again(tmp_path: Path):
-    async with house(tmp_path, rules(restarts=99)) as there:
+    async with house(tmp_path, settings(restarts=99)) as there:
         held = there.data.path / "held"
         held.touch()  # a folder cannot be made below a file: as on a full disk, it is not written
         new = NewJob("quick", CONFIG, there.data.home, run_dir=held / "quick-1")
@@ -225,7 +227,7 @@ async def test_a_disk_that_is_full_when_a_run_is_made_is_tried_again(tmp_path: P
 
 @pytest.mark.parametrize("plays", ["stubborn", "waiting"])
 async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path, plays: str):
-    async with house(tmp_path, rules(grace_s=0.1, restarts=0)) as there:
+    async with house(tmp_path, settings(stop_grace_s=0.1, restarts=0)) as there:
         job_id = there.job(plays)
         await there.until(lambda: there.trains(job_id))
         await there.supervisor.close()
@@ -234,7 +236,7 @@ async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path, plays: str):
 
 
 async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(tmp_path: Path):
-    async with house(tmp_path, rules(grace_s=1e6)) as there:
+    async with house(tmp_path, settings(stop_grace_s=1e6)) as there:
         job_id = there.job("stubborn")
         await there.until(lambda: there.trains(job_id))
         process = there.process(job_id)

@@ -1,6 +1,5 @@
 """An Idempotency-Key: a request that was accepted is answered again, whatever has changed meanwhile."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from tests.trainer_backend.jobs.served import document, serving, settings_for
@@ -21,7 +20,7 @@ async def test_the_same_request_again_is_the_same_job(served):
 
 
 async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full(tmp_path: Path):
-    async with serving(replace(settings_for(tmp_path), max_queued=1)) as served:
+    async with serving(settings_for(tmp_path).model_copy(update={"max_queued": 1})) as served:
         running = await served.post("waiting")
         await served.until(running, "running")
         first = await served.client.post("/jobs", content=TOML, headers=KEY)
