@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shared_schemas.base import Body
-from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
+from shared_schemas.context_tools import PUBLISHED, ContextTools
 from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import Trajectory
@@ -180,7 +180,11 @@ class MultiTurn(Body):
 
     @model_validator(mode="after")
     def _check_context_tools(self) -> "MultiTurn":
-        refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
+        if self.context_tools != PUBLISHED and not self.statelm_enabled:
+            named = list(self.context_tools)
+            raise ValueError(
+                f"context_tools is {named}, and statelm_enabled is false: none of them would be offered"
+            )
         return self
 
 

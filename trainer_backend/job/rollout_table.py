@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
+from shared_schemas.context_tools import PUBLISHED, ContextTools
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import InteractionName, MultiTurn, Name, Seed, TerminationTarget
 from shared_schemas.trajectory import MOST_TOKENS, Sampling
@@ -201,21 +201,6 @@ class DataTable(Table):
         """The split of the held-out rows."""
         return self.evaluation_split or "test"
 
-    @model_validator(mode="after")
-    def _one_way_to_hold_out(self) -> "DataTable":
-        is_named = self.evaluation_path is not None or self.evaluation_split is not None
-        if is_named == (self.held_out_share is not None):
-            mistake = ", and not both" if is_named else "; found none"
-            raise ValueError(
-                "held-out rows come from evaluation_split or evaluation_path, or are a held_out_share of "
-                f"split{mistake}"
-            )
-        if self.evaluation_path is None and self.evaluation_split == self.split:
-            raise ValueError(
-                f"evaluation_split is {self.split!r}, which is trained on; did you mean held_out_share?"
-            )
-        return self
-
 
 class MultiTurnTable(Table):
     """[multi_turn]"""
@@ -278,15 +263,3 @@ class MultiTurnTable(Table):
             max_episode_tokens=self.max_episode_tokens,
             context_length_penalty=self.context_length_penalty,
         )
-
-    @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> "MultiTurnTable":
-        # Compare values instead of presence: the job.toml of a run gives every key.
-        fields = type(self).model_fields
-        changed = [name for name in fields if getattr(self, name) != fields[name].default]
-        if changed and not self.enable:
-            raise ValueError(
-                f"multi_turn.{changed[0]} is given, and multi_turn.enable is false: the run would ignore it"
-            )
-        refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
-        return self

@@ -5,13 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 
 from shared_schemas.base import Body
 from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6
-from trainer_backend.job.addresses import fault_in, http_parts
+from trainer_backend.job.addresses import checked_url, fault_in
 
 # What every table of a job is.
 
@@ -68,21 +68,6 @@ class ModelTable(Table):
                 "a model of the hub is named as 'Qwen/Qwen3-0.6B' is; for a folder, did you mean model.path?"
             )
         return name
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelTable":
-        names = [key for key in ("preset", "path", "name") if getattr(self, key) is not None]
-        if len(names) != 1:
-            mistake = f", found {' and '.join(names)}" if names else ""
-            raise ValueError(f"exactly one of 'preset', 'path' and 'name' must be given{mistake}")
-        if self.revision is not None and self.name is None:
-            raise ValueError("'revision' is of a model of the hub; it needs 'name'")
-        if self.preset is not None and (self.tool_call_format or self.chat_template_kwargs):
-            raise ValueError(
-                "'preset' has its own chat template and tool-call format; 'tool_call_format' and "
-                "'chat_template_kwargs' are for 'path' and 'name'"
-            )
-        return self
 
 
 # Keys of [services] that are settings of the task app, under its own names.
@@ -200,26 +185,6 @@ class ServicesTable(Table):
                 text = ",".join(value) if isinstance(value, tuple) else str(value)
                 variables[f"TURNWISE_{name.upper()}"] = text
         return variables
-
-    @model_validator(mode="after")
-    def _keys_of_our_own_task_apps(self) -> "ServicesTable":
-        if self.task_url and (variables := self.task_app_variables):
-            variable = next(iter(variables))
-            raise ValueError(
-                f"{variable.removeprefix('TURNWISE_').lower()} is for the task app that the job starts "
-                f"itself, and task_url names others: start those with {variable} in their environment"
-            )
-        if self.task_url and self.task_plugins:
-            raise ValueError(
-                "task_plugins are for the task app that the job starts itself, and task_url names others: "
-                "start those with `turnwise task-app --plugins FILE`"
-            )
-        if self.task_url and self.task_apps > 1:
-            raise ValueError(
-                "task_apps counts those that the job starts itself, and task_url names others: name as many "
-                "there"
-            )
-        return self
 
 
 class ClusterTable(Table):
@@ -358,29 +323,12 @@ class InferenceTable(Table):
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
 
-    @model_validator(mode="after")
-    def _engine_and_urls_agree(self) -> "InferenceTable":
-        for url in self.urls:
-            try:
-                http_parts(url)
-            except ValueError as error:
-                raise ValueError(f"urls {error}") from error
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+    @field_validator("urls")
+    @classmethod
+    def _each_server_once(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        if len({checked_url(url, "urls") for url in urls}) < len(urls):
             raise ValueError("urls names a server twice")
-        if self.engine == "vllm" and not self.urls and not self.vllm_python:
-            raise ValueError(
-                "engine is 'vllm', and it has neither urls of servers nor a vllm_python to start them with "
-                "(docs/vllm.md)"
-            )
-        if self.engine == "local" and self.urls:
-            raise ValueError(
-                "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
-            )
-        if self.engine == "vllm" and self.own_process:
-            raise ValueError("own_process is of the local engine, and engine is 'vllm': leave it out")
-        if self.engine == "vllm" and self.deterministic:
-            raise ValueError("deterministic cannot be had of vLLM: equal seeds give other tokens there")
-        return self
+        return urls
 
     @field_validator("vllm")
     @classmethod
@@ -479,10 +427,7 @@ class LearnerTable(Table):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        try:
-            return http_parts(url).geturl().rstrip("/") if url else ""
-        except ValueError as error:
-            raise ValueError(f"url {error}") from error
+        return checked_url(url, "url") if url else ""
 
 
 class WeightTransferTable(Table):
