@@ -21,15 +21,3 @@ def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_check_names)]
-
-
-def refuse_without_editing(names: tuple[str, ...], *, statelm_enabled: bool) -> None:
-    """Refuse tool names that have no effect.
-
-    Raises:
-        ValueError: other tools than the default are named, and editing is off.
-    """
-    if names != PUBLISHED and not statelm_enabled:
-        raise ValueError(
-            f"context_tools is {list(names)}, and statelm_enabled is false: none of them would be offered"
-        )

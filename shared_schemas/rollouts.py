@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shared_schemas.base import Body
-from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
+from shared_schemas.context_tools import PUBLISHED, ContextTools
 from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import WIRE_NAMES, StepRewards
 from shared_schemas.trajectory import Trajectory
@@ -164,7 +164,7 @@ class RolloutLimits(LimitKeys):
     max_decisions: Decisions = 50
 
 
-class MultiTurn(Body):
+class ConversationKeys(Body):
     """Settings of a conversation, with the names of sources 3 and 5."""
 
     statelm_enabled: bool = Field(
@@ -188,9 +188,17 @@ class MultiTurn(Body):
         description="reward of the last decision before a prompt that is too long",
     )
 
+
+class MultiTurn(ConversationKeys):
+    """The settings of a conversation in a request."""
+
     @model_validator(mode="after")
     def _check_context_tools(self) -> "MultiTurn":
-        refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
+        if self.context_tools != PUBLISHED and not self.statelm_enabled:
+            named = list(self.context_tools)
+            raise ValueError(
+                f"context_tools is {named}, and statelm_enabled is false: none of them would be offered"
+            )
         return self
 
 

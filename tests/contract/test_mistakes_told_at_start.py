@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "reward function": (
         {"rollout__reward_function": "fair"},
         HERE,
-        "rollout.reward_function: unknown reward function 'fair'; it has none (says the task app at",
+        "rollout.reward_function: unknown reward function 'fair'; it has none",
     ),
     "teacher": (NO_TEACHER, HERE, "warmup.policy_name: unknown policy 'crafter_techer'"),
     "key of the teacher": (

@@ -177,7 +177,7 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
     [
         ({"advantage": "gigpo"}, "its score is told but trains nothing"),
         ({"advantage": "gigpo", "episode_score": "outcome"}, None),
-        ({"advantage": "rloo", "episode_score": "outcome"}, "which reads scores alone: what decisions earn"),
+        ({"advantage": "rloo", "episode_score": "outcome"}, "it reads scores alone"),
     ],
 )
 def test_what_trains_nothing_beside_a_score_of_the_episode_is_told(algorithm, told):

@@ -159,7 +159,9 @@ def test_arguments_of_a_schedule_are_its_keys_in_whatever_order_it_is_decorated(
     ):
         code = HEAD + marks + body
         assert "rollout_allocation_schedule.alpha_0 is required with type = 'mine'" in refusal(tmp_path, code)
-        assert "gamma is not read by type = 'mine'" in refusal(tmp_path, code, alpha_0=1.0, gamma=1.0)
+        assert "gamma is not read by rollout_allocation_schedule.type = 'mine'" in refusal(
+            tmp_path, code, alpha_0=1.0, gamma=1.0
+        )
         loaded = job_with(tmp_path, code, alpha_0=1.0, beta=0.0)
         assert samplers(loaded, range(1, 5)) == ["actor", "actor", "fixed", "fixed"]
         assert not [line for line in loaded.warnings if "in every iteration" in line], "alpha falls"
@@ -171,7 +173,7 @@ def test_a_schedule_may_take_the_seed_and_look_back(tmp_path):
     )
     loaded = job_with(tmp_path, code.format("('actor', 'fixed')[self.n % 2]"), "job.seed=3")
     assert samplers(loaded, range(1, 3)) == ["fixed", "fixed"]
-    assert "looks back on those; set max_staleness = 0" in refusal(
+    assert "type = 'mine' with training.max_staleness" in refusal(
         tmp_path, code.format("'actor'"), "training.max_staleness=1"
     )
 

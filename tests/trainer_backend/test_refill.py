@@ -15,7 +15,6 @@ from trainer_backend.collect.work import Collection
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import TaskAppError
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.train import Run, train
@@ -211,9 +210,3 @@ async def test_what_was_collected_before_a_refill_that_never_came_is_on_disk(tmp
     stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
     assert sorted({item.group_id for item in stored}) == ["train/1/0", "train/1/1"]
     assert {item.rollout_id for item in stored} <= set(run.collector.acked)
-
-
-def test_a_job_that_refills_without_skipping_is_refused():
-    document = {"model": {"preset": "tiny-0.3m"}, "training": {"refill_rounds": 1}}
-    with pytest.raises(ValueError, match=r"refill_rounds needs training\.skip_flat_groups"):
-        JobConfig.model_validate(document)

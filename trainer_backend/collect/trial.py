@@ -15,11 +15,10 @@ from pydantic import SecretStr
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
-from shared_schemas.rollouts import MultiTurn, PolicySpec
-from shared_schemas.state_keys import is_state_key
+from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
-from trainer_backend.collect.plan import Inference, Planner, Players, Slot, stored_state_keys
+from trainer_backend.collect.plan import Inference, Planner, Players, Slot
 from trainer_backend.collect.sources import Source, row_of
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR, model_of
@@ -29,11 +28,9 @@ from trainer_backend.job.rollout_table import (
     SAMPLING_KEYS,
     SET_BY_ROWS,
     SET_BY_THE_JOB,
-    MultiTurnTable,
-    RolloutTable,
 )
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.job.task_app_rules import TASK_APP_RULES, Played
 from trainer_backend.plugins import estimator
 
 _ROWS_ARE_PLAYED = (
@@ -95,17 +92,15 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
     interactions = planner.source.interactions()
     largest = planner.largest()
-    warning: str | None = None
+    warnings = list[str]()
     environment_key = partial(_environment_key, row_of(first.group_id))
     for app in apps.members:
         if app.fault is not None:
             continue  # not up yet; it may come later
         try:
             app.client.refuse_too_large(largest)
-            environment = _Environment(planner, app.client, has_interactions=bool(interactions))
-            instance = await _try(app.client, "env", world, environment_key, check=environment.check)
-            warning = warning or environment.reward_warning(instance)
-            await _refuse_unknown_reward(app.client, first.reward_function)
+            environment = _Environment(planner, app.client, bool(interactions), warnings)
+            await _try(app.client, "env", world, environment_key, check=environment.check)
             await _refuse_unknown_interactions(app.client, interactions)
             await _refuse_unmatchable_rows(app.client, planner.source)
             for stage in policies:
@@ -116,7 +111,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
             app.fault = str(error)
             apps.tell(f"task app lost: {error}")
     apps.refuse_if_none_answers()
-    if warning is not None:
+    for warning in dict.fromkeys(warnings):
         apps.tell(warning)
 
 
@@ -184,20 +179,6 @@ def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     }
 
 
-async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> None:
-    if name is None:
-        return
-    functions = (await client.about()).capabilities.reward_functions
-    if name not in functions:
-        hint = did_you_mean(name, functions) if functions else "; it has none"
-        message = f"unknown reward function {name!r}{hint}"
-        raise JobError(
-            f"{message} (says the task app at {client.url})",
-            where="rollout.reward_function",
-            hint="A file of the operator has it: services.task_plugins, or turnwise task-app --plugins FILE.",
-        )
-
-
 async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[str | None]) -> None:
     """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch."""
     if not names:
@@ -228,14 +209,6 @@ def _no_interaction(message: str) -> JobError:
         where="data.interaction, or interaction_kwargs of a row",
         hint="A file of the operator has them: multi_turn.interaction_config_path, or turnwise task-app "
         "--interactions.",
-    )
-
-
-def _needless_interaction(env_name: str) -> JobError:
-    return JobError(
-        f"nobody would ask the interaction in {env_name!r}, where only tool calls count",
-        where="data.interaction, or interaction_kwargs of a row",
-        hint="Leave it out: the environment scores the episode itself; 'dialogue' is answered in words.",
     )
 
 
@@ -276,29 +249,45 @@ class _Environment:
 
     Attributes:
         has_interactions: whether interactions answer in it.
+        warnings: where advice of a rule goes.
     """
 
     planner: Planner
     client: TaskAppClient
     has_interactions: bool
+    warnings: list[str]
 
     async def check(self, instance: Instance) -> None:
         """Refuse an environment that the job cannot use as it is configured."""
-        rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
-        if instance.info.conversation:
-            _refuse_conversation(rollout.env_name, self.planner.players.multi_turn, algorithm)
-            if self.has_interactions and not instance.info.takes_answers:
-                raise _needless_interaction(rollout.env_name)
-        else:
-            multi_turn = self.planner.players.multi_turn.for_requests()
-            _refuse_keys_of_a_conversation(rollout.env_name, multi_turn, self.client)
-        _refuse_unknown_state_keys(algorithm, rollout, instance, self.client)
-        if estimator(algorithm.advantage).needs_branches:
+        played = await self._played(instance)
+        found = [finding for rule in TASK_APP_RULES for finding in rule.findings(played)]
+        if refusals := [finding for finding in found if finding.kind != "advice"]:
+            lines = [f"{finding.sentence} (says the task app at {self.client.url})" for finding in refusals]
+            others = [f"{other.keys[0]}: {line}" for other, line in zip(refusals[1:], lines[1:], strict=True)]
+            raise JobError("\n".join([lines[0], *others]), where=refusals[0].keys[0])
+        self.warnings.extend(finding.sentence for finding in found)
+        if estimator(self.planner.algorithm.advantage).needs_branches:
             try:
                 await self.client.snapshot(instance.id)
             except Refused as refusal:
                 raise _job_error(refusal, self.client, where="algorithm.advantage") from refusal
         await self._step(instance)
+
+    async def _played(self, instance: Instance) -> Played:
+        planner, info = self.planner, instance.info
+        rollout = planner.players.rollout
+        counts = instance.observation.achievements_counts
+        is_judged = rollout.reward_function is not None
+        functions = (await self.client.about()).capabilities.reward_functions if is_judged else ()
+        return Played(
+            rollout, planner.players.multi_turn, planner.algorithm, planner.table,
+            conversation=info.conversation,
+            takes_answers=info.takes_answers,
+            rewards_decisions=bool(self.has_interactions or counts or info.rewards_calls),
+            state_keys=tuple(info.state_keys),
+            has_interactions=self.has_interactions,
+            reward_functions=tuple(functions),
+        )  # fmt: skip
 
     async def _step(self, instance: Instance) -> None:
         try:
@@ -307,62 +296,6 @@ class _Environment:
             raise
         except TaskAppError:
             pass  # an agent, or an episode of no decision: nothing to try
-
-    def reward_warning(self, instance: Instance) -> str | None:
-        """Return a warning if penalties are the only possible rewards: such a job learns nothing else."""
-        rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
-        by_outcome = rollout.reward_function is not None or algorithm.episode_score == "outcome"
-        by_decision = (
-            self.has_interactions or instance.observation.achievements_counts or instance.info.rewards_calls
-        )
-        if by_outcome or by_decision or not self.planner.table.emits_decision_rewards:
-            return None
-        return (
-            f"training.step_rewards_mode = 'decision_stepwise' pays nothing in {rollout.env_name!r}: it has "
-            "no achievements, and no interaction or reward function scores a decision, so every r_t is 0 but "
-            'for penalties; "env_sparse" pays what the environment pays, "off" its outcome'
-        )
-
-
-def _refuse_unknown_state_keys(
-    algorithm: AlgorithmTable, rollout: RolloutTable, environment: Instance, client: TaskAppClient
-) -> None:
-    state_keys = environment.info.state_keys
-    for name in stored_state_keys(algorithm, rollout):
-        if not is_state_key(name, state_keys):
-            is_listed = name in rollout.state_keys
-            raise JobError(
-                f"{rollout.env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)} "
-                f"(says the task app at {client.url})",
-                where="rollout.state_keys" if is_listed else "algorithm.state_hashing_function",
-            )
-
-
-def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: AlgorithmTable) -> None:
-    if not multi_turn.enable:
-        raise JobError(
-            f"it is false, and the environment {name!r} is a conversation",
-            where="multi_turn.enable",
-            hint="With true, the other keys of [multi_turn] say what bounds it.",
-        )
-    if estimator(algorithm.advantage).needs_branches:
-        raise JobError(
-            f"{algorithm.advantage!r} plays on from snapshots, and {name!r} is a conversation, which no "
-            "snapshot holds",
-            where="algorithm.advantage",
-        )
-
-
-def _refuse_keys_of_a_conversation(name: str, multi_turn: MultiTurn, client: TaskAppClient) -> None:
-    """Refuse, in an environment without a conversation, what it would refuse of every rollout."""
-    key = next((key for key, value in multi_turn if value != getattr(MultiTurn(), key)), None)
-    if key is not None:
-        raise JobError(
-            f"it has no effect in {name!r}, whose prompts are fresh for each decision (says the task app at "
-            f"{client.url})",
-            where=f"multi_turn.{key}",
-            hint="rollout.env_name = 'dialogue', for prompts, or 'documents' holds a conversation.",
-        )
 
 
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:

@@ -2,13 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trainer_backend.core.keys import Table
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.job.addresses import http_parts
+from trainer_backend.job.addresses import checked_url
 
 # `top_logprobs` of a request at the gateway.
 _MOST_TOPS = 20
@@ -87,25 +87,12 @@ class VllmKeys(Table):
                 raise ValueError(f"{name} is the run's own to set: {_VLLM_OWN[key]}")
         return arguments
 
-    @model_validator(mode="after")
-    def _engine_and_urls_agree(self) -> Self:
-        for url in self.urls:
-            try:
-                http_parts(url)
-            except ValueError as error:
-                raise ValueError(f"urls {error}") from error
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+    @field_validator("urls")
+    @classmethod
+    def _each_server_once(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        if len({checked_url(url, "urls") for url in urls}) < len(urls):
             raise ValueError("urls names a server twice")
-        if self.engine == "vllm" and not self.urls and not self.vllm_python:
-            raise ValueError(
-                "engine is 'vllm', and it has neither urls of servers nor a vllm_python to start them with "
-                "(docs/vllm.md)"
-            )
-        if self.engine == "local" and self.urls:
-            raise ValueError(
-                "urls are read with engine = 'vllm', and engine is 'local'. Did you mean 'vllm'?"
-            )
-        return self
+        return urls
 
 
 class EngineKeys(Table):

@@ -95,6 +95,14 @@ def http_parts(url: str) -> SplitResult:
     return parts
 
 
+def checked_url(url: str, key: str) -> str:
+    """Return an http or https URL without a slash at its end; the ValueError for another names the key."""
+    try:
+        return http_parts(url).geturl().rstrip("/")
+    except ValueError as error:
+        raise ValueError(f"{key} {error}") from error
+
+
 def shown(url: str) -> str:
     """Return the URL without its query, which may hold a key."""
     return url.partition("?")[0]

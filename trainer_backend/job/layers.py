@@ -113,9 +113,14 @@ class Places:
         """Return the origins of the other keys."""
         return replace(self, owners={key: place for key, place in self.owners.items() if key not in keys})
 
-    def of_sentence(self, sentence: str) -> str:
-        """Return the places of the keys that a sentence names; at least one file is among them."""
-        places = [place for key, place in self.owners.items() if key in sentence]
+    def of_all(self, keys: Iterable[str]) -> str:
+        """Return the places of all these keys and tables; at least one file is among them."""
+        named = [*keys]
+        places = [
+            place
+            for owner_key, place in self.owners.items()
+            if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in named)
+        ]
         return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _join(self, places: Iterable[str]) -> str:

@@ -11,15 +11,6 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import closest, did_you_mean
 from trainer_backend.errors import JobError
-from trainer_backend.job.checks import (
-    advice,
-    agent_findings,
-    mixture_findings,
-    not_read_with,
-    process_findings,
-    unknown_state_keys,
-    unread_keys,
-)
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key, find_why_needless
 from trainer_backend.job.layers import (
     REWARD_HOMES,
@@ -33,6 +24,8 @@ from trainer_backend.job.layers import (
     without,
 )
 from trainer_backend.job.plug_table import own_findings
+from trainer_backend.job.rule import Finding
+from trainer_backend.job.rules import check_rules, not_read_rules
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_BY, refuse_unknown
@@ -104,17 +97,20 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
         findings = [*_findings(error, tables)]
-        explained = ((".".join(path), _explain_one(item, path, JobConfig)) for item, path in findings)
-        raise join_findings(
-            (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in explained), len(findings)
-        ) from error
+        lines = (
+            f"{places.of(*_homes_of_key('.'.join(path)))}: {_explain_one(item, path, JobConfig)}"
+            for item, path in findings
+        )
+        raise join_findings(lines, len(findings)) from error
     warnings = [*places.idle, *(_warn_of_table(name) for name in foreign)]
-    if not runs_plugins and _has_foreign_plugs(config):
-        return LoadedJob(config, tuple(warnings), places)
-    _refuse_unknown_plugs(config, places)
+    is_foreign = not runs_plugins and _has_foreign_plugs(config)
+    unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
+    knows_plugs = not (is_foreign or unknown)
+    choices = not_read_rules(config) if knows_plugs else ()
     left_out = {
         key: f"{places.of(key)}: {sentence}. It is left out, since {places.of(board)} comes later"
-        for board, key, sentence in not_read_with(config)
+        for rule in choices
+        for (key, board), sentence, _ in rule.findings(config)
         if places.is_above(board, key)
     }
     if left_out:
@@ -122,17 +118,17 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         return replace(
             rest, warnings=(*left_out.values(), *rest.warnings), left_out={**left_out, **rest.left_out}
         )
+    own = own_findings({name: getattr(config, name) for name in set(READ_BY.values())}) if knows_plugs else ()
+    found = check_rules(config, "refusal", "not read", knows_plugs=knows_plugs)
     faults = [
-        *own_findings({name: getattr(config, name) for name in READ_BY.values()}),
-        *unread_keys(config),
-        *unknown_state_keys(config.rollout, config.algorithm),
-        *mixture_findings(config),
-        *process_findings(config),
-        *agent_findings(config),
+        *unknown,
+        *(f"{places.of(key)}: {sentence}" for key, sentence in own),
+        *(f"{_place_of(finding, places)}: {finding.sentence}" for finding in found),
     ]
     if faults:
-        raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))
-    return LoadedJob(config, (*warnings, *advice(config)), places)
+        raise join_findings(faults, len(faults))
+    told = (finding.sentence for finding in check_rules(config, "advice", knows_plugs=knows_plugs))
+    return LoadedJob(config, (*warnings, *told), places)
 
 
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -233,12 +229,12 @@ def _has_foreign_plugs(config: JobConfig) -> bool:
     return bool(config.job.trainer_plugins) or foreign
 
 
-def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
+def _unknown_plugs(config: JobConfig, places: Places) -> Iterator[str]:
     for key, name in _names_in(config, BOARDS):
         try:
             refuse_unknown(key, name)
         except JobError as error:
-            raise JobError(f"{places.of(key)}: {error}") from error
+            yield f"{places.of(key)}: {error}"
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -250,13 +246,19 @@ def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, s
             yield key, name
 
 
-def _place(key: str, sentence: str, places: Places) -> str:
-    if not key:
-        return places.of_sentence(sentence)
+def _homes_of_key(key: str) -> list[str]:
+    """Return where a key of the config may stand; a step-reward switch has three homes."""
     table, _, name = key.partition(".")
-    if table == "training" and name in REWARD_KEYS:
-        return places.of(*(f"{home}.{name}" for home in REWARD_HOMES))
-    return places.of(key)
+    is_switch = table == "training" and name in REWARD_KEYS
+    return [f"{home}.{name}" for home in REWARD_HOMES] if is_switch else [key]
+
+
+def _place_of(finding: Finding, places: Places) -> str:
+    """Return the places of the keys that a finding names; of the first alone, if that has no effect."""
+    if finding.kind == "not read":
+        return places.of(*_homes_of_key(finding.keys[0]))
+    named = [key for key in finding.keys if key in finding.sentence] or finding.keys
+    return places.of_all(home for key in named for home in _homes_of_key(key))
 
 
 def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
@@ -276,8 +278,8 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
         values_by_home = {home: table[key] for home, table in homes.items() if key in table}
         if len(set(map(repr, values_by_home.values()))) > 1:
             reason = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in values_by_home.items())
-            sentence = f"{key} is given twice with different values: {reason}"
-            raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
+            place = places.of_all(f"{home}.{key}" for home in values_by_home)
+            raise JobError(f"{place}: {key} is given twice with different values: {reason}")
         rollout.pop(key, None)
         if values_by_home:
             training[key] = next(iter(values_by_home.values()))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from shared_schemas.base import with_optional
 from shared_schemas.trajectory import SamplingKeys
@@ -18,7 +18,7 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.objective import ObjectiveKind
 from trainer_backend.core.policies import ACTOR, FIXED
-from trainer_backend.job.addresses import shown
+from trainer_backend.job.addresses import checked_url, shown
 from trainer_backend.job.plug_table import PlugTable
 
 Baseline = Literal["shared", "per_policy"]
@@ -51,6 +51,7 @@ class FixedPolicyKeys(Table):
     )
     inference_url: str | None = Field(
         default=None,
+        repr=False,
         description="instead of model_path: an OpenAI-compatible server that returns token ids and log-probs",
     )
     model: str | None = Field(
@@ -114,17 +115,12 @@ class RolloutOnlyTable(FixedPolicyKeys):
             raise ValueError(f"{ACTOR!r} is the policy that is trained; give the fixed one another name")
         return name
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "RolloutOnlyTable":
-        if self.model_path is not None and self.is_remote:
-            raise ValueError(f"{self.name!r} has both model_path and inference_url; which of them is it?")
-        if self.is_remote and self.model is None:
-            raise ValueError(f"{self.name!r}: inference_url needs 'model', its name there")
-        for key in () if self.is_remote else ("model", "api_key_env", "logprobs"):
-            if getattr(self, key) is not None:
-                hint = " Did you mean model_path?" if key == "model" and self.model_path is None else ""
-                raise ValueError(f"{self.name!r}: {key!r} is of an inference_url.{hint}")
-        return self
+    @field_validator("inference_url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        if url is not None:
+            checked_url(url, "inference_url")
+        return url
 
 
 class AllocationTable(PlugTable):

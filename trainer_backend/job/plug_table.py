@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, create_model, model_validator
 
 from trainer_backend.core.keys import Table
 from trainer_backend.plugins import OPEN_BOARDS, READ_BY
@@ -17,21 +17,27 @@ class PlugTable(Table, extra="allow"):
     # The boards whose plugs read it.
     boards: ClassVar[tuple[str, ...]]
 
-    @model_validator(mode="after")
-    def _mount(self) -> Self:
-        given = self.model_extra or {}
-        faults = []
-        for name, table in given.items():
-            kinds = [OPEN_BOARDS[board][name].keys for board in self.boards if name in OPEN_BOARDS[board]]
+    @model_validator(mode="wrap")
+    @classmethod
+    def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Check the tables of plugs too, and tell all faults at once."""
+        own, faults = {}, []
+        try:
+            table = build(data)
+        except ValidationError as error:
+            faults += error.errors(include_url=False)
+        for name in data.keys() - cls.model_fields.keys() if isinstance(data, dict) else ():
+            kinds = [OPEN_BOARDS[board][name].keys for board in cls.boards if name in OPEN_BOARDS[board]]
             try:
-                given[name] = _own_table(type(self), kinds).model_validate(table).model_dump()
+                own[name] = _own_table(cls, kinds).model_validate(data[name]).model_dump()
             except ValidationError as error:
                 faults += [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
             except LookupError:
-                faults.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+                faults.append({"type": "extra_forbidden", "loc": (name,), "msg": "", "input": data[name]})
         if faults:
-            raise ValidationError.from_exception_data(type(self).__name__, faults)  # type: ignore[arg-type]
-        return self
+            raise ValidationError.from_exception_data(cls.__name__, faults)  # type: ignore[arg-type]
+        (table.model_extra or {}).update(own)
+        return table
 
     def own(self, name: str) -> dict[str, Any]:
         """The values of `[TABLE.NAME]`."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from shared_schemas.rollouts import InteractionName, LimitKeys, MultiTurn, Name, Seed
+from shared_schemas.rollouts import ConversationKeys, InteractionName, LimitKeys, MultiTurn, Name, Seed
 from shared_schemas.trajectory import TRUNCATING, Sampling
 from trainer_backend.core.keys import Table
 from trainer_backend.job.mixture_table import RolloutOnlyTable, TrainedSamplingKeys
@@ -190,21 +190,6 @@ class DataTable(Table):
         """The split of the held-out rows."""
         return self.evaluation_split or "test"
 
-    @model_validator(mode="after")
-    def _one_way_to_hold_out(self) -> "DataTable":
-        is_named = self.evaluation_path is not None or self.evaluation_split is not None
-        if is_named == (self.held_out_share is not None):
-            mistake = ", and not both" if is_named else "; found none"
-            raise ValueError(
-                "held-out rows come from evaluation_split or evaluation_path, or are a held_out_share of "
-                f"split{mistake}"
-            )
-        if self.evaluation_path is None and self.evaluation_split == self.split:
-            raise ValueError(
-                f"evaluation_split is {self.split!r}, which is trained on; did you mean held_out_share?"
-            )
-        return self
-
 
 class InteractionKeys(Table):
     """Whether conversations are played, and the interactions that answer in them."""
@@ -223,7 +208,7 @@ class InteractionKeys(Table):
     )
 
 
-class MultiTurnTable(MultiTurn, InteractionKeys):
+class MultiTurnTable(ConversationKeys, InteractionKeys):
     """[multi_turn]"""
 
     max_assistant_turns: int | None = Field(
@@ -248,14 +233,3 @@ class MultiTurnTable(MultiTurn, InteractionKeys):
         if not self.enable:
             return MultiTurn()
         return MultiTurn(**self.model_dump(include=set(MultiTurn.model_fields)))
-
-    @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> "MultiTurnTable":
-        # Compare values instead of presence: the job.toml of a run gives every key.
-        fields = type(self).model_fields
-        changed = [name for name in fields if getattr(self, name) != fields[name].default]
-        if changed and not self.enable:
-            raise ValueError(
-                f"multi_turn.{changed[0]} is given, and multi_turn.enable is false: the run would ignore it"
-            )
-        return self

@@ -6,15 +6,13 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from shared_schemas.rollouts import Seed
 from trainer_backend.core.keys import Table
-from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.job.layers import JOB_NAME, LONGEST_NAME
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import (
-    SET_BY_ROWS,
     DataTable,
     MultiTurnTable,
     RolloutTable,
@@ -147,62 +145,6 @@ class JobConfig(Table):
     def _one_table_is_a_list_of_one(cls, value: Any) -> Any:
         return [value] if isinstance(value, dict) else value
 
-    @model_validator(mode="after")
-    def _tables_agree(self) -> "JobConfig":
-        if self.rollout.episodes_per_batch % self.training.group_size:
-            raise ValueError(
-                f"rollout.episodes_per_batch ({self.rollout.episodes_per_batch}) must be a multiple of "
-                f"training.group_size ({self.training.group_size})"
-            )
-        if self.rollout.max_tokens >= self.inference.max_model_len:
-            raise ValueError(
-                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below inference.max_model_len "
-                f"({self.inference.max_model_len}): prompt and response share it"
-            )
-        if self.multi_turn.enable and self.rollout.max_tokens >= self.multi_turn.max_model_length:
-            raise ValueError(
-                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below multi_turn.max_model_length "
-                f"({self.multi_turn.max_model_length}): prompt and response share it"
-            )
-        self._refuse_shared_worlds()
-        self._refuse_worlds_beside_rows()
-        self._refuse_interactions_for_others()
-        self._refuse_idle_processes()
-        if self.training.refill_rounds and not self.training.skip_flat_groups:
-            raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
-        if self.training.max_staleness and self.inference.deterministic:
-            raise ValueError(
-                f"training.max_staleness = {self.training.max_staleness} with inference.deterministic: "
-                "which version samples a token would depend on how long other work takes; drop one of them"
-            )
-        truncation = self.rollout.truncation
-        if truncation and not self.rollout.allow_truncated_sampling:
-            raise ValueError(
-                f"[rollout] {truncation} removes probability that training would still count; set "
-                "rollout.allow_truncated_sampling = true to accept that"
-            )
-        temperatures = {self.rollout.temperature, self.evaluation_temperature} - {0.0}
-        if self.inference.engine == "vllm" and not all(0.01 <= value <= 2 for value in temperatures):
-            raise ValueError("inference.engine = 'vllm' allows temperatures from 0.01 to 2, and 0")
-        if self.inference.engine == "vllm" and truncation:
-            raise ValueError(
-                f"[rollout] {truncation} with inference.engine = 'vllm': it returns log-probs of the "
-                "truncated distribution, and training computes those of the whole one"
-            )
-        return self
-
-    def _refuse_shared_worlds(self) -> None:
-        if not self.rollout.seeds:
-            return  # new worlds never coincide with the held-out ones
-        explicit = self.evaluation.seeds
-        held_out = set(explicit) if explicit else evaluation_worlds(self.evaluation.instances)
-        shared = sorted(seed for seed in self.rollout.seeds if seed in held_out)
-        if shared:
-            raise ValueError(
-                f"rollout.seeds and the worlds of the evaluation share {shared[0]}: what was trained on "
-                "is not held out; take it from one of the two"
-            )
-
     @property
     def max_decisions(self) -> int:
         """Decisions that an episode may take, by whichever limit is lower."""
@@ -214,48 +156,3 @@ class JobConfig(Table):
         budget = self.max_decisions * self.rollout.max_tokens
         most = min(budget, self.multi_turn.max_episode_tokens or budget)
         return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)
-
-    def _refuse_interactions_for_others(self) -> None:
-        if self.data is not None and self.data.interaction is not None and not self.multi_turn.enable:
-            raise ValueError(
-                f"data.interaction is {self.data.interaction!r}, who answers in conversations, and "
-                "multi_turn.enable is false"
-            )
-        if self.services.task_url and self.multi_turn.interaction_config_path is not None:
-            raise ValueError(
-                "multi_turn.interaction_config_path is for the task app that the job starts itself, and "
-                "services.task_url names others: start those with `turnwise task-app --interactions FILE`"
-            )
-
-    def _refuse_idle_processes(self) -> None:
-        gateways, urls = self.services.gateways, self.inference.urls
-        servers, key = (len(urls), "urls") if urls else (self.inference.replicas, "replicas")
-        if gateways > 1 and self.cluster is None:
-            raise ValueError(
-                f"services.gateways is {gateways}, and without [cluster] a run is one process with one "
-                'gateway; did you leave out [cluster] with launcher = "local"?'
-            )
-        if self.inference.own_process and self.cluster is None:
-            raise ValueError(
-                "inference.own_process is true, and without [cluster] a run is one process; did you leave "
-                'out [cluster] with launcher = "local"?'
-            )
-        if self.inference.engine == "vllm" and gateways > servers:
-            raise ValueError(
-                f"services.gateways is {gateways}, and inference.{key} names {servers} servers: each gateway "
-                "has servers of its own"
-            )
-        if self.services.gateway_port and self.services.gateway_port + gateways - 1 > 65535:
-            raise ValueError(
-                f"services.gateways is {gateways}, and from services.gateway_port = "
-                f"{self.services.gateway_port} on there are not so many ports"
-            )
-
-    def _refuse_worlds_beside_rows(self) -> None:
-        worlds = {"rollout.seeds": self.rollout.seeds, "evaluation.seeds": self.evaluation.seeds}
-        for key, seeds in worlds.items():
-            if seeds and self.data is not None:
-                raise ValueError(f"{key} names worlds, and [data] the rows that are played in their place")
-        for key in SET_BY_ROWS if self.data is not None else ():
-            if key in self.rollout.env_config:
-                raise ValueError(f"rollout.env_config.{key} is that of each row of [data]; leave it out")

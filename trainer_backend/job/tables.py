@@ -5,14 +5,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 
 from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6
 from trainer_backend.core.keys import Table
 from trainer_backend.inference.keys import EngineKeys, VllmKeys
-from trainer_backend.job.addresses import fault_in, http_parts
+from trainer_backend.job.addresses import checked_url, fault_in
 
 # One or two parts; a path would begin with / or . or ~ or have more of them.
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -52,21 +52,6 @@ class ModelTable(Table):
                 "a model of the hub is named as 'Qwen/Qwen3-0.6B' is; for a folder, did you mean model.path?"
             )
         return name
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelTable":
-        names = [key for key in ("preset", "path", "name") if getattr(self, key) is not None]
-        if len(names) != 1:
-            mistake = f", found {' and '.join(names)}" if names else ""
-            raise ValueError(f"exactly one of 'preset', 'path' and 'name' must be given{mistake}")
-        if self.revision is not None and self.name is None:
-            raise ValueError("'revision' is of a model of the hub; it needs 'name'")
-        if self.preset is not None and (self.tool_call_format or self.chat_template_kwargs):
-            raise ValueError(
-                "'preset' has its own chat template and tool-call format; 'tool_call_format' and "
-                "'chat_template_kwargs' are for 'path' and 'name'"
-            )
-        return self
 
 
 # Keys of [services] that are settings of the task app, under its own names.
@@ -146,26 +131,6 @@ class ServicesTable(Table):
                 variables[f"TURNWISE_{name.upper()}"] = text
         return variables
 
-    @model_validator(mode="after")
-    def _keys_of_our_own_task_apps(self) -> "ServicesTable":
-        if self.task_url and (variables := self.task_app_variables):
-            variable = next(iter(variables))
-            raise ValueError(
-                f"{variable.removeprefix('TURNWISE_').lower()} is for the task app that the job starts "
-                f"itself, and task_url names others: start those with {variable} in their environment"
-            )
-        if self.task_url and self.task_plugins:
-            raise ValueError(
-                "task_plugins are for the task app that the job starts itself, and task_url names others: "
-                "start those with `turnwise task-app --plugins FILE`"
-            )
-        if self.task_url and self.task_apps > 1:
-            raise ValueError(
-                "task_apps counts those that the job starts itself, and task_url names others: name as many "
-                "there"
-            )
-        return self
-
 
 class ClusterTable(Table):
     """[cluster]: the job's roles run as processes of their own; absent: all in one."""
@@ -190,14 +155,6 @@ class ClusterTable(Table):
 
 class InferenceTable(EngineKeys, VllmKeys):
     """[inference]"""
-
-    @model_validator(mode="after")
-    def _keys_of_one_engine(self) -> "InferenceTable":
-        if self.engine == "vllm" and self.own_process:
-            raise ValueError("own_process is of the local engine, and engine is 'vllm': leave it out")
-        if self.engine == "vllm" and self.deterministic:
-            raise ValueError("deterministic cannot be had of vLLM: equal seeds give other tokens there")
-        return self
 
 
 # How long ranks wait for each other: they import torch at their own pace, nodes start one after the other.
@@ -248,10 +205,7 @@ class LearnerTable(Table):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        try:
-            return http_parts(url).geturl().rstrip("/") if url else ""
-        except ValueError as error:
-            raise ValueError(f"url {error}") from error
+        return checked_url(url, "url") if url else ""
 
 
 class WeightTransferTable(Table):

@@ -19,9 +19,9 @@ from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job, unborn_gateway
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.job.checks import biases
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
+from trainer_backend.job.rules import biases
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.terminal.templates import toml_value

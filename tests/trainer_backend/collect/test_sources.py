@@ -15,7 +15,6 @@ from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import origin_of, row_of
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.data.rows import Row
-from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 
@@ -211,21 +210,3 @@ def test_worlds_name_no_row():
 def test_a_plan_without_the_rows_of_its_job_is_refused():
     with pytest.raises(ValueError, match=r"needs the rows of \[data\]"):
         Planner.of(job_with(), "run", MODEL).training(1)
-
-
-@pytest.mark.parametrize(
-    ("tables", "told"),
-    [
-        ({"rollout": {"seeds": [1, 2]}}, r"rollout\.seeds names worlds"),
-        ({"evaluation": {"seeds": [1, 2]}}, r"evaluation\.seeds names worlds"),
-        ({"rollout": {"env_config": {"prompt": "?"}}}, r"rollout\.env_config\.prompt is that of each row"),
-        ({"data": {"path": "a", "splitt": "x", "held_out_share": 0.1}}, r"Did you mean 'split'\?"),
-        ({"data": {"held_out_share": 0.1}}, r"data\.path is required"),
-        ({"data": {"path": "a", "held_out_share": 1.0}}, r"data\.held_out_share is 1\.0"),
-        ({"data": {"path": "a"}}, "held-out rows come from evaluation_split or evaluation_path"),
-    ],
-)
-def test_a_job_that_contradicts_its_data_is_refused(tables, told):
-    tables = {"rollout": {"episodes_per_batch": 64}, "training": {"group_size": 8}, **tables}
-    with pytest.raises(JobError, match=told):
-        job_with(**tables)

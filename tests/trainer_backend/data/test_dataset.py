@@ -246,17 +246,3 @@ def test_a_class_of_the_user_s_own_may_take_any_truth(tmp_path, file, is_refused
         assert "line 1: the row has no ground truth" in refused(table, numbers=numbers)
     else:
         assert len(read_data(table, instances=2, numbers=numbers).training) == 1
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({}, "found none"),
-        ({"held_out_share": 0.1, "evaluation_split": "test"}, "and not both"),
-        ({"held_out_share": 0.1, "evaluation_path": "b.jsonl"}, "and not both"),
-        ({"evaluation_split": "train"}, "did you mean held_out_share"),
-    ],
-)
-def test_held_out_rows_come_from_one_place(keys, told):
-    with pytest.raises(ValueError, match=told):
-        DataTable(path=Path("a.jsonl"), **keys)

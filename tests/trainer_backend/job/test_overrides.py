@@ -87,7 +87,7 @@ def test_a_model_folder_that_came_with_set_is_blamed_on_it(path: Path, tmp_path:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("model.revision=main", "FILE with --set model.revision=…: model: 'revision' is of"),
+        ("model.revision=main", "FILE with --set model.revision=…: model.revision = 'main' without"),
         (
             "rollout.policy_config.seed=1",
             "FILE with --set rollout.policy_config.seed=…: rollout.policy_config: ",

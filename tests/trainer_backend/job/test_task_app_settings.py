@@ -31,12 +31,6 @@ def test_every_such_key_has_the_name_of_the_setting():
     assert set(TASK_APP_SETTINGS) <= type(read_settings(Settings, {})).model_fields.keys()
 
 
-@pytest.mark.parametrize("key", GIVEN)
-def test_other_task_apps_have_settings_of_their_own(key):
-    with pytest.raises(ValidationError, match=f"{key} is for the task app that the job starts itself"):
-        ServicesTable.model_validate({"task_url": ["http://there:1"], key: GIVEN[key]})
-
-
 def test_a_module_s_name_is_one_name():
     with pytest.raises(ValidationError, match="should match pattern"):
         ServicesTable.model_validate({"gymnasium_modules": ["minigrid,os"]})

@@ -16,8 +16,7 @@ from tests.trainer_backend.learner.test_value_head import (
     tensors_of,
 )
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
-from trainer_backend.errors import CheckpointError, JobError, NonFiniteLoss, OutOfMemory, SegmentError
-from trainer_backend.job.load import parse_job
+from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.protocols import CreditedEpisode, Progress
@@ -205,18 +204,3 @@ def test_the_plan_of_memory_counts_its_layers(tokenizer):
     config = learner_of(tokenizer).model.config
     plain, own = (model_shape(config, None, critic=critic) for critic in (None, "own"))
     assert own.critic == plain.parameters + 97 and plain.critic == 0
-
-
-@pytest.mark.parametrize(
-    ("tables", "told"),
-    [
-        ({"lora": {"rank": 4}}, r"'own' does not go with \[lora\]"),
-        ({"cluster": {}, "learner": {"nproc_per_node": 2}}, "'own' does not go with 2 ranks"),
-        ({"rollout_only": {"model_path": "teacher"}}, r"'own' does not go with \[rollout_only\]"),
-    ],
-    ids=["adapters", "ranks", "a mixture"],
-)
-def test_what_it_does_not_go_with_is_refused(tables, told):
-    document = {"model": {"path": "m"}, "algorithm": {"advantage": "gae"}, "training": {"critic": "own"}}
-    with pytest.raises(JobError, match=told):
-        parse_job(document | tables, where="job.toml")

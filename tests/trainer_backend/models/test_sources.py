@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import load_job, parse_job
+from trainer_backend.job.load import load_job
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.rundir.new_job import load_new_job
 
@@ -144,19 +144,3 @@ def test_a_hub_name_that_is_a_folder_here_is_asked_about(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match=r"a folder here\. Did you mean model\.path\?"):
         load_new_job(job_file(tmp_path, 'name = "Qwen/Qwen3"'))
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ({}, "exactly one of 'preset', 'path' and 'name' must be given"),
-        ({"path": "x", "name": "org/x"}, "found path and name"),
-        ({"path": "x", "revision": "main"}, "'revision' is of a model of the hub"),
-        ({"preset": "tiny-0.3m", "tool_call_format": "hermes"}, "'preset' has its own chat template"),
-        ({"preset": "tiny-0.3m", "chat_template_kwargs": {"a": 1}}, "'preset' has its own chat template"),
-        ({"name": "org/x", "tool_call_format": "hermse"}, "model.tool_call_format is 'hermse'.*'hermes'"),
-    ],
-)
-def test_a_model_table_that_contradicts_itself_is_refused(table: dict[str, object], says: str):
-    with pytest.raises(JobError, match=says):
-        parse_job({"model": table}, where="job.toml")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.job.checks import biases
 from trainer_backend.job.load import parse_job
+from trainer_backend.job.rules import biases
 from trainer_backend.rundir.layout import RunDirectory
 
 
@@ -47,7 +47,10 @@ def test_check_takes_the_schedule_of_the_page_as_the_page_says(
     found = CliRunner().invoke(app, [*command.split(), "--no-trial"])
     assert found.exit_code == 0
     assert re.search(r'type = "pulses" +# default: "constant"', found.stdout)
-    assert "rollout_allocation_schedule.alpha is not read by type = 'pulses'" in found.stderr
+    assert (
+        "rollout_allocation_schedule.alpha is not read by rollout_allocation_schedule.type = 'pulses'"
+        in found.stderr
+    )
 
 
 def test_one_that_does_not_fit_is_told_by_the_first_difference(

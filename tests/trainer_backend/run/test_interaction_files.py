@@ -32,7 +32,7 @@ async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
 
 
 def test_a_file_that_the_run_would_ignore_is_refused():
-    with pytest.raises(JobError, match=r"multi_turn\.enable is false: the run would ignore it"):
+    with pytest.raises(JobError, match=r"interaction_config_path .* multi_turn\.enable = false"):
         tiny_job(multi_turn__interaction_config_path=str(GSM8K))
 
 

@@ -1,0 +1,250 @@
+"""What a rule between keys of a job is, and how a table of rules is read.
+
+A line of a table has the terms that do not go together, the indented text after it says why and what is
+allowed:
+
+    training.critic = "own" & lora
+        it trains whole layers, and the policy's own are held; known there: head
+
+`key` is set to another value than its default, or the table is there; `key = "a"` has the value, or one of
+a list; `key < 1` and `key < other.key` compare; `algorithm.loss: clips` is an attribute of the plug that the
+job names; `no ` negates; `<words>` are a condition of `rules.CONDITIONS`. `a | b & c` are two rules. A rule
+with a key of [rollout_only] is for each fixed policy. The text may hold a job's value: `{model.device}`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import eq, ge, gt, lt
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
+from trainer_backend.plugins import BOARDS
+
+Facts = TypeVar("Facts")
+Kind = Literal["refusal", "not read", "advice", "bias"]
+Need = Literal["toml", "plugs", "task_app"]
+_COMPARED = re.compile(r"(\S+) (<|>|>=|==) (\S+)")
+_ONLY, _WITHOUT = "rollout_only", "without "
+# Rules about these alone are for inactive tables of [rollout_only] too.
+_SOURCE = {f"{_ONLY}.{key}" for key in ("model_path", "inference_url", "model", "api_key_env", "logprobs")}
+
+
+class Finding(NamedTuple):
+    """A sentence about a rule that a job breaks, and the rule's keys."""
+
+    keys: tuple[str, ...]
+    sentence: str
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[Facts]):
+    """A rule between keys, for a job's config or for other facts that have its tables as attributes."""
+
+    keys: tuple[str, ...]
+    """Dotted keys that the rule is about; a finding is placed at the first."""
+    holds: Callable[[Facts], bool]
+    """Whether the job keeps it. False may leave it to `sentence` to find that out, and to say nothing."""
+    sentence: str | Callable[[Facts], str | Iterable[str]]
+    """What was found, what is allowed, the likely intent; `{model.device}` in a text is the job's value."""
+    kind: Kind = "refusal"
+    """not read: a key without effect; advice: a likely mistake; bias: of the expected gradient."""
+    needs: Need = "toml"
+    """What must be at hand: the TOML alone, the plugs that it names, or the answers of a task app."""
+
+    def findings(self, facts: Facts) -> Iterator[Finding]:
+        if self.holds(facts):
+            return
+        told = fill(self.sentence, facts) if isinstance(self.sentence, str) else self.sentence(facts)
+        yield from (
+            Finding(self.keys, line, self.kind) for line in ([told] if isinstance(told, str) else told)
+        )
+
+
+def fill(sentence: str, facts: object) -> str:
+    """Replace `{table.key}` by the job's value."""
+    return sentence.format_map(vars(facts))
+
+
+def field_at(key: str) -> FieldInfo:
+    """Return the field of a table, or of a key in it; KeyError if the job has none."""
+    table, _, name = key.partition(".")
+    field = JobConfig.model_fields[table]
+    return table_model(field).model_fields[name] if name else field
+
+
+def is_key(key: str) -> bool:
+    """Return whether a table of the job has this key."""
+    table, _, name = key.partition(".")
+    return name in table_model(JobConfig.model_fields[table]).model_fields
+
+
+class Case(NamedTuple):
+    """A job, and the one of its fixed policies that is looked at."""
+
+    config: JobConfig
+    policy: RolloutOnlyTable | None = None
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key; None where its table is absent."""
+        table, _, name = key.partition(".")
+        home = self.policy if name and table == _ONLY else getattr(self.config, table)
+        return getattr(home, name, None) if name else home
+
+    def is_set(self, key: str) -> bool:
+        """Return whether a key differs from its default, or a table that a job may lack is there.
+
+        [rollout_only] is there if one of its tables is active.
+        """
+        if "." not in key:
+            return bool(self.config.fixed_policies) if key == _ONLY else self.value(key) is not None
+        usual = field_at(key).get_default(call_default_factory=True)
+        return self.value(key.partition(".")[0]) is not None and bool(self.value(key) != usual)
+
+    def show(self, key: str) -> str:
+        """Write a key with its value, unless this may be secret or long; or that it has none."""
+        table, _, name = key.partition(".")
+        home = name if name and table == _ONLY else key if name else f"[{table}]"
+        value = self.value(key) if key != _ONLY else self.config.fixed_policies
+        if value in (None, (), {}, ""):
+            return f"{_WITHOUT}{home}"
+        value = str(value) if isinstance(value, Path) else value
+        is_plain = isinstance(value, bool | int | float | str) and field_at(key).repr
+        return f"{home} = {show_value(value)}" if is_plain else home
+
+
+def show_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A condition on a key of a job, or of each of its fixed policies."""
+
+    keys: tuple[str, ...]
+    test: Callable[[Case], bool]
+    values: tuple[object, ...] = ()
+    is_negated: bool = False
+    shown: str = ""
+    """What was found, if not the first key and its value."""
+    needs: Need = "toml"
+
+    def is_met(self, case: Case) -> bool:
+        return self.test(case) is not self.is_negated
+
+    def __str__(self) -> str:
+        name = self.keys[0] if "." in self.keys[0] else f"[{self.keys[0]}]"
+        values = f" = {' or '.join(map(show_value, self.values))}" if self.values else ""
+        return f"{'no ' if self.is_negated else ''}{name}{values}"
+
+    def show(self, case: Case) -> str:
+        return fill(self.shown, case.config) if self.shown else case.show(self.keys[0])
+
+
+def has(key: str, *values: object) -> Term:
+    """A key has one of some values; without values: another one than the default."""
+    return Term((key,), lambda case: case.value(key) in values if values else case.is_set(key), values)
+
+
+def lacks(term: Term) -> Term:
+    return replace(term, is_negated=not term.is_negated)
+
+
+def that(test: Callable[[JobConfig], bool], *keys: str, shown: str = "", needs: Need = "toml") -> Term:
+    """A condition of its own, which is shown as the first key with its value, or as `shown`."""
+    return Term(keys, lambda case: test(case.config), shown=shown, needs=needs)
+
+
+def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
+    """Make the rule that these things do not go together; `why` says the reason and what is allowed."""
+    keys = tuple(dict.fromkeys(key for term in terms for key in term.keys))
+    is_of_policies = any(key.startswith(f"{_ONLY}.") for key in keys)
+
+    def broken(config: JobConfig) -> list[Case]:
+        policies = config.rollout_only if _SOURCE.issuperset(keys) else config.fixed_policies
+        cases = [Case(config, policy) for policy in policies] if is_of_policies else [Case(config)]
+        return [case for case in cases if all(term.is_met(case) for term in terms)]
+
+    def tell(config: JobConfig) -> Iterator[str]:
+        reason = fill(why, config)
+        for case in broken(config):
+            place = "" if case.policy is None else f"[{_ONLY}] {case.policy.name!r}: "
+            found = join_words(dict.fromkeys(term.show(case) for term in terms))
+            yield f"{place}{found} ({reason})" if kind == "bias" else f"{place}{found}: {reason}"
+
+    needs: Need = "plugs" if any(term.needs == "plugs" for term in terms) else "toml"
+    return Rule(keys, lambda config: not broken(config), tell, kind, needs)
+
+
+def join_words(parts: Iterable[str]) -> str:
+    """Write what a job has and what it lacks: `a with b and c without d or e`."""
+    first, *others = parts
+    there = [part for part in others if not part.startswith(_WITHOUT)]
+    missing = [part.removeprefix(_WITHOUT) for part in others if part.startswith(_WITHOUT)]
+    text = f"{first} with {' and '.join(there)}" if there else first
+    joint = " or " if first.startswith(_WITHOUT) else f" {_WITHOUT}"
+    return f"{text}{joint}{' or '.join(missing)}" if missing else text
+
+
+def read_table(
+    text: str, conditions: Mapping[str, Term], kind: Kind = "refusal"
+) -> Iterator[Rule[JobConfig]]:
+    """Yield the rules of a table, in the form above."""
+    for block in re.split(r"(?<![&|])\n(?=\S)", text.strip()):
+        line, _, reason = block.partition("\n    ")
+        first, *others = line.replace("\n", " ").split(" & ")
+        for one in first.split(" | "):
+            terms = [read_term(term, conditions) for term in (one, *others)]
+            yield never(*terms, why=" ".join(reason.split()), kind=kind)
+
+
+def read_readers(text: str, conditions: Mapping[str, Term]) -> Iterator[Rule[JobConfig]]:
+    """Yield the rules of a table `keys: terms`, of keys that nothing reads where a term is not met."""
+    for line in text.strip().splitlines():
+        keys, _, readers = line.partition(": ")
+        terms = [read_term(reader, conditions) for reader in readers.split(" & ")]
+        why = f"it is read only with {' and '.join(map(str, terms))}"
+        for key in keys.split():
+            yield from (never(has(key), lacks(term), why=why, kind="not read") for term in terms)
+
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<": lt, ">": gt, ">=": ge, "==": eq}
+
+
+def read_term(text: str, conditions: Mapping[str, Term]) -> Term:
+    if text.startswith("no "):
+        return lacks(read_term(text.removeprefix("no "), conditions))
+    if text.startswith("<"):
+        return conditions[text[1:-1]]
+    if compared := _COMPARED.fullmatch(text):
+        return _compare(*compared.groups())
+    key, equals, value = text.partition(" = ")
+    values = json.loads(value) if equals else []
+    values = tuple(values) if isinstance(values, list) else (values,)
+    key, is_plug, attribute = key.partition(": ")
+    if not is_plug:
+        return has(key, *values)
+
+    def test(case: Case) -> bool:
+        name = case.value(key)
+        found = name is not None and getattr(BOARDS[key][name], attribute)
+        return found in values if values else bool(found)
+
+    return Term((key,), test, needs="plugs")
+
+
+def _compare(key: str, sign: str, other: str) -> Term:
+    def test(case: Case) -> bool:
+        one, two = case.value(key), float(other) if is_number else case.value(other)
+        return None not in (one, two) and _COMPARE[sign](one, two)
+
+    is_number = other.replace(".", "").isdecimal()
+    shown = "" if is_number else f"{key} ({{{key}!r}}) {sign} {other} ({{{other}!r}})"
+    return Term((key,) if is_number else (key, other), test, shown=shown)

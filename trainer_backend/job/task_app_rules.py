@@ -1,0 +1,112 @@
+"""Rules that need the answers of a task app; a trial at the start, and `turnwise check`, look at them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from shared_schemas.base import did_you_mean
+from shared_schemas.rollouts import MultiTurn
+from trainer_backend.job.rollout_table import MultiTurnTable, RolloutTable
+from trainer_backend.job.rule import Kind, Rule
+from trainer_backend.job.rules import to_find, unknown_state_keys
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.plugins import estimator
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a task app says of a job's environment, and the tables of the job that it is compared with."""
+
+    rollout: RolloutTable
+    multi_turn: MultiTurnTable
+    algorithm: AlgorithmTable
+    training: TrainingTable
+    conversation: bool
+    takes_answers: bool
+    """Words without a call are accepted."""
+    rewards_decisions: bool
+    """A decision may earn something: by an achievement, an interaction, or as a call of an agent."""
+    state_keys: tuple[str, ...]
+    has_interactions: bool
+    reward_functions: tuple[str, ...]
+
+
+def _plays_as_usual(played: Played, key: str) -> bool:
+    value = getattr(played.multi_turn.for_requests(), key)
+    return played.conversation or bool(value == getattr(MultiTurn(), key))
+
+
+def _name_rewards(played: Played) -> str:
+    name, known = str(played.rollout.reward_function), played.reward_functions
+    told = f"unknown reward function {name!r}{did_you_mean(name, known) if known else '; it has none'}"
+    return f"{told}. A file of the operator has it: services.task_plugins, or turnwise task-app --plugins"
+
+
+def _in_play(
+    keys: tuple[str, ...],
+    holds: Callable[[Played], bool],
+    sentence: str | Callable[[Played], str | Iterable[str]],
+    kind: Kind = "refusal",
+) -> Rule[Played]:
+    """Make a rule whose sentence follows the key that it is about."""
+    return Rule(keys, holds, sentence, kind, "task_app")
+
+
+TASK_APP_RULES = (
+    _in_play(
+        ("multi_turn.enable", "rollout.env_name"),
+        lambda p: p.multi_turn.enable or not p.conversation,
+        "it is false, and the environment {rollout.env_name!r} is a conversation. With true, the other keys "
+        "of [multi_turn] say what bounds it",
+    ),
+    _in_play(
+        ("algorithm.advantage", "rollout.env_name"),
+        lambda p: not (p.conversation and estimator(p.algorithm.advantage).needs_branches),
+        "{algorithm.advantage!r} plays on from snapshots, and {rollout.env_name!r} is a conversation, which "
+        "no snapshot holds",
+    ),
+    _in_play(
+        ("data.interaction", "rollout.env_name"),
+        lambda p: not (p.conversation and p.has_interactions) or p.takes_answers,
+        "it, or interaction_kwargs of a row, names an interaction that is never asked in "
+        "{rollout.env_name!r}, where only tool calls count and which scores the episode itself: leave it out",
+    ),
+    *(
+        _in_play(
+            (f"multi_turn.{key}", "rollout.env_name"),
+            partial(_plays_as_usual, key=key),
+            "it has no effect in {rollout.env_name!r}, whose prompts are fresh for each decision; "
+            "rollout.env_name = 'dialogue', for prompts, or 'documents' holds a conversation",
+            "not read",
+        )
+        for key in MultiTurn.model_fields
+    ),
+    _in_play(
+        ("rollout.state_keys", "rollout.env_name"),
+        to_find,
+        lambda p: unknown_state_keys(p.rollout.state_keys, p.state_keys, p.rollout.env_name),
+    ),
+    _in_play(
+        ("algorithm.state_hashing_function", "rollout.env_name"),
+        lambda p: not estimator(p.algorithm.advantage).needs_state_keys,
+        lambda p: unknown_state_keys([p.algorithm.state_hashing_function], p.state_keys, p.rollout.env_name),
+    ),
+    _in_play(
+        ("rollout.reward_function",),
+        lambda p: p.rollout.reward_function in (None, *p.reward_functions),
+        _name_rewards,
+    ),
+    _in_play(
+        ("training.step_rewards_mode", "rollout.env_name"),
+        lambda p: (
+            p.rewards_decisions
+            or p.rollout.reward_function is not None
+            or p.algorithm.episode_score == "outcome"
+            or not p.training.step_rewards.emits_decision_rewards
+        ),
+        "training.step_rewards_mode = 'decision_stepwise' pays nothing in {rollout.env_name!r}: it has no "
+        "achievements, and no interaction or reward function scores a decision, so every r_t is 0 but for "
+        'penalties; "env_sparse" pays what the environment pays, "off" its outcome',
+        "advice",
+    ),
+)
