@@ -172,7 +172,7 @@ class ConversationKeys(Body):
         description="let the model edit its context (docs/conversations.md)",
     )
     context_tools: ContextTools = Field(
-        default=PUBLISHED, description="the tools for it (docs/conversations.md)"
+        default=PUBLISHED, min_length=1, description="the tools for it (docs/conversations.md)"
     )
     max_user_turns: int | None = Field(
         default=None,
