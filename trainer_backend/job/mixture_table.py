@@ -38,60 +38,43 @@ class TrainedSamplingKeys(SamplingKeys):
 class FixedPolicyKeys(Table):
     """A frozen model, and how it samples."""
 
-    name: str = Field(
-        default=FIXED,
-        pattern=r"^[A-Za-z0-9._-]+$",
-        max_length=60,
-        description="of the policy, in metrics and as last part of `model`; several must differ",
-    )
-    model_path: Path | None = Field(
-        default=None,
-        description="a model folder, or a run directory (its best checkpoint, else its newest); without it "
-        "and without inference_url, the table is inactive",
-    )
-    inference_url: str | None = Field(
-        default=None,
-        repr=False,
-        description="instead of model_path: an OpenAI-compatible server that returns token ids and log-probs",
-    )
-    model: str | None = Field(
-        default=None, min_length=1, max_length=500, description="the model's name at inference_url"
-    )
+    name: str = Field(default=FIXED, pattern=r"^[A-Za-z0-9._-]+$", max_length=60)
+    """of the policy, in metrics and as last part of `model`; several must differ"""
+    model_path: Path | None = None
+    """a model folder, or a run directory (its best checkpoint, else its newest); without it and without
+    inference_url, the table is inactive"""
+    inference_url: str | None = Field(default=None, repr=False)
+    """instead of model_path: an OpenAI-compatible server that returns token ids and log-probs"""
+    model: str | None = Field(default=None, min_length=1, max_length=500)
+    """the model's name at inference_url"""
     # No repr: a key pasted here by mistake must not appear in an error.
-    api_key_env: str | None = Field(
-        default=None,
-        pattern=r"^[A-Z_][A-Z0-9_]*$",
-        repr=False,
-        description="environment variable that holds the key of inference_url",
-    )
-    logprobs: Literal["raw", "processed"] | None = Field(
-        default=None,
-        description="kind of the log-probs from inference_url: raw, softmax(logits) before temperature and "
-        "truncation, as in vLLM; processed, of the sampling distribution; absent: raw",
-    )
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Z_][A-Z0-9_]*$", repr=False)
+    """environment variable that holds the key of inference_url"""
+    logprobs: Literal["raw", "processed"] | None = None
+    """kind of the log-probs from inference_url: raw, softmax(logits) before temperature and truncation, as in
+    vLLM; processed, of the sampling distribution; absent: raw"""
 
 
 class RolloutOnlyTable(FixedPolicyKeys):
     """[rollout_only], or several as [[rollout_only]]: a frozen model that samples a part of the rollouts."""
 
-    weight: float = Field(default=1.0, gt=0, description="its share among several fixed policies")
-    objective: ObjectiveKind = Field(
-        default="decoupled",
-        description="loss of its samples: the job's loss, clipped around the last policy, times a truncated "
-        "weight; the ratio to the fixed policy inside the clip, as published; or weights without a clip",
-    )
-    baseline: Baseline = Field(
-        default="shared", description="whether its episodes are compared with all siblings or only its own"
-    )
-    behaviour_weight_cap: float | None = Field(
-        default=None, ge=1, description="weight cap of its samples; absent: as in [training]"
-    )
-    behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1, description="likewise")
-    behaviour_weight_level: RatioLevel | None = Field(default=None, description="likewise")
-    behaviour_weight_mode: WeightMode | None = Field(default=None, description="likewise")
-    train_value_head: bool = Field(
-        default=False, description="critic: also train it on these samples, by their truncated weights"
-    )
+    weight: float = Field(default=1.0, gt=0)
+    """its share among several fixed policies"""
+    objective: ObjectiveKind = "decoupled"
+    """loss of its samples: the job's loss, clipped around the last policy, times a truncated weight; the
+    ratio to the fixed policy inside the clip, as published; or weights without a clip"""
+    baseline: Baseline = "shared"
+    """whether its episodes are compared with all siblings or only its own"""
+    behaviour_weight_cap: float | None = Field(default=None, ge=1)
+    """weight cap of its samples; absent: as in [training]"""
+    behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1)
+    """likewise"""
+    behaviour_weight_level: RatioLevel | None = None
+    """likewise"""
+    behaviour_weight_mode: WeightMode | None = None
+    """likewise"""
+    train_value_head: bool = False
+    """critic: also train it on these samples, by their truncated weights"""
 
     @property
     def is_active(self) -> bool:
@@ -130,16 +113,14 @@ class AllocationTable(PlugTable):
 
     boards = ("rollout_allocation_schedule.type",)
 
-    type: str = Field(
-        default="constant", description="course of alpha; each type has its own keys, see below"
-    )
-    alpha: float | None = Field(
-        default=None, ge=0, le=1, description="constant: the probability that the actor samples"
-    )
-    alpha_0: float | None = Field(
-        default=None, ge=0, le=1, description="linear: alpha at step 0; adaptive: before any results"
-    )
-    beta: float | None = Field(default=None, ge=0, description="linear: increase of alpha per step")
+    type: str = "constant"
+    """course of alpha; each type has its own keys, see below"""
+    alpha: float | None = Field(default=None, ge=0, le=1)
+    """constant: the probability that the actor samples"""
+    alpha_0: float | None = Field(default=None, ge=0, le=1)
+    """linear: alpha at step 0; adaptive: before any results"""
+    beta: float | None = Field(default=None, ge=0)
+    """linear: increase of alpha per step"""
     min_alpha: float | None = Field(
         default=None,
         ge=0,
@@ -154,27 +135,22 @@ class AllocationTable(PlugTable):
         description=f"linear, adaptive: upper bound of alpha; absent: {MAX_ALPHA:g}. Below 1, adaptive "
         "keeps testing fixed policies that it has left",
     )
-    gamma: float | None = Field(default=None, ge=0, description="exponential: alpha = 1 - exp(-gamma * step)")
-    switch_steps: tuple[SwitchStep, ...] = Field(
-        default=(), description="step: ascending steps; from each on the other policy samples"
-    )
-    initial_policy: Literal["actor", "fixed"] | None = Field(
-        default=None, description="step: the policy before the first switch; absent: fixed"
-    )
+    gamma: float | None = Field(default=None, ge=0)
+    """exponential: alpha = 1 - exp(-gamma * step)"""
+    switch_steps: tuple[SwitchStep, ...] = ()
+    """step: ascending steps; from each on the other policy samples"""
+    initial_policy: Literal["actor", "fixed"] | None = None
+    """step: the policy before the first switch; absent: fixed"""
     window: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
         description=f"adaptive: number of past iterations that it uses; absent: {WINDOW}",
     )
-    unit: MixingUnit = Field(
-        default="iteration",
-        description="what is sampled by one policy: an iteration, a group, or a single rollout",
-    )
-    selection: Selection = Field(
-        default="weights",
-        description="choice among several fixed policies: by weight, or by the best outcomes so far (UCB1)",
-    )
+    unit: MixingUnit = "iteration"
+    """what is sampled by one policy: an iteration, a group, or a single rollout"""
+    selection: Selection = "weights"
+    """choice among several fixed policies: by weight, or by the best outcomes so far (UCB1)"""
 
     @field_validator("switch_steps")
     @classmethod

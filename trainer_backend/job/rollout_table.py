@@ -52,39 +52,39 @@ def refuse_duplicates(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
 class PlayKeys(Table):
     """What is played, and by which policy."""
 
-    env_name: Name = Field(default="crafter", description="environment, by its name at the task app")
-    env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
-    reward_function: Name | None = Field(default=None, description="scores the episodes (docs/plugins.md)")
-    policy_name: Name = Field(default="openai", description="policy that calls the gateway")
-    policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the policy; keys that the job sets itself are refused"
-    )
-    max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
+    env_name: Name = "crafter"
+    """environment, by its name at the task app"""
+    env_config: dict[str, Any] = Field(default_factory=dict)
+    """passed to the environment"""
+    reward_function: Name | None = None
+    """scores the episodes (docs/plugins.md)"""
+    policy_name: Name = "openai"
+    """policy that calls the gateway"""
+    policy_config: dict[str, Any] = Field(default_factory=dict)
+    """passed to the policy; keys that the job sets itself are refused"""
+    max_turns: int = Field(default=50, ge=1, le=10_000)
+    """decisions an episode may take"""
 
 
 class EpisodesKeys(LimitKeys, PlayKeys):
     """Which episodes are played, and how many."""
 
-    seeds: tuple[Seed, ...] = Field(
-        default=(),
-        description="train and warm up only on these worlds, in shuffled epochs; absent: always new worlds",
-    )
-    state_keys: tuple[str, ...] = Field(
-        default=(),
-        max_length=7,
-        description="state keys (docs/configuration.md) to store with each decision for `turnwise recredit`; "
-        "the estimator's own is always stored",
-    )
-    episodes_per_batch: int = Field(default=64, ge=1, le=1_000_000, description="episodes per iteration")
-    max_concurrent_rollouts: int = Field(
-        default=64, ge=1, description="rollouts that run at a time on all task apps"
-    )
+    seeds: tuple[Seed, ...] = ()
+    """train and warm up only on these worlds, in shuffled epochs; absent: always new worlds"""
+    state_keys: tuple[str, ...] = Field(default=(), max_length=7)
+    """state keys (docs/configuration.md) to store with each decision for `turnwise recredit`; the estimator's
+    own is always stored"""
+    episodes_per_batch: int = Field(default=64, ge=1, le=1_000_000)
+    """episodes per iteration"""
+    max_concurrent_rollouts: int = Field(default=64, ge=1)
+    """rollouts that run at a time on all task apps"""
 
 
 class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
     """[rollout]"""
 
-    max_tokens: int = Field(default=32, ge=1, description="maximum number of tokens per decision")
+    max_tokens: int = Field(default=32, ge=1)
+    """maximum number of tokens per decision"""
     allow_truncated_sampling: bool = Field(
         default=False,
         description=f"allow truncation ({', '.join(TRUNCATING)}) in training rollouts; the lost mass is not "
@@ -116,24 +116,27 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
 class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
-    policy_name: Name = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
-    policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the teacher; `inference_url` may name any server"
-    )
+    policy_name: Name = "crafter_teacher"
+    """the teacher, a policy of the task app"""
+    policy_config: dict[str, Any] = Field(default_factory=dict)
+    """passed to the teacher; `inference_url` may name any server"""
     # No repr: a key pasted here by mistake must not appear in an error.
-    api_key_env: str | None = Field(
-        default=None,
-        pattern=r"^[A-Z_][A-Z0-9_]*$",
-        repr=False,
-        description="environment variable that holds the key of policy_config.inference_url",
-    )
-    episodes: int = Field(default=480, ge=1, le=1_000_000, description="episodes that the teacher plays")
-    min_outcome_reward: float = Field(default=0.0, description="episodes with less are not imitated")
-    epochs: int = Field(default=8, ge=1, description="passes over the teacher's decisions")
-    batch_decisions: int = Field(default=256, ge=1, description="decisions per optimizer step")
-    learning_rate: float = Field(default=2e-3, gt=0, description="highest learning rate of AdamW")
-    weight_decay: float = Field(default=0.01, ge=0, description="weight decay of AdamW")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="limit of the gradient's norm (clipping)")
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Z_][A-Z0-9_]*$", repr=False)
+    """environment variable that holds the key of policy_config.inference_url"""
+    episodes: int = Field(default=480, ge=1, le=1_000_000)
+    """episodes that the teacher plays"""
+    min_outcome_reward: float = 0.0
+    """episodes with less are not imitated"""
+    epochs: int = Field(default=8, ge=1)
+    """passes over the teacher's decisions"""
+    batch_decisions: int = Field(default=256, ge=1)
+    """decisions per optimizer step"""
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """highest learning rate of AdamW"""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """weight decay of AdamW"""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """limit of the gradient's norm (clipping)"""
 
     @field_validator("policy_config")
     @classmethod
@@ -144,38 +147,24 @@ class WarmupTable(Table):
 class DataTable(Table):
     """[data]"""
 
-    path: Path = Field(
-        description="a .jsonl or .parquet file, or a folder laid out as for `datasets` (docs/data.md)"
-    )
-    split: str = Field(
-        default="train", min_length=1, description="split for training; for a lone file its name"
-    )
-    evaluation_path: Path | None = Field(
-        default=None, description="file or folder of the held-out rows; absent: path"
-    )
-    evaluation_split: str | None = Field(
-        default=None,
-        min_length=1,
-        description="split of the held-out rows; absent: test, if evaluation_path is given",
-    )
-    held_out_share: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="alternative to both: hold out about this share of split, by a hash of held_out_seed and "
-        "the row's own id, or what the row asks",
-    )
-    held_out_seed: int = Field(
-        default=0, ge=0, lt=2**31, description="jobs with equal seeds hold out the same rows"
-    )
-    shuffle: bool = Field(
-        default=True, description="give each epoch its own order; false: keep the order of the file"
-    )
-    interaction: InteractionName | None = Field(
-        default=None,
-        description="the user's interaction for rows that name none; its kwargs are then the row's "
-        "`query` and `ground_truth`, unless the row has its own",
-    )
+    path: Path
+    """a .jsonl or .parquet file, or a folder laid out as for `datasets` (docs/data.md)"""
+    split: str = Field(default="train", min_length=1)
+    """split for training; for a lone file its name"""
+    evaluation_path: Path | None = None
+    """file or folder of the held-out rows; absent: path"""
+    evaluation_split: str | None = Field(default=None, min_length=1)
+    """split of the held-out rows; absent: test, if evaluation_path is given"""
+    held_out_share: float | None = Field(default=None, gt=0, lt=1)
+    """alternative to both: hold out about this share of split, by a hash of held_out_seed and the row's own
+    id, or what the row asks"""
+    held_out_seed: int = Field(default=0, ge=0, lt=2**31)
+    """jobs with equal seeds hold out the same rows"""
+    shuffle: bool = True
+    """give each epoch its own order; false: keep the order of the file"""
+    interaction: InteractionName | None = None
+    """the user's interaction for rows that name none; its kwargs are then the row's `query` and
+    `ground_truth`, unless the row has its own"""
 
     @property
     def held_out(self) -> str:
@@ -194,31 +183,21 @@ class DataTable(Table):
 class InteractionKeys(Table):
     """Whether conversations are played, and the interactions that answer in them."""
 
-    enable: bool = Field(default=False, description="play conversations; the other keys need it")
-    interaction_config_path: Path | None = Field(
-        default=None,
-        description="the YAML or TOML file of interactions, for the task app that the job starts "
-        "(docs/plugins.md)",
-    )
-    interaction_config_sha256: tuple[str, ...] = Field(
-        default=(),
-        max_length=10_000,
-        description="SHA-256 of this file and of the modules beside it whose classes it names; a run refuses "
-        "others",
-    )
+    enable: bool = False
+    """play conversations; the other keys need it"""
+    interaction_config_path: Path | None = None
+    """the YAML or TOML file of interactions, for the task app that the job starts (docs/plugins.md)"""
+    interaction_config_sha256: tuple[str, ...] = Field(default=(), max_length=10_000)
+    """SHA-256 of this file and of the modules beside it whose classes it names; a run refuses others"""
 
 
 class MultiTurnTable(ConversationKeys, InteractionKeys):
     """[multi_turn]"""
 
-    max_assistant_turns: int | None = Field(
-        default=None, ge=1, le=10_000, description="decisions per episode; absent: rollout.max_turns"
-    )
-    max_model_length: int = Field(
-        default=8192,
-        ge=32,
-        description="prompt and answer together, in tokens",
-    )
+    max_assistant_turns: int | None = Field(default=None, ge=1, le=10_000)
+    """decisions per episode; absent: rollout.max_turns"""
+    max_model_length: int = Field(default=8192, ge=32)
+    """prompt and answer together, in tokens"""
 
     def max_decisions(self, max_turns: int) -> int:
         """Decisions that an episode may take, by whichever limit is lower.

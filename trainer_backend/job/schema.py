@@ -35,47 +35,29 @@ from trainer_backend.store.retention import RetentionTable
 class JobTable(Table):
     """[job]"""
 
-    name: str = Field(
-        default="job",
-        pattern=JOB_NAME.pattern,
-        max_length=LONGEST_NAME,
-        description="first part of `model` and of the run directory's name; absent: the file's name",
-    )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="root of every world, sampling and shuffle seed")
-    runs_dir: Path = Field(default=Path("runs"), description="parent of run directories")
-    trainer_plugins: tuple[Path, ...] = Field(
-        default=(),
-        max_length=64,
-        description="Python files with estimators, losses, aggregations or schedules of your own "
-        "(docs/plugins.md)",
-    )
-    trainer_plugins_sha256: tuple[str, ...] = Field(
-        default=(),
-        max_length=64,
-        description="SHA-256 of each file of trainer_plugins; a run refuses a file with another one",
-    )
+    name: str = Field(default="job", pattern=JOB_NAME.pattern, max_length=LONGEST_NAME)
+    """first part of `model` and of the run directory's name; absent: the file's name"""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """root of every world, sampling and shuffle seed"""
+    runs_dir: Path = Path("runs")
+    """parent of run directories"""
+    trainer_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
+    """Python files with estimators, losses, aggregations or schedules of your own (docs/plugins.md)"""
+    trainer_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
+    """SHA-256 of each file of trainer_plugins; a run refuses a file with another one"""
 
 
 class EvaluationTable(Table):
     """[evaluation]"""
 
-    every_n_iters: int = Field(
-        default=10,
-        ge=1,
-        description="iterations between evaluations; also before the first and after the last",
-    )
-    instances: int = Field(
-        default=128,
-        ge=1,
-        le=1_000_000,
-        description="held-out worlds, or rows of [data], never used in training",
-    )
-    seeds: tuple[Seed, ...] = Field(
-        default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, description="sampling temperature; 0 is greedy; absent: as in [rollout]"
-    )
+    every_n_iters: int = Field(default=10, ge=1)
+    """iterations between evaluations; also before the first and after the last"""
+    instances: int = Field(default=128, ge=1, le=1_000_000)
+    """held-out worlds, or rows of [data], never used in training"""
+    seeds: tuple[Seed, ...] = ()
+    """explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"""
+    temperature: float | None = Field(default=None, ge=0)
+    """sampling temperature; 0 is greedy; absent: as in [rollout]"""
 
     def temperature_beside(self, rollout: RolloutTable) -> float:
         """The temperature of evaluations; 0 is greedy."""

@@ -28,60 +28,43 @@ MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 class LoopKeys(Table):
     """Of the loop, its batches and its optimizer: what no part of the core declares."""
 
-    iterations: int = Field(
-        default=20, ge=0, le=1_000_000, description="rounds of collection, credit and update"
-    )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        le=16,
-        description="how many versions the weights that sampled a token may lie behind those that learn from "
-        "it; so many iterations are collected ahead while the learner works; 0: the two take turns",
-    )
-    group_size: int = Field(default=8, ge=1, le=100_000, description="G: episodes with the same start")
-    learning_rate: float = Field(default=5e-4, gt=0, description="highest learning rate of AdamW")
-    learning_rate_schedule: str = Field(
-        default="linear", description="its course after the rise; constant stays at the highest"
-    )
-    learning_rate_rise: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of the run over which it rises, from 0 at the first step",
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="limit of the gradient's norm (clipping)")
-    update_passes: int = Field(default=2, ge=1, description="passes over an iteration's decisions")
-    batch_decisions: int = Field(default=512, ge=1, description="decisions per optimizer step")
-    row_tokens: int = Field(default=192, ge=16, description="tokens per packed row")
-    micro_batch_tokens: int = Field(
-        default=4096,
-        ge=64,
-        description="tokens per forward and backward pass; gradients are accumulated over a step; small "
-        "values fit a CPU's cache",
-    )
-    logits_chunk_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="tokens whose logits exist at a time; absent: a share of the device's memory",
-    )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="keep one tensor per layer and compute the rest again in the backward pass: less memory, "
-        "a third more work",
-    )
-    optimizer_offload: bool = Field(
-        default=False,
-        description="keep AdamW's moments in main memory: the same steps, slower, 8 bytes less "
-        "of a GPU's memory for every trained weight",
-    )
-    max_lost_share: float = Field(
-        default=0.2,
-        ge=0,
-        le=1,
-        description="the run saves its state and ends if a stage of 8 rollouts or more (warm-up, prompts, "
-        "iteration, branches, evaluation) loses a larger share of them to failures",
-    )
+    iterations: int = Field(default=20, ge=0, le=1_000_000)
+    """rounds of collection, credit and update"""
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """how many versions the weights that sampled a token may lie behind those that learn from it; so many
+    iterations are collected ahead while the learner works; 0: the two take turns"""
+    group_size: int = Field(default=8, ge=1, le=100_000)
+    """G: episodes with the same start"""
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """highest learning rate of AdamW"""
+    learning_rate_schedule: str = "linear"
+    """its course after the rise; constant stays at the highest"""
+    learning_rate_rise: float = Field(default=0.0, ge=0, lt=1)
+    """share of the run over which it rises, from 0 at the first step"""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """weight decay of AdamW"""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """limit of the gradient's norm (clipping)"""
+    update_passes: int = Field(default=2, ge=1)
+    """passes over an iteration's decisions"""
+    batch_decisions: int = Field(default=512, ge=1)
+    """decisions per optimizer step"""
+    row_tokens: int = Field(default=192, ge=16)
+    """tokens per packed row"""
+    micro_batch_tokens: int = Field(default=4096, ge=64)
+    """tokens per forward and backward pass; gradients are accumulated over a step; small values fit a CPU's
+    cache"""
+    logits_chunk_tokens: int | None = Field(default=None, ge=1)
+    """tokens whose logits exist at a time; absent: a share of the device's memory"""
+    gradient_checkpointing: bool = False
+    """keep one tensor per layer and compute the rest again in the backward pass: less memory, a third more
+    work"""
+    optimizer_offload: bool = False
+    """keep AdamW's moments in main memory: the same steps, slower, 8 bytes less of a GPU's memory for every
+    trained weight"""
+    max_lost_share: float = Field(default=0.2, ge=0, le=1)
+    """the run saves its state and ends if a stage of 8 rollouts or more (warm-up, prompts, iteration,
+    branches, evaluation) loses a larger share of them to failures"""
     mismatch_limit: float | None = Field(
         default=None,
         gt=0,
@@ -89,51 +72,37 @@ class LoopKeys(Table):
         f"and learner, which have the same weights; absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, "
         f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
-    target_kl: float | None = Field(
-        default=None,
-        gt=0,
-        description="nats, mean over the tokens of a step, for every loss; once the policy is further than "
-        "this from the iteration's first one, its remaining steps are skipped; absent: never",
-    )
-    skip_flat_groups: bool = Field(
-        default=False,
-        description="omit groups whose advantages are all 0 from the update; they are still stored",
-    )
-    skip_certain_above: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="omit what the actor was this sure of from its update: segments of which each token had "
-        "a higher probability when it was sampled. A named bias, small with an own critic, which still "
-        "learns from them (docs/credit.md); absent: none",
-    )
-    refill_rounds: int = Field(
-        default=0,
-        ge=0,
-        le=100,
-        description="how often an iteration replaces flat groups by other worlds; a known bias: outcomes "
-        "then select the training data",
-    )
-    aggregation: str = Field(
-        default="token_mean",
-        description="what has equal weight: tokens or decisions of an optimizer step, or episodes of the "
-        "whole iteration, however it is split; constant: each token, divided by the planned number",
-    )
-    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
+    target_kl: float | None = Field(default=None, gt=0)
+    """nats, mean over the tokens of a step, for every loss; once the policy is further than this from the
+    iteration's first one, its remaining steps are skipped; absent: never"""
+    skip_flat_groups: bool = False
+    """omit groups whose advantages are all 0 from the update; they are still stored"""
+    skip_certain_above: float | None = Field(default=None, gt=0, lt=1)
+    """omit what the actor was this sure of from its update: segments of which each token had a higher
+    probability when it was sampled. A named bias, small with an own critic, which still learns from them
+    (docs/credit.md); absent: none"""
+    refill_rounds: int = Field(default=0, ge=0, le=100)
+    """how often an iteration replaces flat groups by other worlds; a known bias: outcomes then select the
+    training data"""
+    aggregation: str = "token_mean"
+    """what has equal weight: tokens or decisions of an optimizer step, or episodes of the whole iteration,
+    however it is split; constant: each token, divided by the planned number"""
+    entropy_coef: float = Field(default=0.003, ge=0)
+    """weight of the entropy bonus"""
 
 
 class RunKeys(Table):
     """Of checkpoints, and of the learner's threads."""
 
-    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
-    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
-    recovery_every: int = Field(
-        default=1,
-        ge=0,
-        description="iterations between extra checkpoints, each deleted after the next: the most work that "
-        "a killed run loses; 0: none",
-    )
+    threads: int = Field(default=2, ge=1, le=256)
+    """torch threads while the policy is updated"""
+    checkpoint_every: int = Field(default=5, ge=1)
+    """iterations between checkpoints"""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """newest checkpoints kept beside the best one"""
+    recovery_every: int = Field(default=1, ge=0)
+    """iterations between extra checkpoints, each deleted after the next: the most work that a killed run
+    loses; 0: none"""
 
 
 class TrainingTable(
@@ -154,9 +123,8 @@ class TrainingTable(
 
     boards = ("algorithm.loss", "training.aggregation")
 
-    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
-        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
-    )
+    step_rewards_horizon: Literal["realised", "max_decisions"] = "realised"
+    """T in beta * (T - t): the episode's length, or max_turns (causal)"""
 
     @property
     def needs_reference(self) -> bool:
@@ -171,26 +139,19 @@ ALL_LINEAR = "all-linear"
 class LoraTable(Table):
     """[lora]: train low-rank adapters and keep the model's own weights."""
 
-    rank: int = Field(default=16, ge=1, le=1024, description="rank of each adapter")
-    alpha: int = Field(default=32, ge=1, description="an adapter's product is scaled by alpha / rank")
-    dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="dropout of an adapter's input, in the gradient of update steps only: ratios and KL are "
-        "computed without it, by one more forward pass from the second step of an iteration on",
-    )
-    target_modules: tuple[str, ...] = Field(
-        default=(ALL_LINEAR,),
-        min_length=1,
-        description="layers with an adapter, by name; all-linear: every linear layer except the head",
-    )
+    rank: int = Field(default=16, ge=1, le=1024)
+    """rank of each adapter"""
+    alpha: int = Field(default=32, ge=1)
+    """an adapter's product is scaled by alpha / rank"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """dropout of an adapter's input, in the gradient of update steps only: ratios and KL are computed without
+    it, by one more forward pass from the second step of an iteration on"""
+    target_modules: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
+    """layers with an adapter, by name; all-linear: every linear layer except the head"""
 
-    merged_checkpoints: bool = Field(
-        default=False,
-        description="write the model with merged adapters into every checkpoint, for other programs; false: "
-        "into the first one alone, which the adapters of the others are over",
-    )
+    merged_checkpoints: bool = False
+    """write the model with merged adapters into every checkpoint, for other programs; false: into the first
+    one alone, which the adapters of the others are over"""
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -213,15 +174,12 @@ class LoraTable(Table):
 class AdvantageKeys(Table):
     """The choice of an estimator and of a loss."""
 
-    advantage: str = Field(default="stepwise", description="the estimator of advantages")
-    loss: str = Field(
-        default="clipped", description="loss of the policy; keys that the job omits have its paper's values"
-    )
-    ratio_level: RatioLevel = Field(
-        default="token",
-        description="a token's ratio to the proximal policy: its own, its decision's or its episode's "
-        "(geometric means)",
-    )
+    advantage: str = "stepwise"
+    """the estimator of advantages"""
+    loss: str = "clipped"
+    """loss of the policy; keys that the job omits have its paper's values"""
+    ratio_level: RatioLevel = "token"
+    """a token's ratio to the proximal policy: its own, its decision's or its episode's (geometric means)"""
 
 
 class AlgorithmTable(
