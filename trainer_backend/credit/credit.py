@@ -6,7 +6,7 @@ Pure: a stored rollout file gives the same numbers anywhere.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory, prompts
@@ -27,7 +27,6 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
 from trainer_backend.errors import AdvantageError, CreditError, place
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
@@ -140,12 +139,6 @@ class CreditAssignment:
     policies: Policies
     rewards: Rewards
     skips_flat_groups: bool = False
-
-    @classmethod
-    def of(cls, job: JobConfig) -> Self:
-        policies = Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
-        rewards = Rewards(job.training, job.max_decisions)
-        return cls(job.algorithm, policies, rewards, job.training.skip_flat_groups)
 
     @property
     def estimator(self) -> EstimatorPlug[Any]:

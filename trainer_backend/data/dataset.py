@@ -17,7 +17,6 @@ from trainer_backend.data.rows import ParsedRow, Row, parse_row
 from trainer_backend.data.truths import GSM8K, note_missing, number_interactions, refuse_unmatchable
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.job.rollout_table import DataTable
-from trainer_backend.job.schema import JobConfig
 
 _SHARES = 2**31 - 1
 
@@ -83,24 +82,28 @@ class DataSet:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})
 
 
-def data_of(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
+def data_of(
+    table: DataTable | None,
+    interactions: Path | None,
+    *,
+    instances: int,
+    has_reward: bool,
+    by_position: bool = False,
+) -> DataSet | None:
     """Read the rows that a job names; None if its environment makes its own worlds.
 
     Args:
-        by_position: see `read_split`.
+        table: [data].
+        interactions: multi_turn.interaction_config_path.
+        instances, has_reward, by_position: of `read_data`.
     """
     data = None
-    if job.data is not None:
-        numbers = number_interactions(job.multi_turn.interaction_config_path)
-        instances = job.evaluation.instances
+    if table is not None:
+        numbers = number_interactions(interactions)
         data = read_data(
-            job.data,
-            instances=instances,
-            numbers=numbers,
-            has_reward=job.rollout.reward_function is not None,
-            by_position=by_position,
+            table, instances=instances, numbers=numbers, has_reward=has_reward, by_position=by_position
         )
-    if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
+    if interactions is not None and not _has_interactions(table, data):
         reason = (
             "no row has interaction_kwargs"
             if data is not None

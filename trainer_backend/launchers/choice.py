@@ -1,19 +1,22 @@
-"""The launcher that a job names, and what the job's roles need of machines."""
+"""The launcher that a job names."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ClusterTable
 from trainer_backend.launchers.external import ExternalLauncher
-from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher, Resources
+from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher
 
 
 @asynccontextmanager
-async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
+async def launcher_of(
+    cluster: ClusterTable | None, learner_url: str, run_id: str, say: Callable[[str], None]
+) -> AsyncIterator[Launcher]:
     """The launcher that the job names, until the context is left.
 
     Args:
+        learner_url: learner.url.
         run_id: the name of the run's places.
         say: is given a line where a place is waited for.
 
@@ -21,11 +24,10 @@ async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -
         JobError: there is no Ray, or it is of another version.
         NotPlaced: Ray starts no actor.
     """
-    cluster = job.cluster
     if cluster is None or cluster.launcher == "local":
         yield LOCAL
     elif cluster.launcher == "external":
-        yield ExternalLauncher({LEARNER: job.learner.url})
+        yield ExternalLauncher({LEARNER: learner_url})
     else:
         try:
             from trainer_backend.launchers.ray import RayLauncher
@@ -37,16 +39,3 @@ async def launcher_of(job: JobConfig, run_id: str, say: Callable[[str], None]) -
             yield launcher
         finally:
             await launcher.close()
-
-
-def gateway_resources(job: JobConfig) -> Resources | None:
-    """What gateways with engines in them need; None: they have none, and stay beside the orchestrator."""
-    if job.inference.engine != "local":
-        return None
-    return Resources("gateways", job.services.gateways, device=job.model.device)
-
-
-def learner_resources(job: JobConfig) -> Resources:
-    """What the learner needs."""
-    table = job.learner
-    return Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=job.model.device)

@@ -10,7 +10,6 @@ from trainer_backend.job.code_files import with_known_files
 from trainer_backend.job.layers import Places
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import HUB_NAME, TASK_APP_SETTINGS, ModelTable, ServicesTable
 from trainer_backend.rundir.checkpoint_paths import model_in
 from trainer_backend.sinks import refuse_missing_libraries
@@ -23,16 +22,17 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     that it began from may be gone.
     """
     loaded = load_job(paths, overrides)
-    refuse_missing_parts(loaded.config, loaded.places)
+    refuse_missing_parts(loaded)
     return with_known_files(loaded)
 
 
-def refuse_missing_parts(config: JobConfig, places: Places) -> None:
+def refuse_missing_parts(loaded: LoadedJob) -> None:
     """
     Raises:
         JobError: a model folder, a file of interactions, plug-ins or MCP servers, a Python, or the library of
             a sink is missing.
     """
+    config, places = loaded.config, loaded.places
     _refuse_no_model(config.model, config.fixed_policies, places)
     interactions = config.multi_turn.interaction_config_path
     files = [("services.task_plugins", file) for file in config.services.task_plugins]
