@@ -13,7 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from service_kit.logs import configure_logs_from
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import App, Show, TaskApps
 from trainer_backend.collect.apps import State as AppState
 from trainer_backend.collect.plan import Planner
@@ -137,7 +137,7 @@ async def learner_factory(
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
         gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
         try:
-            learners = parts.local_learners(job)
+            learners = job_parts.local_learners(job)
         finally:
             if is_first:
                 gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports
@@ -145,7 +145,7 @@ async def learner_factory(
                 gc.enable()
         yield learners
         return
-    async with parts.learner_process(job, directory, reporter, launcher) as process:
+    async with job_parts.learner_process(job, directory, reporter, launcher) as process:
         yield process
 
 
@@ -162,7 +162,7 @@ async def _run(
 ) -> Ended:
     # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
     # not fit the actor.
-    data, record = await asyncio.to_thread(parts.data_of_run, directory, job)
+    data, record = await asyncio.to_thread(job_parts.data_of_run, job, directory)
     data = accept_rows(record, job.data, data, accept_changes=accept_data)
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
@@ -172,11 +172,11 @@ async def _run(
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
-        planner = parts.planner(job, run_id, gateways.inference, data)
-        async with parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
+    with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
+        planner = job_parts.planner(job, run_id, gateways.inference, data)
+        async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))
-            collector = parts.collector(job, apps)
+            collector = job_parts.collector(job, apps)
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
@@ -200,7 +200,7 @@ async def _run(
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
-                    planner, parts.credit(job), collector, actor,
+                    planner, job_parts.credit(job), collector, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
 from trainer_backend.core.critic import ByToken, OfEpisode
@@ -389,7 +389,7 @@ def recredit_run(
         if checkpoint is not None:
             _refuse_other_policy(file, run, checkpoint)
     stored = stored_iterations(run, iterations)
-    credit = parts.credit(job)
+    credit = job_parts.credit(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     if not credited.credits:
         told = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
@@ -398,7 +398,7 @@ def recredit_run(
     if checkpoint is not None:
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
         played = _played(credit, credited)
-        cosines = parts.gradient_cosines(job, checkpoint, run, played, advantages, reporter=reporter)
+        cosines = job_parts.gradient_cosines(job, checkpoint, run, played, advantages, reporter=reporter)
     scores = (
         None
         if file is None

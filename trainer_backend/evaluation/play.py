@@ -14,7 +14,7 @@ from uuid import uuid4
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
 from trainer_backend.collect.losses import refuse_losses
@@ -168,17 +168,19 @@ async def evaluate(
     configure_logs_from()
     record = None
     if run is None:
-        data = await asyncio.to_thread(parts.data, job)
+        data = await asyncio.to_thread(job_parts.data, job)
     else:
-        data, record = await asyncio.to_thread(parts.data_of_run, open_run(run), job)
+        data, record = await asyncio.to_thread(job_parts.data_of_run, job, open_run(run))
     server = player if isinstance(player, Inference) else None
     with task_app_log() as log:
-        async with parts.task_apps(job, log, server, data=data) as apps:
-            collector = parts.collector(job, apps)
-            planner_for = partial(parts.planner, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data)
+        async with job_parts.task_apps(job, log, server, data=data) as apps:
+            collector = job_parts.collector(job, apps)
+            planner_for = partial(
+                job_parts.planner, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data
+            )
             play = partial(_play, collector, tell)
             if isinstance(player, Checkpoint):
-                collection = await parts.by_checkpoint(
+                collection = await job_parts.by_checkpoint(
                     job, player.folder,
                     lambda server: play(planner_for(server).evaluation("checkpoint", repeats=repeats)),
                 )  # fmt: skip

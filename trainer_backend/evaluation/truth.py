@@ -15,7 +15,7 @@ from uuid import uuid4
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.lane import first_of
@@ -94,15 +94,15 @@ async def measure_truth(
     """
     _refuse_options(job.training, job.rollout, options)
     configure_logs_from()
-    data, record = await asyncio.to_thread(parts.data_of_run, run, job)
+    data, record = await asyncio.to_thread(job_parts.data_of_run, job, run)
     accept_rows(record, job.data, data)
-    source = source_of(run, parts.policies(job), options)
+    source = source_of(run, job_parts.policies(job), options)
     _refuse_longer(source.rollouts, job.max_decisions)
     rollouts = find_playable(source, record)
     with task_app_log() as log:
-        async with parts.task_apps(job, log, data=data) as apps:
+        async with job_parts.task_apps(job, log, data=data) as apps:
             environment = await _environment(
-                apps, parts.planner(job, "truth", _NOBODY, data).first_training()
+                apps, job_parts.planner(job, "truth", _NOBODY, data).first_training()
             )
             setting = TruthSetting(
                 run_id=run.run_id,
@@ -120,11 +120,11 @@ async def measure_truth(
                 play=play_of(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
-            collector = parts.collector(job, apps)
+            collector = job_parts.collector(job, apps)
 
             async def measure(inference: Inference) -> Measurement:
                 name = f"{job.job.name}.truth.{uuid4().hex[:12]}"
-                planner = _with_common_draws(parts.planner(job, name, inference, data))
+                planner = _with_common_draws(job_parts.planner(job, name, inference, data))
                 player = ContinuationPlayer(
                     planner, collector, apps, Rewards(job.training, job.max_decisions), setting
                 )
@@ -133,7 +133,7 @@ async def measure_truth(
                 measured = await _Measurer(player, file, options, tell).all(chosen, lanes)
                 return replace(measured, left_out=len(source.rollouts) - len(rollouts))
 
-            return await parts.by_checkpoint(job, source.checkpoint, measure)
+            return await job_parts.by_checkpoint(job, source.checkpoint, measure)
 
 
 def _name(checkpoint: Path, run: RunDirectory) -> str:

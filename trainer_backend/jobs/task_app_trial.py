@@ -7,7 +7,7 @@ import tomli
 from pydantic import Field, SecretStr
 
 from shared_schemas.base import Body, OpenBody
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.task_apps import task_app_key
 from trainer_backend.collect.trial import try_job
@@ -71,7 +71,7 @@ async def try_at_task_apps(toml: str) -> tuple[str, ...]:
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:
         return ()
-    planner = parts.trial_planner(job, "trial")
+    planner = job_parts.trial_planner(job, "trial")
     try:
         urls = job.services.task_url
         async with asyncio.timeout(_AT_MOST_S), _apps(urls, task_app_key(urls)) as apps:

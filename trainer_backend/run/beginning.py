@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
@@ -195,17 +195,17 @@ class Beginning:
         data = source.data if isinstance(source, Rows) else None
         requests = []  # nothing is known of a plan where only one of the two jobs has data
         if (job.data is None) == (data is None):
-            planner = parts.planner(job, self._planner.run_id, data=data)
+            planner = job_parts.planner(job, self._planner.run_id, data=data)
             requests = planner.warmup() if kind == "teacher" else planner.prompts(_PROMPT_EPISODES)
-        stored = name_requests(spool, requests, ())
-        if _names_all(stored, path):
+        parts = name_requests(spool, requests, ())
+        if _names_all(parts, path):
             return None
         # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
         # it may be an older one. A row without a time is of a start that played nothing. Data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
-        return _spool_stored(path, spool, stored, requests if is_known else [])
+        return _spool_stored(path, spool, parts, requests if is_known else [])
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
         staleness = self._planner.table.max_staleness

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from trainer_backend import parts
+from trainer_backend import job_parts
 from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet
@@ -108,7 +108,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
     Raises:
         JobError: the job cannot run as it is.
     """
-    data = parts.data(job)
+    data = job_parts.data(job)
     yield from data.notes if data is not None else ()
     if job.fixed_policies:
         from trainer_backend.run.preflight import checked_folders  # with torch, which takes seconds
@@ -160,7 +160,7 @@ def _trial(job: JobConfig, data: DataSet | None) -> list[str]:
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
     """The rows that do not fit the model, where its tokenizer is on this machine."""
-    prompts = FirstPrompts.of(parts.trial_planner(job, "check", data))
+    prompts = FirstPrompts.of(job_parts.trial_planner(job, "check", data))
     if prompts is None:
         return []
     from trainer_backend.inference.rendering import ChatRenderer  # with torch, which takes seconds
@@ -175,9 +175,11 @@ def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
 
 async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str]:
     lines: list[str] = []
-    planner = parts.trial_planner(job, "check", data)
+    planner = job_parts.trial_planner(job, "check", data)
     with tempfile.TemporaryDirectory() as folder:
-        async with parts.task_apps(job, Path(folder) / "task_app.log", data=data, tell=lines.append) as apps:
+        async with job_parts.task_apps(
+            job, Path(folder) / "task_app.log", data=data, tell=lines.append
+        ) as apps:
             await try_job(planner, apps, from_scratch=True, preset=job.model.preset is not None)
     return [*lines, f"tried: {job.rollout.env_name!r} and its policies take what the job sends them"]
 

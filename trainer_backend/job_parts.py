@@ -59,7 +59,7 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
     )
 
 
-def data_of_run(run: RunDirectory, job: JobConfig) -> tuple[DataSet | None, DataRecord | None]:
+def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
     """Read the rows that a job names, with the ids that this run uses, and the run's record."""
     record = read_record(run)
     # A run of this version writes its record before anything is played.
