@@ -5,8 +5,8 @@ Here, in `start.py` and in the commands a whole `JobConfig` is at hand; the part
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,18 @@ from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.rewards import Policies, Rewards
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.dataset import DataSet, read_data
+from trainer_backend.data.truths import number_interactions
+from trainer_backend.errors import JobError
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.launchers.choice import launcher_of
-from trainer_backend.launchers.launcher import LOCAL, Launcher
+from trainer_backend.launchers.external import ExternalLauncher
+from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateways import ActorGateways, Served, actor_gateways, gateway_listener
+from trainer_backend.run.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
 from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
@@ -48,15 +50,66 @@ Result = TypeVar("Result")
 _ANY_PORT = 1
 
 
+@asynccontextmanager
+async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
+    """The launcher that the job names, until the context is left.
+
+    Args:
+        run_id: the name of the run's places.
+        say: is given a line where a place is waited for.
+
+    Raises:
+        JobError: there is no Ray, or it is of another version.
+        NotPlaced: Ray starts no actor.
+    """
+    cluster = job.cluster
+    if cluster is None or cluster.launcher == "local":
+        yield LOCAL
+    elif cluster.launcher == "external":
+        yield ExternalLauncher({LEARNER: job.learner.url})
+    else:
+        try:
+            from trainer_backend.launchers.ray import RayLauncher
+        except ModuleNotFoundError as error:
+            raise JobError("cluster.launcher = 'ray' needs `pip install 'turnwise[ray]'`") from error
+        ray = RayLauncher(run_id, cluster.wait_s, say)
+        await ray.open(cluster.ray_address)
+        try:
+            yield ray
+        finally:
+            await ray.close()
+
+
 def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
-    """Read the rows that a job names; None if its environment makes its own worlds."""
-    return data_of(
-        job.data,
-        job.multi_turn.interaction_config_path,
-        instances=job.evaluation.instances,
-        has_reward=job.rollout.reward_function is not None,
-        by_position=by_position,
-    )
+    """Read the rows that a job names; None if its environment makes its own worlds.
+
+    Args:
+        by_position: see `read_split`.
+
+    Raises:
+        JobError: the job has a file of interactions, and no row asks one.
+    """
+    found, interactions, asked = None, job.multi_turn.interaction_config_path, False
+    if job.data is not None:
+        found = read_data(
+            job.data,
+            instances=job.evaluation.instances,
+            numbers=number_interactions(interactions),
+            has_reward=job.rollout.reward_function is not None,
+            by_position=by_position,
+        )
+        rows = (*found.training, *found.evaluation)
+        asked = job.data.interaction is not None or any(row.interaction is not None for row in rows)
+    if interactions is not None and not asked:
+        reason = "there is no [data] whose rows it answers"
+        if found is not None:
+            reason = "no row has interaction_kwargs"
+        raise JobError(
+            f"the run would ignore it: {reason}",
+            where="multi_turn.interaction_config_path",
+            hint="data.interaction names the interaction of rows that name none.",
+        )
+    return found
 
 
 def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
@@ -143,20 +196,35 @@ def credit(job: JobConfig) -> CreditAssignment:
     return CreditAssignment(job.algorithm, policies(job), rewards, job.training.skip_flat_groups)
 
 
+@contextmanager
 def gateways(
     job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
-) -> AbstractContextManager[ActorGateways]:
-    """See `run.gateways.actor_gateways`."""
-    served = Served(
-        job.job.name,
-        job.model,
-        job.inference,
-        has_adapters=job.lora is not None,
-        by_folder=job.weights_by_folder,
-        by_broadcast=job.weights_by_broadcast,
-    )
-    starts = None if job.cluster is None else launcher
-    return actor_gateways(served, job.services, fixed, directory, tell, starts)
+) -> Iterator[ActorGateways]:
+    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
+
+    Args:
+        fixed: the fixed policies, which children load themselves.
+        tell: is given a line where a server of the actor is lost, and when it is back.
+        launcher: starts the children.
+    """
+    broadcasts = job.weights_by_broadcast
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(gateway_listener(job.services, number))
+            for number in range(job.services.gateways)
+        ]
+        if job.cluster is not None:
+            served = Served(job.job.name, job.model, job.inference, job.lora is not None, broadcasts)
+            yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
+            return
+        # torch is imported here alone.
+        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
+
+        apart = job.weights_by_folder or broadcasts
+        yield PolicyServer(
+            job.job.name, listeners[0], job.inference, schedule=job.rollout_allocation_schedule,
+            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
+        )  # fmt: skip
 
 
 async def by_checkpoint(
@@ -263,8 +331,8 @@ def gradient_cosines(
         # Not under the run's name: a learner that works for the run would take this for its next start.
         apart = replace(directory, run_id=f"{directory.run_id}.recredit")
         async with (
-            launcher_of(job.cluster, job.learner.url, apart.run_id, reporter.say) as launcher,
-            learner_process(job, apart, reporter, launcher) as ranks,
+            launcher(job, apart.run_id, reporter.say) as found,
+            learner_process(job, apart, reporter, found) as ranks,
         ):
             return await asyncio.to_thread(ranks.gradient_cosines, checkpoint, episodes, advantages, tell)
 

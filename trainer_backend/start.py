@@ -22,7 +22,6 @@ from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.launchers.choice import launcher_of
 from trainer_backend.launchers.launcher import Launcher
 from trainer_backend.protocols import LearnerFactory, Progress, Reporter
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
@@ -79,7 +78,7 @@ async def run_job(
         recording.say(f"run directory: {directory.path}")
         most = job.learner.max_restarts
         try:
-            async with launcher_of(job.cluster, job.learner.url, directory.run_id, recording.say) as launcher:
+            async with job_parts.launcher(job, directory.run_id, recording.say) as launcher:
 
                 async def start(resume: bool) -> Ended:
                     async with AsyncExitStack() as stack:
@@ -167,7 +166,8 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
+    folders = await asyncio.to_thread(learners.fixed_folders, checkpoint)
+    fixed_setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -228,12 +228,6 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
     if job.cluster is None or not job.fixed_policies:
         replace_job()
     return replace_job
-
-
-def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
-    """The fixed policies, whose folders fit the actor."""
-    folders = learners.fixed_folders(checkpoint)
-    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
 
 
 def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:

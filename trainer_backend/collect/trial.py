@@ -218,14 +218,6 @@ def _no_interaction(message: str) -> JobError:
     )
 
 
-def _needless_interaction(env_name: str) -> JobError:
-    return JobError(
-        f"nobody would ask the interaction in {env_name!r}, where only tool calls count",
-        where="data.interaction, or interaction_kwargs of a row",
-        hint="Leave it out: the environment scores the episode itself; 'dialogue' is answered in words.",
-    )
-
-
 def _environment_key(row_id: str | None, problem: Problem) -> str:
     place, dot, path = (problem.where or "").partition(".")
     if place == "config" and row_id is not None and path.partition(".")[0] in SET_BY_ROWS:
@@ -275,7 +267,12 @@ class _Environment:
         if instance.info.conversation:
             _refuse_conversation(rollout.env_name, self.planner.players.multi_turn, algorithm)
             if self.has_interactions and not instance.info.takes_answers:
-                raise _needless_interaction(rollout.env_name)
+                raise JobError(
+                    f"nobody would ask the interaction in {rollout.env_name!r}, where only tool calls count",
+                    where="data.interaction, or interaction_kwargs of a row",
+                    hint="Leave it out: the environment scores the episode itself; 'dialogue' is answered in "
+                    "words.",
+                )
         else:
             multi_turn = self.planner.players.multi_turn.for_requests()
             _refuse_keys_of_a_conversation(rollout.env_name, multi_turn, self.client)

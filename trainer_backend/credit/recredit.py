@@ -399,11 +399,14 @@ def recredit_run(
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
         played = _played(credit, credited)
         cosines = job_parts.gradient_cosines(job, checkpoint, run, played, advantages, reporter=reporter)
-    scores = (
-        None
-        if file is None
-        else TruthScores(file, _advantages_by_rollout(credited), _groups_of(credited), cosines)
-    )
+    scores = None
+    if file is not None:
+        groups = {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
+        of_rollouts = {
+            name: dict(zip(groups, (credit.advantages_T for credit in credits), strict=True))
+            for name, credits in credited.credits.items()
+        }
+        scores = TruthScores(file, of_rollouts, groups, cosines)
     folder = out or run.recredit
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder
@@ -442,19 +445,6 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
             f"{file.path} is the truth of the policy {own}, and at another one, {checkpoint}, the gradient "
             f"of these advantages says nothing; give --checkpoint {own}"
         )
-
-
-def _groups_of(credited: Recredited) -> dict[str, str]:
-    """By rollout id."""
-    return {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
-
-
-def _advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
-    names = [rollout.rollout_id for rollout in credited.rollouts]
-    return {
-        name: {rollout_id: item.advantages_T for rollout_id, item in zip(names, credits, strict=True)}
-        for name, credits in credited.credits.items()
-    }
 
 
 def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpisode]]:

@@ -9,8 +9,8 @@ folder that it served, and meanwhile requests wait there. The task app sends the
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -159,7 +159,6 @@ class Served:
 
     Attributes:
         has_adapters: whether only adapters are trained ([lora]).
-        by_folder: whether new weights reach the engine as a folder, and not within the process's memory.
         by_broadcast: whether the learner sends new weights to vLLM servers, tensor by tensor.
     """
 
@@ -167,7 +166,6 @@ class Served:
     model: ModelTable
     inference: InferenceTable
     has_adapters: bool
-    by_folder: bool
     by_broadcast: bool
 
 
@@ -250,39 +248,6 @@ def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
     """[inference] of one gateway: no two control the same server; together they use the threads of one."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)
-
-
-@contextmanager
-def actor_gateways(
-    served: Served,
-    services: ServicesTable,
-    fixed: FixedSetup,
-    directory: RunDirectory,
-    tell: Tell,
-    launcher: Launcher | None = None,
-) -> Iterator[ActorGateways]:
-    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
-
-    Args:
-        fixed: the fixed policies, which children load themselves.
-        tell: is given a line where a server of the actor is lost, and when it is back.
-        launcher: starts the children; None: without [cluster] there are none.
-    """
-    with ExitStack() as stack:
-        listeners = [
-            stack.enter_context(gateway_listener(services, number)) for number in range(services.gateways)
-        ]
-        if launcher is not None:
-            yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
-            return
-        # torch is imported here alone.
-        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
-
-        apart = served.by_folder or served.by_broadcast
-        yield PolicyServer(
-            served.job_name, listeners[0], served.inference, schedule=fixed.schedule,
-            weights=WeightRoute(directory, served.by_broadcast) if apart else None, tell=tell,
-        )  # fmt: skip
 
 
 def gateway_listener(table: ServicesTable, number: int = 0) -> Listener:

@@ -117,8 +117,12 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
     yield from _slow_sampling(job)
-    if trial:
-        yield from _trial(job, data)
+    if trial and job.services.task_url:
+        yield f"not tried: environment and policies are of {', '.join(job.services.task_url)}"
+    elif trial and job.rollout_only:
+        yield "not tried at a task app: fixed policies have servers, which `train` starts"
+    elif trial:
+        yield from asyncio.run(_try_at_own_task_app(job, data))
     if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run
         yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
@@ -148,14 +152,6 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
     from trainer_backend.learner.device import place
 
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
-
-
-def _trial(job: JobConfig, data: DataSet | None) -> list[str]:
-    if job.services.task_url:
-        return [f"not tried: environment and policies are of {', '.join(job.services.task_url)}"]
-    if job.rollout_only:
-        return ["not tried at a task app: fixed policies have servers, which `train` starts"]
-    return asyncio.run(_try_at_own_task_app(job, data))
 
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
