@@ -159,15 +159,13 @@ async def _run(
     resume: bool,
     accept_data: bool,
 ) -> Ended:
-    # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
-    # not fit the actor.
+    # Before anything is started: rows, a checkpoint and fixed policies that cannot be used.
     data, record = await asyncio.to_thread(job_parts.data_of_run, job, directory)
     data = accept_rows(record, job.data, data, accept_changes=accept_data)
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(learners.fixed_folders, checkpoint)
-    fixed_setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -228,6 +226,12 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
     if job.cluster is None or not job.fixed_policies:
         replace_job()
     return replace_job
+
+
+def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+    """The fixed policies, whose folders fit the actor."""
+    folders = learners.fixed_folders(checkpoint)
+    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
 
 
 def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
