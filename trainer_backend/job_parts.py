@@ -290,7 +290,7 @@ def local_learners(job: JobConfig, ranks: "Ranks | None" = None) -> "LocalFactor
     from trainer_backend.learner.factory import LocalFactory
     from trainer_backend.learner.ranks import ALONE
 
-    return LocalFactory(learner_config(job), job.fixed_policies, ranks or ALONE)
+    return LocalFactory(learner_config(job), job.fixed_policies, ALONE if ranks is None else ranks)
 
 
 def learner_process(

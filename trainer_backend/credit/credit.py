@@ -257,24 +257,21 @@ class CreditAssignment:
             targets=targets,
         )
 
-    def _compared_with(self, rollout: Rollout) -> str:
-        """Return the key of the episodes to compare with: its group, or its policy's part of the group."""
-        policy = self.policies.policy_by(rollout)
-        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
-        return f"{rollout.group_id}/{policy}" if alone else rollout.group_id
-
     def _rewarded(
         self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
     ) -> EpisodeRewards:
         """An episode as the job's estimator sees it."""
         plug, name = self.estimator, rollout.rollout_id
+        policy = self.policies.policy_by(rollout)
+        # It is compared with its group, or with its policy's part of the group.
+        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
         values = measured.values.get(name, ())
         by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
         branched = plug.needs_branches and measured.branches is not None
         by_outcome = self.algorithm.episode_score == "outcome" and "episode_score" in plug.keys.model_fields
         return EpisodeRewards(
             name,
-            self._compared_with(rollout),
+            f"{rollout.group_id}/{policy}" if alone else rollout.group_id,
             rewards_T,
             state_keys_T=_state_keys(self.algorithm.state_hashing_function, trajectory, name)
             if plug.needs_state_keys

@@ -207,7 +207,13 @@ class GatewayProcesses:
             )  # fmt: skip
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
-        weights = self._weights(learner, table)
+        if table.engine == "local":  # it needs no test, and reads adapters beside a model
+            weights = WeightFolders(learner, self._directory.weights)
+        else:
+            weights = delivery_of(
+                learner, self._directory.weights, table,
+                broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
+            )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         resources = None  # without engines in them they stay beside the orchestrator
         if served.inference.engine == "local":
@@ -224,15 +230,6 @@ class GatewayProcesses:
             yield server
         finally:
             await server.close()
-
-    def _weights(self, learner: Learner, table: InferenceTable) -> WeightFolders:
-        """How versions get there. An engine of ours needs no test, and reads adapters beside a model."""
-        served, path = self._served, self._directory.weights
-        if table.engine == "local":
-            return WeightFolders(learner, path)
-        return delivery_of(
-            learner, path, table, broadcasts=served.by_broadcast, has_adapters=served.has_adapters
-        )
 
     def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
         return {
