@@ -26,9 +26,8 @@ from typing import Any
 
 from bench import kit
 from shared_schemas.rollouts import RolloutRequest
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.run.gateways import gateway_listener
@@ -133,29 +132,32 @@ class Published:
 @asynccontextmanager
 async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIterator[Stage]:
     """The stage of the teacher, or of the model, with a task app and what else it needs."""
-    async with task_apps(job, folder / "task_app.log") as apps:
+    async with job_parts.task_apps(job, folder / "task_app.log") as apps:
         collector = Collector(apps, timeout_s=job.services.iteration_timeout_s)
         if model is None:
-            yield Stage(folder, collector, lambda run_id: Planner.of(job, run_id).warmup())
+            yield Stage(folder, collector, lambda run_id: job_parts.planner(job, run_id).warmup())
             return
         if job.cluster is not None:  # imported here, since the other tree may have none
             from trainer_backend.run.fixed_setup import FixedSetup
-            from trainer_backend.run.gateways import actor_gateways
             from trainer_backend.rundir.layout import RunDirectory
 
-            with actor_gateways(job, FixedSetup(), RunDirectory(folder, "bench"), print) as gateways:
+            with job_parts.gateways(job, FixedSetup(), RunDirectory(folder, "bench"), print) as gateways:
                 async with gateways.serving(Published(model)) as processes:
                     await processes.publish(0)
                     inference = processes.inference
                     yield Stage(
-                        folder, collector, lambda run_id: Planner.of(job, run_id, inference).training(1)
+                        folder,
+                        collector,
+                        lambda run_id: job_parts.planner(job, run_id, inference).training(1),
                     )
             return
         with gateway_listener(job.services) as listener:
             server = PolicyServer(job.job.name, listener, job.inference)
             policy = await asyncio.to_thread(FolderPolicy, job.model, server, model)
             with policy.serving() as inference:
-                yield Stage(folder, collector, lambda run_id: Planner.of(job, run_id, inference).training(1))
+                yield Stage(
+                    folder, collector, lambda run_id: job_parts.planner(job, run_id, inference).training(1)
+                )
 
 
 async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:

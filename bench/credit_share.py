@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from bench import kit
 from bench.demo_iteration import QUICK, Played, played
 from shared_schemas.rollouts import Rollout
-from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend import job_parts
 
 LIMIT = 0.0015
 # Peak bytes a decision of the whole batch against a quarter of it.
@@ -66,12 +66,12 @@ def report(found: Played, limit: float) -> int:
     job, measured = found.job, found.measured
 
     def credit(some: Sequence[Rollout]) -> object:
-        return CreditAssignment.of(job).credit(some, measured)
+        return job_parts.credit(job).credit(some, measured)
 
     took = {
         f"all of credit, {job.algorithm.advantage}": kit.least(lambda: credit(rollouts)).cpu_s,
         "of that rewards and advantages": kit.least(
-            lambda: CreditAssignment.of(job).credits(rollouts, measured)
+            lambda: job_parts.credit(job).credits(rollouts, measured)
         ).cpu_s,
     }
     print(f"an iteration of {decisions(rollouts)} decisions took {found.cpu_s:.2f} s of CPU time")

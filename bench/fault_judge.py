@@ -12,7 +12,8 @@ from bench.fault_watch import Seen, plan_id
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Trajectory
 from task_app.policies.openai import decision_seed
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.rundir.files import read_texts
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -67,7 +68,7 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
     seen.hold("one line of the ledger an iteration", holds=[line.iteration for line in ledger] == every)
     seen.hold("no rollout twice in the ledger", holds=set(consumed.values()) == {1})
     seen.counts["trained"] = consumed.total()
-    planner = Planner.of(run.job(), "any", Inference("http://any", "any/actor", SecretStr("any")))
+    planner = job_parts.planner(run.job(), "any", Inference("http://any", "any/actor", SecretStr("any")))
     judge_stage(run, "warmup", planner.warmup(), seen)
     for number in (0, every[-1]):
         judge_stage(run, f"evaluation_{number}", planner.evaluation(str(number)), seen)

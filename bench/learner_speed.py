@@ -24,9 +24,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import kit
+from trainer_backend import job_parts
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
@@ -97,7 +97,7 @@ def ours(
         },
         where="bench",
     ).config
-    learner = LocalLearner(LearnerConfig.of(job), model, tokenizer)
+    learner = LocalLearner(job_parts.learner_config(job), model, tokenizer)
     episodes = [
         CreditedEpisode(f"r{i}", [_segment(f"r{i}", s)], [s.advantage]) for i, s in enumerate(samples)
     ]

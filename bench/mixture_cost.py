@@ -38,14 +38,13 @@ from bench.credit_share import decisions
 from bench.demo_iteration import JOB, QUICK, SETTINGS, Watching
 from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.job.load import load_job
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig, ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.memory import MemoryPlan, memory_plan
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.run.iteration_metrics import IterationMetrics
@@ -113,19 +112,19 @@ def added(found: Played) -> dict[str, float]:
     job, rollouts = found.job, found.rollouts
     alone = job.model_copy(update={"rollout_only": (), "rollout_allocation_schedule": None})
     asked = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)
-    plan, plain = Planner.of(job, "run", asked), Planner.of(alone, "run", asked)
+    plan, plain = job_parts.planner(job, "run", asked), job_parts.planner(alone, "run", asked)
     adaptive = AllocationTable(type="adaptive", alpha_0=0.5, unit="rollout")
     learning = job.model_copy(update={"rollout_allocation_schedule": adaptive})
-    requests, credits = plan.training(1), CreditAssignment.of(job).credit(rollouts).credits
+    requests, credits = plan.training(1), job_parts.credit(job).credit(rollouts).credits
 
     def apart() -> None:
-        metrics, schedule = IterationMetrics(CreditAssignment.of(job).policies), plan.allocation.schedule
+        metrics, schedule = IterationMetrics(job_parts.credit(job).policies), plan.allocation.schedule
         assert schedule is not None
         metrics.policies.by_actor(rollouts)
         metrics.by_policy(requests, rollouts, credits, alpha=schedule.alpha_at(1))
 
     def looking_back(file: Path) -> None:
-        Planner.of(learning, "run", asked).after(read_lines(file)).training(LONG + 1)
+        job_parts.planner(learning, "run", asked).after(read_lines(file)).training(LONG + 1)
 
     planned_s = kit.least(lambda: plain.training(1)).cpu_s
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +143,7 @@ def added(found: Played) -> dict[str, float]:
 
 def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
     """With log-probs that are those of who sampled: how long it takes does not depend on them."""
-    objectives = LearnerConfig.of(job).update.objectives
+    objectives = job_parts.learner_config(job).update.objectives
     drafts = []
     for rollout in rollouts:
         assert rollout.trajectory is not None
@@ -199,7 +198,10 @@ def _measured(folder: Path, settings: Sequence[str], limit: float) -> bool:
 
 def _plans_agree(job: JobConfig, mixed: JobConfig, model: Path) -> bool:
     """The plans, and whether the second counts the weights that its folder has."""
-    without, beside = memory_plan(LearnerConfig.of(job)), memory_plan(LearnerConfig.of(mixed), fixed=[model])
+    without, beside = (
+        memory_plan(job_parts.learner_config(job)),
+        memory_plan(job_parts.learner_config(mixed), fixed=[model]),
+    )
     print(f"{without}\n{beside}")
     weights = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).parameters()
     counted, there = _fixed(beside), 4 * sum(weight.numel() for weight in weights)

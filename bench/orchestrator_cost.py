@@ -31,8 +31,8 @@ from bench.demo_iteration import QUICK, played
 from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout, RolloutPage
 from shared_schemas.trajectory import PolicyLogprobs
+from trainer_backend import job_parts
 from trainer_backend.core.collate import pack_segments
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import CALLS
 from trainer_backend.rundir.rollout_files import write_rollouts
@@ -95,7 +95,7 @@ def sized(rollouts: Sequence[Rollout], decisions: int, prompt: int, answer: int)
 def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> dict[str, float]:
     """Least CPU seconds of each stage."""
     page = RolloutPage(rollouts=tuple(rollouts), cursor="1", unfinished=0, instance_id="i")
-    text, credit = page.model_dump_json(), CreditAssignment.of(job)
+    text, credit = page.model_dump_json(), job_parts.credit(job)
     spool = Spool(folder / "spool.jsonl", {}, {})
     credited = credit.credit(rollouts)
     update, arguments = CALLS["update"], (credited.episodes, 1, None)

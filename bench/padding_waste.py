@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from bench import kit
 from bench.demo_iteration import played
+from trainer_backend import job_parts
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.segments import Segment
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.by_length import groups_of, one_row
 from trainer_backend.learner.device import place
@@ -46,7 +46,7 @@ class Sizes:
 def crafter() -> tuple[list[Segment], Sizes]:
     """Every decision of an iteration of the demo, collected by its own job."""
     found = played()
-    episodes = CreditAssignment.of(found.job).credit(found.rollouts, found.measured).episodes
+    episodes = job_parts.credit(found.job).credit(found.rollouts, found.measured).episodes
     table = found.job.training
     sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch_tokens)
     return [segment for episode in episodes for segment in episode.segments], sizes

@@ -28,9 +28,9 @@ from pydantic import SecretStr
 from bench import kit
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Trajectory
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -105,8 +105,8 @@ async def played(options: Namespace) -> tuple[Server, list[Trajectory], float]:
         ServerThread(gateway, Listener("127.0.0.1", 0)) as url,
     ):
         actor = Inference(url, f"{job.job.name}/actor", SecretStr("key"))
-        planner = Planner.of(job, "run", actor)
-        async with task_apps(job, Path(folder) / "task_app.log", actor) as apps:
+        planner = job_parts.planner(job, "run", actor)
+        async with job_parts.task_apps(job, Path(folder) / "task_app.log", actor) as apps:
             collector = Collector(apps, timeout_s=600)
             await collector.collect(planner.training(1))  # first touch of everything
             server.took_s.clear()

@@ -18,9 +18,10 @@ from bench.scale_model import Conversation, Core, CpuCost, SimulatedReplica, Spe
 from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import Sampling, Trajectory
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.job.load import parse_job
@@ -187,7 +188,7 @@ class SimulatedRun:
             self.gateways[f"http://gateway-{number}/v1"] = SimulatedGateway(self.costs.gateway, engines)
         first, *others = self.gateways
         actor = Inference(first, "run/actor", SecretStr("key"), other_urls=tuple(others))
-        self._planner = Planner.of(self.job, "run", actor)
+        self._planner = job_parts.planner(self.job, "run", actor)
         self._apps = [SimulatedTaskApp(number, self) for number in range(cluster.task_apps)]
         task_apps = TaskApps.of(self._apps)  # type: ignore[arg-type]
         for app in task_apps.members:

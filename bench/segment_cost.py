@@ -42,13 +42,13 @@ from pydantic import TypeAdapter
 from bench import kit
 from bench.demo_iteration import JOB
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from trainer_backend import job_parts
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import by_segment, collate, pack_segments
 from trainer_backend.core.segments import CONTEXT, Segment, segments_of
 from trainer_backend.job.load import load_job
 from trainer_backend.learner.behaviour import Weighed, mismatch, weighed
 from trainer_backend.learner.calls import CALLS
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.scoring import refuse_unknown_ids
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.protocols import CreditedEpisode
@@ -188,7 +188,7 @@ def resident(name: str, file: Path) -> int:
 
 def batches(costs: Costs, parts: list[Segment]) -> None:
     """Costs of what an update does besides forward and backward passes."""
-    objectives = LearnerConfig.of(load_job(JOB, ()).config).update.objectives
+    objectives = job_parts.learner_config(load_job(JOB, ()).config).update.objectives
     generator = torch.Generator().manual_seed(0)
     logprobs_N = -torch.rand(sum(len(part.logprobs) for part in parts), generator=generator)
 

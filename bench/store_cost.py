@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import kit
 from bench.demo_iteration import QUICK, Played, played
-from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend import job_parts
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
@@ -53,7 +53,7 @@ def measured(
 ) -> tuple[float, float]:
     """Seconds of the sync that brings an iteration, and of one that finds nothing."""
     job, _ = jobs.create(store, jobs.NewJob("demo", config="", home="bench", run_dir=run.path))
-    credits = list(CreditAssignment.of(found.job).credit(found.rollouts, found.measured).credits)
+    credits = list(job_parts.credit(found.job).credit(found.rollouts, found.measured).credits)
     for iteration in range(1, ITERATIONS + 1):
         finish(run, found, iteration, credits)
     sync_run(store, job.id, run)

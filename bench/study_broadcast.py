@@ -43,13 +43,13 @@ from bench.study_vllm import (
     publication,
     server_processes,
 )
+from trainer_backend import job_parts
 from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.versions import WeightAddress
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.learner.broadcast import WeightSender
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
@@ -189,7 +189,7 @@ async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
 
 async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
     """Publish a larger model in both ways in turn."""
-    learner = LocalLearner.fresh(LearnerConfig.of(job), [])
+    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
     async with servers_of(job, directory, job.model.path) as servers:
         table: InferenceTable = job.inference.model_copy(update={"urls": servers.urls})
         tokens = table.max_model_len - 1

@@ -13,29 +13,25 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from service_kit.logs import configure_logs_from
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import App, Show, TaskApps
 from trainer_backend.collect.apps import State as AppState
-from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import describe, task_apps
+from trainer_backend.collect.task_apps import describe
 from trainer_backend.collect.trial import try_job
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.launchers.choice import launcher_of
 from trainer_backend.launchers.launcher import Launcher
 from trainer_backend.protocols import LearnerFactory, Progress, Reporter
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateways import actor_gateways
-from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
 from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
-from trainer_backend.rundir.data_record import read_data_to_continue, record_rows
+from trainer_backend.rundir.data_record import accept_rows, record_rows
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import run_lock
@@ -82,7 +78,7 @@ async def run_job(
         recording.say(f"run directory: {directory.path}")
         most = job.learner.max_restarts
         try:
-            async with launcher_of(job, directory.run_id, recording.say) as launcher:
+            async with job_parts.launcher(job, directory.run_id, recording.say) as launcher:
 
                 async def start(resume: bool) -> Ended:
                     async with AsyncExitStack() as stack:
@@ -140,15 +136,15 @@ async def learner_factory(
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
         gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
         try:
-            from trainer_backend.learner.factory import LocalFactory
+            learners = job_parts.local_learners(job)
         finally:
             if is_first:
                 gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports
             if collects:
                 gc.enable()
-        yield LocalFactory(job)
+        yield learners
         return
-    async with LearnerProcess(job, directory, reporter, launcher) as process:
+    async with job_parts.learner_process(job, directory, reporter, launcher) as process:
         yield process
 
 
@@ -163,9 +159,9 @@ async def _run(
     resume: bool,
     accept_data: bool,
 ) -> Ended:
-    # Before anything is started: a row that cannot be used, a damaged checkpoint, a fixed policy that does
-    # not fit the actor.
-    data, record = await asyncio.to_thread(read_data_to_continue, directory, job, accept_changes=accept_data)
+    # Before anything is started: rows, a checkpoint and fixed policies that cannot be used.
+    data, record = await asyncio.to_thread(job_parts.data_of_run, job, directory)
+    data = accept_rows(record, job.data, data, accept_changes=accept_data)
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
@@ -174,11 +170,11 @@ async def _run(
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with actor_gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
-        planner = Planner.of(job, run_id, gateways.inference, data)
-        async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
+    with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
+        planner = job_parts.planner(job, run_id, gateways.inference, data)
+        async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))
-            collector = Collector.of(job, apps)
+            collector = job_parts.collector(job, apps)
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
@@ -202,7 +198,7 @@ async def _run(
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
-                    planner, CreditAssignment.of(job), collector, actor,
+                    planner, job_parts.credit(job), collector, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.

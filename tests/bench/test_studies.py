@@ -24,7 +24,8 @@ from bench import (
 )
 from bench.kit import ROOT
 from bench.study_results import Study
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.job.load import load_job
 
 STUDIES = (study_ahead, study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
@@ -146,7 +147,7 @@ def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer(
     study, planned = study_credit.STUDY, {}
     for arm, table in study.arms.items():
         job = load_job(ROOT / study.job, [*study.settings, *table.switches]).config
-        requests = Planner.of(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
+        requests = job_parts.planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
         longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts
         played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]
         planned[arm] = (len(requests) * longest, len(requests) * longest + branches * sum(played_on))

@@ -12,9 +12,9 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
 from tests.conftest import at_the_task_app
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
@@ -93,8 +93,8 @@ async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[R
     app = create_gateway({model_of(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
         run_id = f"run.{uuid4().hex}"  # others play at the same task app
-        plan = Planner.of(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
-        async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
+        plan = job_parts.planner(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
+        async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             found = await Collector(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed
     return list(found.rollouts)

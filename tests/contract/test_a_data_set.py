@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import InteractionSpec
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.sources import row_of
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
-from trainer_backend.data.dataset import DataSet, data_of, read_data
+from trainer_backend.data.dataset import DataSet, read_data
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError, JobError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
@@ -78,12 +78,12 @@ def run(tmp_path_factory: pytest.TempPathFactory):
 
 def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
     directory, reporter, _ = run
-    data = data_of(directory.job())
+    data = job_parts.data(directory.job())
     for iteration in (1, 2):
         for group_id, asked in groups(directory, f"iteration_{iteration}").items():
             assert asked == {data.by_id[row_of(group_id)].question}
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-        again = Planner.of(directory.job(), "another", inference, data).training(iteration)
+        again = job_parts.planner(directory.job(), "another", inference, data).training(iteration)
         assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
     assert data.notes[0] in reporter.lines
 
@@ -118,11 +118,11 @@ def test_by_decision_each_answer_earns_what_the_interaction_gave_it(run):
 async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anything_is_played(tmp_path):
     said: list[str] = []
     job = on_documents()
-    async with task_apps(at_the_task_app(job), tmp_path / "task_app.log", tell=said.append) as apps:
+    async with job_parts.task_apps(at_the_task_app(job), tmp_path / "task_app.log", tell=said.append) as apps:
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for mode in ("decision_stepwise", "env_sparse"):
             training = job.training.model_copy(update={"step_rewards_mode": mode})
-            planner = Planner.of(
+            planner = job_parts.planner(
                 job.model_copy(update={"training": training}), "run.1", inference, with_a_document(1)
             )
             await try_job(planner, apps, from_scratch=False)
@@ -132,7 +132,7 @@ async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anythin
 
 def test_evaluations_play_the_held_out_rows_and_are_told_row_by_row(run):
     directory, _, _ = run
-    data = data_of(directory.job())
+    data = job_parts.data(directory.job())
     held_out = {row.id: row.question for row in data.evaluation}
     for name in ("evaluation_0", "evaluation_2"):
         played = groups(directory, name)
@@ -152,7 +152,7 @@ async def test_an_evaluation_lists_the_rows_by_their_ids(run):
     once = job.multi_turn.model_copy(update={"max_assistant_turns": 1})
     job = job.model_copy(update={"multi_turn": once})
     result = await evaluate(at_the_task_app(job), Checkpoint(latest_checkpoint(directory.checkpoints)))
-    rows = {row.id for row in data_of(job).evaluation}
+    rows = {row.id for row in job_parts.data(job).evaluation}
     assert json.loads(as_json(result))["rows"].keys() == rows
     assert "0.25 of train of" in result.setting["held-out rows"]
     assert result.setting["decisions at most"] == 1 < job.rollout.max_turns
@@ -172,7 +172,7 @@ def test_a_run_refuses_rows_that_changed_since_it_began(run, tmp_path):
 def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
     """One training row of the run becomes a held-out one, and the run goes on for an iteration."""
     directory = open_run(copytree(run[0].path, tmp_path / "run"))
-    job, before = directory.job(), data_of(run[0].job())
+    job, before = directory.job(), job_parts.data(run[0].job())
     lines = Path(job.data.path).read_text().splitlines(keepends=True)
     held_out = [row.where for row in (*before.evaluation, before.training[0])]
     numbers = {int(where.rpartition(" ")[2]) - 1 for where in held_out}
@@ -250,9 +250,9 @@ def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose
 
 def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
     async def ask() -> None:
-        async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
+        async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-            await try_job(Planner.of(job, "run.1", inference, data), apps, from_scratch=True)
+            await try_job(job_parts.planner(job, "run.1", inference, data), apps, from_scratch=True)
 
     with pytest.raises((JobError, DataError)) as found:
         asyncio.run(ask())
@@ -261,7 +261,7 @@ def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
 
 def test_a_misspelt_interaction_is_told_before_anything_is_played(tmp_path):
     job = job_on_sums(data__interaction="gsm8")
-    told = told_of(job, data_of(job), tmp_path)
+    told = told_of(job, job_parts.data(job), tmp_path)
     assert told.startswith("data.interaction, or interaction_kwargs of a row: unknown interaction 'gsm8'")
     assert "Did you mean 'gsm8k'?" in told
 
@@ -335,17 +335,19 @@ def test_a_row_that_is_larger_than_the_task_app_takes_is_told_before_anything_is
 async def test_the_job_s_own_task_app_takes_its_largest_row(tmp_path):
     job = on_documents()
     data = with_a_document(400_000)
-    async with task_apps(job, tmp_path / "task_app.log", data=data) as apps:
-        planner = Planner.of(job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data)
+    async with job_parts.task_apps(job, tmp_path / "task_app.log", data=data) as apps:
+        planner = job_parts.planner(
+            job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data
+        )
         await try_job(planner, apps, from_scratch=False)
         await apps[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
 
 
 def test_interactions_that_no_row_is_for_are_refused():
     with pytest.raises(JobError, match=r"interaction_config_path: the run would ignore it: no row has"):
-        data_of(job_on_sums(data__interaction=None))
+        job_parts.data(job_on_sums(data__interaction=None))
     with pytest.raises(JobError, match=r"the run would ignore it: there is no \[data\]"):
-        data_of(job_on_sums().model_copy(update={"data": None}))
+        job_parts.data(job_on_sums().model_copy(update={"data": None}))
 
 
 async def test_every_document_of_the_repository_is_taken_by_the_environment_that_holds_documents(tmp_path):
@@ -354,11 +356,11 @@ async def test_every_document_of_the_repository_is_taken_by_the_environment_that
         data__evaluation_split="test",
         data__held_out_share=None,
     )
-    data = data_of(job)
+    data = job_parts.data(job)
     assert data is not None
-    async with task_apps(at_the_task_app(job), tmp_path / "task_app.log") as apps:
+    async with job_parts.task_apps(at_the_task_app(job), tmp_path / "task_app.log") as apps:
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for row in (*data.training, *data.evaluation):
             await try_job(
-                Planner.of(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False
+                job_parts.planner(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False
             )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
-from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend import job_parts
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, iteration_of, latest_checkpoint
@@ -103,7 +103,7 @@ def test_the_rollouts_are_plain_parquet_with_the_credit_of_every_decision(traine
 def test_a_stored_rollout_is_credited_again_to_the_same_numbers(trained):
     directory, _, _ = trained
     path = directory.rollouts_file("iteration_2")
-    again = CreditAssignment.of(directory.job()).credit(read_rollouts(path))
+    again = job_parts.credit(directory.job()).credit(read_rollouts(path))
     rows = pq.read_table(path).to_pylist()
     stored = [[decision["advantage"] for decision in row["decisions"]] for row in rows]
     assert [list(item.advantages_T) for item in again.credits] == stored

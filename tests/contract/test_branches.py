@@ -7,8 +7,8 @@ import pytest
 from pydantic import SecretStr
 
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.credit.recredit import recredit_run
@@ -140,7 +140,7 @@ async def test_an_environment_that_cannot_be_kept_is_told_before_anything_is_pla
         for estimator in ("stepwise", "branch")
     )
     gateway = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-    async with task_apps(branch, tmp_path / "task_app.log") as apps:
-        await try_job(Planner.of(stepwise, "run", gateway), apps, from_scratch=False)
+    async with job_parts.task_apps(branch, tmp_path / "task_app.log") as apps:
+        await try_job(job_parts.planner(stepwise, "run", gateway), apps, from_scratch=False)
         with pytest.raises(JobError, match=r"^algorithm\.advantage: .*no snapshot\(\) and restore\(\)"):
-            await try_job(Planner.of(branch, "run", gateway), apps, from_scratch=False)
+            await try_job(job_parts.planner(branch, "run", gateway), apps, from_scratch=False)

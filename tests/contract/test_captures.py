@@ -7,8 +7,8 @@ import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from tests.trainer_backend.terminal import atif_schema
+from trainer_backend import job_parts
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.terminal.atif import atif_of
 
@@ -122,7 +122,7 @@ def _seen(document):
 
 
 def test_stored_rollouts_are_credited_again_to_the_same_numbers(run, rollouts):
-    again = CreditAssignment.of(run.job()).credit(rollouts)
+    again = job_parts.credit(run.job()).credit(rollouts)
     table = pq.read_table(run.rollouts_file("iteration_1")).to_pylist()
     stored = [[decision["advantage"] for decision in row["decisions"]] for row in table]
     assert [list(item.advantages_T) for item in again.credits] == stored

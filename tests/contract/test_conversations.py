@@ -15,15 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StopReason
 from tests.contract.scripted_model import ScriptedEngine, played
+from trainer_backend import job_parts
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.segments import Segment, segments_of
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 
@@ -157,7 +156,7 @@ async def test_50_chunks_are_answered_in_a_window_of_3_and_without_edits_the_sam
     assert [part.source for step in over.steps[:-1] for part in step.reward_parts] == []
     (part,) = over.steps[-1].reward_parts
     assert (part.source, part.value) == ("penalty", -1.0)
-    (credited,) = CreditAssignment.of(job).credit([rollout]).credits
+    (credited,) = job_parts.credit(job).credit([rollout]).credits
     assert list(credited.rewards_T) == [0.0] * (len(over.steps) - 1) + [-1.0]
 
 
@@ -176,7 +175,7 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
         real.stop()
     views = segments(rollout)
     assert len(views) == 6
-    again = LocalLearner(LearnerConfig.of(job), model, tokenizer).scorer.score(
+    again = LocalLearner(job_parts.learner_config(job), model, tokenizer).scorer.score(
         views, row_tokens=1_024, micro_batch_tokens=4_096
     )
     for view, found in zip(views, again, strict=True):
@@ -213,7 +212,7 @@ async def test_an_episode_counts_once_in_its_group_in_however_many_segments_it_l
     for number, script in enumerate(scripts):
         rollout = await alone(job, ScriptedEngine(tokenizer, script), tmp_path)
         siblings.append(rollout.model_copy(update={"rollout_id": f"r{number}", "sibling": number}))
-    found = CreditAssignment.of(job).credit(siblings)
+    found = job_parts.credit(job).credit(siblings)
     many, one, wrong = found.episodes
     assert [len(episode.segments) for episode in found.episodes] == [5, 1, 1]
     # Scores 1, 1, 0: were the segments counted, five of seven would have the first one's.

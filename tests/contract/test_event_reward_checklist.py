@@ -11,9 +11,8 @@ from shared_schemas.rewards import StepRewards, reward_vector
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import at_the_task_app, rows_of, tiny_job
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.start import echo_of_switches
 
 OFF = StepRewards()
@@ -34,12 +33,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[StepRewards, list[T
 async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
     job = tiny_job(rollout__max_turns=25, warmup__episodes=3)
     found = {}
-    async with task_apps(at_the_task_app(job), folder / "task_app.log") as clients:
+    async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as clients:
         collector = Collector(clients, timeout_s=120)
         for number, switches in enumerate(SWITCHES):
             requests = [
                 request.model_copy(update={"step_rewards": switches})
-                for request in Planner.of(job, f"checklist-{number}").warmup()
+                for request in job_parts.planner(job, f"checklist-{number}").warmup()
             ]
             collection = await collector.collect(requests)
             assert not collection.failed

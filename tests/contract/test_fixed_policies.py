@@ -15,16 +15,13 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.conftest import ListReporter, at_the_task_app, policy_server, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import build_preset, save_model_folder
@@ -73,7 +70,7 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
     with policy_server(job) as gateway:
         fixed = FixedPolicies.of(job.fixed_policies, folders, learner.facts(), gateway.table)
         async with (
-            task_apps(at_the_task_app(job), tmp_path / "log") as apps,
+            job_parts.task_apps(at_the_task_app(job), tmp_path / "log") as apps,
             gateway.serving(learner, fixed) as server,
         ):
             found = await _twice(Collector(apps, timeout_s=100), server, learner, job)
@@ -87,7 +84,7 @@ async def _twice(
     found: list[Rollout] = []
     start = uuid4().hex  # others play at the same task app
     for run_id in (f"{start}.1", f"{start}.2"):
-        planner = Planner.of(job, run_id, server.inference)
+        planner = job_parts.planner(job, run_id, server.inference)
         collection = await collector.collect(planner.training(1))
         assert not collection.failed, collection.failed
         found += collection.rollouts
@@ -105,7 +102,7 @@ def exact(rollout: Rollout) -> list[PolicyLogprobs]:
 def scorer_in(folder: Path) -> Scorer:
     """As a learner that holds the model of the folder scores."""
     return LocalLearner.fresh(
-        LearnerConfig.of(tiny_job(model__preset=None, model__path=str(folder))), []
+        job_parts.learner_config(tiny_job(model__preset=None, model__path=str(folder))), []
     ).scorer
 
 
@@ -120,9 +117,9 @@ def sampled(rollout: Rollout) -> list[float]:
 
 
 def by_policy(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    names = {CreditAssignment.of(job).policies.policy_by(rollout) for rollout in rollouts}
+    names = {job_parts.credit(job).policies.policy_by(rollout) for rollout in rollouts}
     return {
-        name: [item for item in rollouts if CreditAssignment.of(job).policies.policy_by(item) == name]
+        name: [item for item in rollouts if job_parts.credit(job).policies.policy_by(item) == name]
         for name in names
     }
 
@@ -140,7 +137,7 @@ def twice(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory)
     (fixed,) = job.rollout_only
     cut = fixed.model_copy(update={"name": "cut", "top_k": 1})
     job = job.model_copy(update={"rollout_only": (fixed, cut)})
-    learner = LocalLearner.fresh(LearnerConfig.of(job), [])
+    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
     return by_policy(job, asyncio.run(played_twice(job, learner, tmp_path_factory.mktemp("twice"))))
 
 
@@ -220,7 +217,7 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
     monkeypatch.setenv("THEIR_KEY", KEY)
     with exact_server(folders["warm"], key=KEY) as server:
         there = remote_job(folders, server.url, alpha=0.0)
-        learner = LocalLearner.fresh(LearnerConfig.of(there), [])
+        learner = LocalLearner.fresh(job_parts.learner_config(there), [])
         (near,) = mixed_job(folders["later"], rollout_only__model_path=str(folders["warm"])).rollout_only
         here = there.model_copy(update={"rollout_only": (near,)})
         episodes = [asyncio.run(played_twice(job, learner, tmp_path)) for job in (there, here)]
@@ -253,7 +250,7 @@ async def _probed(
     """What is told of such a server, its address, and how many answers it gave."""
     with exact_server(folders["warm"], **{"key": KEY, **habits}) as server:
         job = remote_job(folders, server.url, **keys)
-        learner = LocalLearner.fresh(LearnerConfig.of(job), [])
+        learner = LocalLearner.fresh(job_parts.learner_config(job), [])
         with policy_server(job) as gateway:
             (remote,) = FixedPolicies.of(job.fixed_policies, {}, learner.facts(), gateway.table).remote
         try:

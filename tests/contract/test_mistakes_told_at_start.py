@@ -9,8 +9,8 @@ import pytest
 from pydantic import SecretStr
 
 from tests.conftest import tiny_job
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import JobError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
@@ -106,11 +106,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 async def _ask(log_file: Path) -> dict[str, str]:
-    async with task_apps(tiny_job(), log_file) as clients:
+    async with job_parts.task_apps(tiny_job(), log_file) as clients:
 
         async def answer(job: JobConfig, url: str, *, from_scratch: bool = True) -> str:
             gateway = Inference(url, "tiny/actor", SecretStr(""))
-            planner = Planner.of(job, "run.1", gateway)
+            planner = job_parts.planner(job, "run.1", gateway)
             try:
                 await try_job(planner, clients, from_scratch=from_scratch)
             except JobError as error:
@@ -143,12 +143,12 @@ async def test_an_environment_that_raises_is_told_with_file_and_line_before_anyt
             rollout__env_name="faulty", rollout__env_config={"kind": kind}, services__task_plugins=[FAULTY]
         ).model_copy(update={"warmup": None})
 
-    async with task_apps(faulty("fine"), tmp_path / "task_app.log") as clients:
+    async with job_parts.task_apps(faulty("fine"), tmp_path / "task_app.log") as clients:
         for kind in ("fine", "numpy_values"):
-            await try_job(Planner.of(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
+            await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
         for kind, told in FAULTS.items():
             with pytest.raises(JobError, match=rf"^rollout\.env_name: {told} \(faulty_environment\.py:\d+\)"):
-                await try_job(Planner.of(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
+                await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
 
 
 def mixed_with(table: RolloutOnlyTable) -> JobConfig:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
-from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend import job_parts
 from trainer_backend.credit.recredit import recredited, stored_iterations
 from trainer_backend.errors import JobError
 from trainer_backend.rundir.rollout_files import finished_rows
@@ -35,7 +35,7 @@ def test_gigpo_compares_decisions_that_were_made_in_one_state(trained: Any, tmp_
         assert decision["advantage"] == pytest.approx(joined)
     algorithm = job.algorithm.model_copy(update={"state_hashing_function": "text"})
     by_text = job.model_copy(update={"algorithm": algorithm})
-    found = recredited(CreditAssignment.of(by_text), stored_iterations(directory, []), ["gigpo"])
+    found = recredited(job_parts.credit(by_text), stored_iterations(directory, []), ["gigpo"])
     assert not found.refused, "the job stored the text's keys too"
 
 

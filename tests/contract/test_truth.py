@@ -21,6 +21,7 @@ from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
 from tests.conftest import TASK_APP_KEY, ListReporter, at_the_task_app, tiny_job, train_job
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, served
+from trainer_backend import job_parts
 from trainer_backend.__main__ import app
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
@@ -281,9 +282,7 @@ def test_continuations_end_where_gamma_leaves_a_twentieth_unless_the_end_pays(ru
     _, job = run
 
     def horizon(gamma, mode="env_sparse"):
-        algorithm = job.algorithm.model_copy(update={"gamma": gamma})
-        training = job.training.model_copy(update={"step_rewards_mode": mode})
-        return horizon_of(job.model_copy(update={"algorithm": algorithm, "training": training}))
+        return horizon_of(job.training.model_copy(update={"step_rewards_mode": mode}), gamma)
 
     # 0.9^28 is 0.052 and 0.9^29 is 0.047
     assert [horizon(gamma) for gamma in (0.9, 0.5, 0.04, 0.0)] == [29, 5, 1, 1]
@@ -449,7 +448,7 @@ def test_the_policy_that_sampled_an_iteration_is_found_by_its_version(run, tmp_p
     copied = open_run(copytree(directory.path, tmp_path / "run"))
 
     def source(iteration=None):
-        found = source_of(copied, job, options(copied, iteration=iteration))
+        found = source_of(copied, job_parts.policies(job), options(copied, iteration=iteration))
         return found.iteration, found.checkpoint.name
 
     played = read_rollouts(copied.rollouts_file("iteration_1"))

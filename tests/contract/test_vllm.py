@@ -12,13 +12,12 @@ from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
-from trainer_backend.collect.plan import Planner
+from trainer_backend import job_parts
 from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import ClusterTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateways import actor_gateways
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.state import read_state
@@ -143,7 +142,7 @@ def test_a_policy_waits_longer_than_a_replica_may_be_gone(
 ):
     """300 s by default, 60 s in which a wedged one is found, and 120 s for the sample itself."""
     job = vllm_job(model_folders["qwen3"], **keys).model_copy(update={"cluster": cluster})
-    with actor_gateways(job, FixedSetup(), RunDirectory(tmp_path, "run"), print) as gateways:
-        request = Planner.of(job, "run", gateways.inference).training(1)[0]
+    with job_parts.gateways(job, FixedSetup(), RunDirectory(tmp_path, "run"), print) as gateways:
+        request = job_parts.planner(job, "run", gateways.inference).training(1)[0]
     assert OpenAIConfig.model_validate(request.policy.config).request_timeout_s == timeout_s
     assert 2 * VllmEngine.silence_s < OpenAIConfig.model_fields["request_timeout_s"].default

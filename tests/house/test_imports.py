@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 from tests.house.sources import ROOT, name_of, package_sources
@@ -167,9 +168,7 @@ def test_outside_libraries_come_in_by_their_doors():
     for name, libraries in libraries_of().items():
         for library in libraries & DOORS.keys():
             doors = DOORS[library]
-            assert any(name == door or name.startswith(door + "/") for door in doors), (
-                f"{name} imports {library}; its doors are {doors}"
-            )
+            assert _is_in(name, doors), f"{name} imports {library}; its doors are {doors}"
 
 
 def test_the_core_does_no_io():
@@ -216,3 +215,36 @@ def test_there_are_no_import_cycles():
 
     for name in sorted(modules):
         visit(name, ())
+
+
+# Who reads a whole job; all others are given its tables.
+OF_A_WHOLE_JOB = {
+    "trainer_backend/job": "declares, loads and checks it",
+    "trainer_backend/job_parts.py": "gives each part of a run its tables",
+    "trainer_backend/start.py": "puts a run together",
+    "trainer_backend/evaluation/play.py": "puts an evaluation together",
+    "trainer_backend/evaluation/truth.py": "puts a measurement together",
+    "trainer_backend/terminal": "the commands, which load one",
+    "trainer_backend/jobs/posted.py": "compares every key of a posted one with the operator's bounds",
+    "trainer_backend/rundir/layout.py": "reads and writes job.toml",
+    "trainer_backend/pages/story.py": "the report shows it whole",
+    "trainer_backend/pages/facts.py": "lists its tables, for their defaults",
+}
+
+
+def test_parts_are_given_tables_and_no_whole_job():
+    """What is handed a job, or keeps one, names its class."""
+    readers = [
+        name_of(path)
+        for path, tree in package_sources().items()
+        if any(
+            "JobConfig" in (getattr(node, "name", ""), getattr(node, "attr", "")) for node in ast.walk(tree)
+        )
+    ]
+    others = [name for name in readers if not _is_in(name, OF_A_WHOLE_JOB)]
+    assert others == [], f"they import JobConfig; take the tables that are read, or see {OF_A_WHOLE_JOB}"
+    assert [place for place in OF_A_WHOLE_JOB if not any(_is_in(name, [place]) for name in readers)] == []
+
+
+def _is_in(name: str, places: Iterable[str]) -> bool:
+    return any(name == place or name.startswith(place + "/") for place in places)

@@ -17,9 +17,8 @@ from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.test_train import Learner, Server, finished
-from trainer_backend.collect.plan import Planner
+from trainer_backend import job_parts
 from trainer_backend.collect.work import Collection, Keep
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import RunNotWritten, SamplerMismatch, TaskAppError
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
@@ -138,7 +137,7 @@ def run_of(folder: Path, services: Services, learner: Learner, **settings: Any) 
     )  # fmt: skip
     directory = RunDirectory(folder, "tiny") if (folder / "run.json").exists() else create_run(job, folder)
     return Run(
-        Planner.of(job, "r", Server.inference), CreditAssignment.of(job), services, services,  # type: ignore[arg-type]
+        job_parts.planner(job, "r", Server.inference), job_parts.credit(job), services, services,  # type: ignore[arg-type]
         saving=Saving(job.training, job.evaluation, directory, learner), reporter=ListReporter(),  # type: ignore[arg-type]
     )  # fmt: skip
 

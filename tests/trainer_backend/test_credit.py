@@ -8,8 +8,9 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling, StepMetadata, St
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
 from tests.trainer_backend.pages import hand_made
+from trainer_backend import job_parts
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.credit.credit import CreditAssignment, Measured
+from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import AdvantageError, JobError, RewardError
 from trainer_backend.job.load import parse_job
@@ -40,7 +41,7 @@ def two_dialogues():
 
 def credits(rollouts, **algorithm):
     keys = {f"algorithm__{key}": value for key, value in algorithm.items()}
-    return CreditAssignment.of(tiny_job(**TURN_SCORES, **keys)).credits(rollouts)
+    return job_parts.credit(tiny_job(**TURN_SCORES, **keys)).credits(rollouts)
 
 
 def test_a_decision_without_its_reward_is_an_error_of_its_rollout():
@@ -141,17 +142,16 @@ def with_tokens(calls, final_view=None):
 
 def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_begun():
     grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9,)))
-    view = CreditAssignment.of(tiny_job()).policies.final_view_by(grown)
+    view = job_parts.credit(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert view.sampled_positions.tolist() == [8], (
         "the token after the whole prompt, that of no decision of its own"
     )
     fresh = with_tokens([(0, (1, 2), (3,))], final_view=(0, (1, 4), (9,)))
-    assert CreditAssignment.of(tiny_job()).policies.final_view_by(fresh).token_ids.tolist() == [1, 4, 9]
-    assert CreditAssignment.of(tiny_job()).policies.final_view_by(with_tokens([(0, (1, 2), (3,))])) is None
+    assert job_parts.credit(tiny_job()).policies.final_view_by(fresh).token_ids.tolist() == [1, 4, 9]
+    assert job_parts.credit(tiny_job()).policies.final_view_by(with_tokens([(0, (1, 2), (3,))])) is None
     assert (
-        CreditAssignment.of(tiny_job()).final_views([grown])["r/0"].token_ids.tolist()
-        == view.token_ids.tolist()
+        job_parts.credit(tiny_job()).final_views([grown])["r/0"].token_ids.tolist() == view.token_ids.tolist()
     )
 
 
@@ -160,16 +160,16 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
     keys = {"algorithm__advantage": "gae", "algorithm__gamma": 0.5, "algorithm__bootstrap_truncated": True}
     job, cut = tiny_job(**TURN_SCORES, **keys), with_tokens([(0, (1, 2), (3,))])
     values = {"r/0": [1.0]}
-    (found,) = CreditAssignment.of(job).credits([cut], Measured(values, {"r/0": 4.0}))
+    (found,) = job_parts.credit(job).credits([cut], Measured(values, {"r/0": 4.0}))
     assert (found.advantages_T, found.returns_T, found.value_after) == ([1.0], [2.0], 4.0)
     silent = cut.trajectory.model_copy(update={"stop_reason": StopReason.MAX_USER_TURNS})
     for measured, rollout in (
         (Measured(values, {}), cut),  # the prompt did not fit
         (Measured(values, {"r/0": 4.0}), cut.model_copy(update={"trajectory": silent})),
     ):
-        assert CreditAssignment.of(job).credits([rollout], measured)[0].advantages_T == [-1.0]
+        assert job_parts.credit(job).credits([rollout], measured)[0].advantages_T == [-1.0]
     with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
-        CreditAssignment.of(job).credits([cut], Measured(values))
+        job_parts.credit(job).credits([cut], Measured(values))
 
 
 @pytest.mark.parametrize(

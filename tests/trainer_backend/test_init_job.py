@@ -20,12 +20,11 @@ from shared_schemas.state_keys import OF_ENVIRONMENT
 from tests.conftest import TASK_APP_KEY, task_app
 from tests.task_app.environments.foreign.processes import served
 from tests.task_app.environments.foreign.test_bad_servers import openenv, paid, says
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.trial import try_job, unborn_gateway
+from trainer_backend.collect.trial import try_job
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import load_job, parse_job
 from trainer_backend.job.schema import JobConfig
@@ -187,8 +186,8 @@ async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_i
     with there(env) as name:
         write_job(tmp_path / "job.toml", Choices(name))
         loaded = load_new_job([tmp_path / "job.toml"])
-        job, data = loaded.config, data_of(loaded.config)
-        planner = Planner.of(job, "init", unborn_gateway(job), data)
+        job, data = loaded.config, job_parts.data(loaded.config)
+        planner = job_parts.trial_planner(job, "init", data)
         url = task_app(job.multi_turn.interaction_config_path)
         async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
             await try_job(planner, apps, from_scratch=True, preset=True)
@@ -214,7 +213,7 @@ async def test_a_task_app_takes_the_job_of_a_trained_model_without_a_warning(tmp
         write_job(tmp_path / "job.toml", Choices(name, model="a/b"))
         loaded = load_new_job([tmp_path / "job.toml"])
         job = loaded.config
-        planner = Planner.of(job, "init", unborn_gateway(job), data_of(job))
+        planner = job_parts.trial_planner(job, "init", job_parts.data(job))
         url = task_app(job.multi_turn.interaction_config_path)
         async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
             await try_job(planner, apps, from_scratch=True)

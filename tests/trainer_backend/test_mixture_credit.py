@@ -5,7 +5,8 @@ import pytest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
-from trainer_backend.credit.credit import CreditAssignment, Measured
+from trainer_backend import job_parts
+from trainer_backend.credit.credit import Measured
 from trainer_backend.errors import SegmentError
 
 MIXTURE = {
@@ -48,7 +49,7 @@ def group_of_four():
 )
 def test_siblings_are_compared_with_all_of_their_group_or_with_those_of_their_policy(baseline, expected):
     job = tiny_job(**MIXTURE, rollout_only__baseline=baseline)
-    credited = CreditAssignment.of(job).credit(group_of_four())
+    credited = job_parts.credit(job).credit(group_of_four())
     assert [episode.advantages[0] for episode in credited.episodes] == expected
     assert [episode.policy for episode in credited.episodes] == ["actor", "actor", "fixed", "fixed"]
     assert credited.flat == []
@@ -58,27 +59,27 @@ def test_a_group_is_flat_by_all_that_it_played_whoever_is_compared_with_whom():
     job = tiny_job(**MIXTURE, rollout_only__baseline="per_policy", training__skip_flat_groups=True)
     lone = [played("tiny/actor", 0, sibling=0, group="g1"), played("tiny/fixed", 3, sibling=1, group="g1")]
     half = [*lone, played("tiny/fixed", 1, sibling=2, group="g1")]
-    assert CreditAssignment.of(job).credit(lone).flat == ["g1"]
-    assert CreditAssignment.of(job).credit(half).flat == [], "two of the fixed policy differ"
-    credited = CreditAssignment.of(job).credit([*group_of_four(), *lone])
+    assert job_parts.credit(job).credit(lone).flat == ["g1"]
+    assert job_parts.credit(job).credit(half).flat == [], "two of the fixed policy differ"
+    credited = job_parts.credit(job).credit([*group_of_four(), *lone])
     assert credited.flat == ["g1"] and len(credited.episodes) == 4
 
 
 def test_decisions_rewards_and_values_are_told_of_the_actors_episodes_alone():
     job = tiny_job(**MIXTURE)
     rollouts = group_of_four()
-    metrics = CreditAssignment.of(job).credit(rollouts).metrics
+    metrics = job_parts.credit(job).credit(rollouts).metrics
     assert metrics["decision/count"] == 2.0  # the other two have 3 and 2 decisions
     assert metrics["decision/unique_sum"] == 1.0
     assert metrics["reward/mean"] == 0.5
     assert metrics["advantages/groups"] == 1.0, "what the estimator met is told of all"
-    fixed_alone = CreditAssignment.of(job).credit(rollouts[2:]).metrics
+    fixed_alone = job_parts.credit(job).credit(rollouts[2:]).metrics
     assert not [name for name in fixed_alone if name.startswith(("decision/", "reward/"))]
 
     critic = tiny_job(**{**MIXTURE, "algorithm__advantage": "gae"})
     values = {item.rollout_id: [float(i)] * len(item.trajectory.steps) for i, item in enumerate(rollouts)}
-    assert CreditAssignment.of(critic).credit(rollouts, Measured(values)).metrics["value/mean"] == 0.5
-    assert "value/mean" not in CreditAssignment.of(critic).credit(rollouts[2:], Measured(values)).metrics
+    assert job_parts.credit(critic).credit(rollouts, Measured(values)).metrics["value/mean"] == 0.5
+    assert "value/mean" not in job_parts.credit(critic).credit(rollouts[2:], Measured(values)).metrics
 
 
 def test_what_another_policy_sampled_is_scored_at_the_temperature_of_the_actor():
@@ -86,7 +87,7 @@ def test_what_another_policy_sampled_is_scored_at_the_temperature_of_the_actor()
     own = played("tiny/actor", 1, sibling=0, temperature=0.5)
     other = played("tiny/fixed", 1, sibling=1, temperature=0.8)
     for item in (own, other):
-        (segment,) = CreditAssignment.of(job).policies.segments_by(item)
+        (segment,) = job_parts.credit(job).policies.segments_by(item)
         assert set(segment.temperatures) == {0.5}
         assert set(segment.logprobs) == {-1.0}, "as it was sampled"
 
@@ -96,10 +97,10 @@ def test_a_remote_policy_whose_server_calls_its_model_as_the_job_calls_its_actor
     left = {key: value for key, value in MIXTURE.items() if key != "rollout_only__model_path"}
     named = {"rollout_only__name": "teacher", "model": {"path": "m", "device": "cpu"}}
     job = tiny_job(**{**left, **remote, **named})
-    assert CreditAssignment.of(job).policies.policy_by(played("tiny/teacher", 1, sibling=0)) == "teacher", (
+    assert job_parts.credit(job).policies.policy_by(played("tiny/teacher", 1, sibling=0)) == "teacher", (
         "as it records itself"
     )
-    assert CreditAssignment.of(job).policies.policy_by(played("tiny/actor", 1, sibling=0)) == "actor"
+    assert job_parts.credit(job).policies.policy_by(played("tiny/actor", 1, sibling=0)) == "actor"
 
 
 def test_samples_of_a_policy_that_the_job_does_not_have_are_refused_and_not_taken_for_the_actors():
@@ -107,11 +108,11 @@ def test_samples_of_a_policy_that_the_job_does_not_have_are_refused_and_not_take
         r"rollout r/g/1/0: sampled by 'fixed' \(model 'tiny/fixed'\); the policies of this job are actor"
     )
     with pytest.raises(SegmentError, match=message):
-        CreditAssignment.of(tiny_job()).credit(
+        job_parts.credit(tiny_job()).credit(
             [played("tiny/fixed", 1, sibling=0), played("tiny/actor", 1, sibling=1)]
         )
 
 
 @pytest.mark.parametrize("model", ["", "gpt", "Qwen/Qwen3-0.6B", "tiny/actor"])
 def test_what_names_no_policy_of_the_job_is_the_actors(model):
-    assert CreditAssignment.of(tiny_job()).policies.policy_by(played(model, 1, sibling=0)) == "actor"
+    assert job_parts.credit(tiny_job()).policies.policy_by(played(model, 1, sibling=0)) == "actor"

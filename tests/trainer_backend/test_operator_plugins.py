@@ -14,7 +14,8 @@ import torch
 from tests.trainer_backend.jobs.rows import job as posted_row
 from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
 from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.losses import ClipKeys
 from trainer_backend.core.policies import ACTOR
@@ -234,7 +235,7 @@ def test_who_looks_at_a_run_runs_none_of_its_code(tmp_path):
     asyncio.run(frames.of(run.path, FIRST[0]))
     assert shown == ["mine"]
     loaded, player = what_to_evaluate(run.path, None, Inference("http://127.0.0.1:1", "m", None))
-    assert Planner.of(loaded.config, "eval", player).evaluation("0")
+    assert job_parts.planner(loaded.config, "eval", player).evaluation("0")
     (tmp_path / "mine.py").unlink()
     assert run.job() == job
     assert not (tmp_path / "sprung").exists()

@@ -9,7 +9,8 @@ import pytest
 from pydantic import SecretStr
 
 from tests.trainer_backend.segment_columns import lists, segment_of
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import BatchError, JobError
 from trainer_backend.job.load import LoadedJob, dump_job, load_job, parse_job
 from trainer_backend.operator_plugins import _load_packages_once, load_plugins
@@ -63,7 +64,9 @@ def refusal(folder: Path, code: str, *overrides: str, **keys: Any) -> str:
 
 def samplers(loaded: LoadedJob, steps: range) -> list[str]:
     """Who samples all of each iteration, in the plan of a run."""
-    plan = Planner.of(loaded.config, "run", Inference("http://127.0.0.1:1", "job/actor", SecretStr("key")))
+    plan = job_parts.planner(
+        loaded.config, "run", Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
+    )
     allocation = plan.allocation
     rows = [allocation.samplers("train", step, groups=2, siblings=2) for step in steps]
     assert all(len({name for group in row for name in group}) == 1 for row in rows)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from shared_schemas.messages import Message
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from trainer_backend import job_parts
 from trainer_backend.__main__ import app
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.credit.recredit import (
     figures,
@@ -25,7 +25,6 @@ from trainer_backend.credit.recredit import (
 from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.protocols import CreditedEpisode
-from trainer_backend.run.gradient_cosines import cosines_at
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows, rollout_ids
 
@@ -125,7 +124,7 @@ def met_in(*keys_by_episode):
 def of_states(rollouts):
     names = ["stepwise", "gigpo", "gigpo_soft", "g2po"]
     job = tiny_job(algorithm__advantage="gigpo", algorithm__context_depth=1)
-    found = recredited(CreditAssignment.of(job), [rollouts], names)
+    found = recredited(job_parts.credit(job), [rollouts], names)
     assert not found.refused
     console = Console(width=400, record=True)
     console.print(recredit_tables(found))
@@ -178,7 +177,7 @@ def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counte
         step.model_copy(update={"metadata": type(step.metadata)()}) for step in first.trajectory.steps
     )
     bare = first.model_copy(update={"trajectory": first.trajectory.model_copy(update={"steps": bare_steps})})
-    credit = CreditAssignment.of(job)
+    credit = job_parts.credit(job)
     with_records, without = (
         recredited(credit, [[rollout]], ["grpo"]).credits["grpo"][0].rewards_T for rollout in (first, bare)
     )
@@ -242,7 +241,7 @@ def test_gradients_of_two_parts_of_the_decisions_lie_in_one_plane_with_that_of_a
     left out of a gradient, and change its length alone."""
     directory, _, _ = trained
     job = directory.job_of_stored([f'training.aggregation="{aggregation}"']).config
-    credit = CreditAssignment.of(job)
+    credit = job_parts.credit(job)
     (played,) = stored_iterations(directory, [1])
     advantages = [item.advantages_T for item in credit.credits(played)]
     episodes = [CreditedEpisode(item.rollout_id, credit.policies.segments_by(item), ()) for item in played]
@@ -250,8 +249,8 @@ def test_gradients_of_two_parts_of_the_decisions_lie_in_one_plane_with_that_of_a
     def of_turns(parity):
         return [[value * (t % 2 == parity) for t, value in enumerate(own)] for own in advantages]
 
-    cosines = cosines_at(
-        directory.checkpoints / "iteration_0", job, directory, episodes,
+    cosines = job_parts.gradient_cosines(
+        job, directory.checkpoints / "iteration_0", directory, episodes,
         {"all": advantages, "even": of_turns(0), "odd": of_turns(1)}, reporter=ListReporter(),
     )  # fmt: skip
     even, odd, parts = cosines["all", "even"], cosines["all", "odd"], cosines["even", "odd"]

@@ -15,11 +15,11 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
+from trainer_backend import job_parts
 from trainer_backend.collect.losses import Losses, losses_in
 from trainer_backend.collect.metrics import count_worlds
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.work import Collection, Keep
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import (
     CheckpointError,
     NonFiniteLoss,
@@ -202,8 +202,8 @@ def run_of(
     directory: RunDirectory = create_run(job, tmp_path / "run")
     collector: Any = Collector(train, evaluation)
     return Run(
-        Planner.of(job, "run.1", Server.inference),
-        CreditAssignment.of(job),
+        job_parts.planner(job, "run.1", Server.inference),
+        job_parts.credit(job),
         collector,
         Server(),
         saving=Saving(job.training, job.evaluation, directory, learner or Learner()),

@@ -9,7 +9,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Self
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.apps import App, TaskApps
@@ -28,7 +27,6 @@ from trainer_backend.collect.work import (
 )
 from trainer_backend.errors import TaskAppError
 from trainer_backend.garbage import while_a_batch_grows
-from trainer_backend.job.schema import JobConfig
 
 __all__ = ["Collection", "Collector", "Progress", "join_rounds"]
 
@@ -52,12 +50,6 @@ class Collector:
             raise ValueError("a collector needs at least one task app")
         self._apps, self._timeout_s, self._max_running = apps, timeout_s, max_running
         self._crew: _Crew | None = None
-
-    @classmethod
-    def of(cls, job: JobConfig, apps: TaskApps) -> Self:
-        """The collector of a job, with its deadline and limit."""
-        most = job.rollout.max_concurrent_rollouts
-        return cls(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
 
     async def collect(
         self,

@@ -13,19 +13,16 @@ from trainer_backend.collect.sources import (
     Allocation,
     Inference,
     Origin,
-    Rows,
     Source,
-    Worlds,
     group_name,
     model_config,
 )
 from trainer_backend.core.advantages.branch import branch_turns, invalid_before, seconds_before
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.data.dataset import DataSet
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import MultiTurnTable, RolloutTable, WarmupTable
-from trainer_backend.job.schema import EvaluationTable, JobConfig
+from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import estimator
 
@@ -179,35 +176,6 @@ class Planner:
     table: TrainingTable
     algorithm: AlgorithmTable
     teacher: WarmupTable | None = None
-
-    @classmethod
-    def of(
-        cls, job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
-    ) -> Self:
-        """
-        Args:
-            actor: its server; None when no policy of the plan is a language model.
-            data: the rows of [data]; None where the job has no such table.
-
-        Raises:
-            ValueError: the job has a data set, and it was not given, or the other way round.
-        """
-        fixed, seed = job.fixed_policies, job.job.seed
-        if (job.data is None) != (data is None):
-            raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
-        source: Source = Worlds(seed, job.rollout.seeds, job.evaluation)
-        if data is not None and job.data is not None:
-            source = Rows(seed, job.data, data)
-        servers = {} if actor is None else inferences(job.job.name, job.rollout, fixed, actor)
-        return cls(
-            run_id,
-            Players(job.rollout, job.multi_turn, job.evaluation, fixed, servers=servers, seed=seed),
-            source,
-            Allocation(job.rollout_allocation_schedule, fixed, seed),
-            table=job.training,
-            algorithm=job.algorithm,
-            teacher=job.warmup,
-        )
 
     def training(self, iteration: int) -> list[RolloutRequest]:
         """The groups of an iteration: siblings share their origin, and each has its own sampling seed."""

@@ -22,12 +22,9 @@ from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
-from trainer_backend.collect.endpoints import hosts_to_call
-from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.sources import Rows, bytes_of
-from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ServicesTable
 from trainer_backend.launchers.launcher import LOCAL, NotReady, Place, Role, address_of
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 
@@ -124,25 +121,25 @@ OWN = "own"
 
 @asynccontextmanager
 async def task_apps(
-    job: JobConfig,
+    table: ServicesTable,
     log_file: Path,
-    player: Inference | None = None,
+    hosts_to_call: Sequence[str] = (),
     *,
-    data: DataSet | None = None,
+    interactions: Path | None = None,
+    rows: Rows | None = None,
     tell: Tell = log_sentence,
 ) -> AsyncIterator[TaskApps]:
-    """Open the job's task apps. At least one is up, and each that is up accepts the key.
+    """Open the task apps of a job. At least one is up, and each that is up accepts the key.
 
     Args:
-        job: names them in [services], or none.
+        table: names them, or none.
         log_file: receives the log of an own task app. The second one's is beside it, with _1 after its name,
             and so on.
-        player: a model on a foreign server; the own task app may call it. The operators of other task apps
-            decide that themselves.
+        hosts_to_call: as in `EmbeddedTaskApp`. The operators of other task apps decide that themselves.
+        interactions: the file of an own task app's interactions.
+        rows: that are played: the largest has to fit a request.
         tell: receives a sentence when one is lost, and when it is back.
     """
-    table = job.services
-    source = None if data is None or job.data is None else Rows(job.job.seed, job.data, data)
     async with AsyncExitStack() as stack:
         if table.task_url:
             apps = TaskApps(
@@ -150,14 +147,16 @@ async def task_apps(
                 timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
             )  # fmt: skip
         else:
-            key = SecretStr(secrets.token_urlsafe(32))
+            key, body_bytes = SecretStr(secrets.token_urlsafe(32)), OWN_BODY_BYTES
+            if rows is not None:
+                body_bytes = max(body_bytes, bytes_of(rows.largest()) + _BESIDE_A_ROW)
             own = [
                 EmbeddedTaskApp(
                     log_file.with_stem(f"{log_file.stem}_{number}") if number else log_file,
-                    hosts_to_call(job.warmup, player),
+                    hosts_to_call,
                     plugins=table.task_plugins,
-                    interactions=job.multi_turn.interaction_config_path,
-                    body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
+                    interactions=interactions,
+                    body_bytes=body_bytes,
                     api_key=key,
                     variables=table.task_app_variables,
                 )
@@ -189,10 +188,6 @@ async def _side_by_side(own: Sequence[EmbeddedTaskApp]) -> AsyncIterator[None]:
         await asyncio.wait(starts)
         up = [start.result() for start in starts if not start.cancelled() and start.exception() is None]
         await asyncio.gather(*(app.__aexit__(None, None, None) for app in up))
-
-
-def _body_bytes(source: Rows) -> int:
-    return max(OWN_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
 
 
 def describe(apps: TaskApps) -> str:

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import SecretStr
-
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
-from trainer_backend.collect.plan import Inference, Planner, Players, Slot
+from trainer_backend.collect.plan import Planner, Players, Slot
 from trainer_backend.collect.sources import Source, row_of
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import (
@@ -29,7 +27,6 @@ from trainer_backend.job.rollout_table import (
     SET_BY_ROWS,
     SET_BY_THE_JOB,
 )
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.task_app_rules import TASK_APP_RULES, Played
 from trainer_backend.plugins import estimator
 
@@ -37,8 +34,6 @@ _ROWS_ARE_PLAYED = (
     "rollout.env_name = 'dialogue' plays prompts, and 'documents' documents; worlds of seeds have no rows."
 )
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
-# Stands for a port that the job leaves open; a list of hosts cannot name it.
-_ANY_PORT = 1
 _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 
@@ -69,14 +64,6 @@ class _StagePolicy:
         if first in self.job_keys and first not in self.config:
             return f"{self.job_keys[first]}, sent to {self.name_key} {self.policy.policy_name!r} as {first!r}"
         return f"{self.config_key}.{path}" if path else self.config_key
-
-
-def unborn_gateway(job: JobConfig) -> Inference:
-    """Describe the actor's gateway as far as it is known before a run; a trial never calls it."""
-    host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    table = job.inference
-    return Inference(url, model_of(job.job.name, ACTOR), SecretStr(""), table.max_model_len, table.asks)
 
 
 async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, preset: bool = False) -> None:

@@ -6,7 +6,7 @@ Pure: a stored rollout file gives the same numbers anywhere.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory, prompts
@@ -27,7 +27,6 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
 from trainer_backend.errors import AdvantageError, CreditError, place
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
@@ -140,12 +139,6 @@ class CreditAssignment:
     policies: Policies
     rewards: Rewards
     skips_flat_groups: bool = False
-
-    @classmethod
-    def of(cls, job: JobConfig) -> Self:
-        policies = Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
-        rewards = Rewards(job.training, job.max_decisions)
-        return cls(job.algorithm, policies, rewards, job.training.skip_flat_groups)
 
     @property
     def estimator(self) -> EstimatorPlug[Any]:
@@ -264,24 +257,21 @@ class CreditAssignment:
             targets=targets,
         )
 
-    def _compared_with(self, rollout: Rollout) -> str:
-        """Return the key of the episodes to compare with: its group, or its policy's part of the group."""
-        policy = self.policies.policy_by(rollout)
-        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
-        return f"{rollout.group_id}/{policy}" if alone else rollout.group_id
-
     def _rewarded(
         self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
     ) -> EpisodeRewards:
         """An episode as the job's estimator sees it."""
         plug, name = self.estimator, rollout.rollout_id
+        policy = self.policies.policy_by(rollout)
+        # It is compared with its group, or with its policy's part of the group.
+        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
         values = measured.values.get(name, ())
         by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
         branched = plug.needs_branches and measured.branches is not None
         by_outcome = self.algorithm.episode_score == "outcome" and "episode_score" in plug.keys.model_fields
         return EpisodeRewards(
             name,
-            self._compared_with(rollout),
+            f"{rollout.group_id}/{policy}" if alone else rollout.group_id,
             rewards_T,
             state_keys_T=_state_keys(self.algorithm.state_hashing_function, trajectory, name)
             if plug.needs_state_keys

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
+from trainer_backend import job_parts
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
 from trainer_backend.core.critic import ByToken, OfEpisode
@@ -21,7 +22,7 @@ from trainer_backend.core.truth import TruthScore
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
 from trainer_backend.credit.truth_scores import TRUTH, TruthScores, noise_lines
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
@@ -382,39 +383,38 @@ def recredit_run(
     checkpoint = None if checkpoint is None else model_in(checkpoint)
     for name in names:
         estimator(name)
-    file = None if truth is None else _truth_of(truth, run, job, iterations)
+    file = None if truth is None else _truth_of(truth, run, iterations, job.training, job.algorithm.gamma)
     if file is not None:
         iterations = [file.setting.iteration]
         if checkpoint is not None:
             _refuse_other_policy(file, run, checkpoint)
     stored = stored_iterations(run, iterations)
-    credit = CreditAssignment.of(job)
+    credit = job_parts.credit(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     if not credited.credits:
         told = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
         raise AdvantageError(f"{path}: no estimator can be computed anew. {told}")
     cosines = None
     if checkpoint is not None:
-        from trainer_backend.run.gradient_cosines import cosines_at
-
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
-        cosines = cosines_at(checkpoint, job, run, _played(credit, credited), advantages, reporter=reporter)
-    scores = (
-        None
-        if file is None
-        else TruthScores(
-            file,
-            _advantages_by_rollout(credited),
-            {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts},
-            cosines,
-        )
-    )
+        played = _played(credit, credited)
+        cosines = job_parts.gradient_cosines(job, checkpoint, run, played, advantages, reporter=reporter)
+    scores = None
+    if file is not None:
+        groups = {rollout.rollout_id: rollout.group_id for rollout in credited.rollouts}
+        of_rollouts = {
+            name: dict(zip(groups, (credit.advantages_T for credit in credits), strict=True))
+            for name, credits in credited.credits.items()
+        }
+        scores = TruthScores(file, of_rollouts, groups, cosines)
     folder = out or run.recredit
     write_recredit(credited, folder, cosines, scores)
     return recredit_tables(credited, cosines, scores), folder
 
 
-def _truth_of(path: Path, run: RunDirectory, job: JobConfig, iterations: Sequence[int]) -> TruthFile:
+def _truth_of(
+    path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
+) -> TruthFile:
     """
     Raises:
         RunDirectoryError: see `TruthFile.read`; another iteration is measured, or other rewards.
@@ -427,7 +427,7 @@ def _truth_of(path: Path, run: RunDirectory, job: JobConfig, iterations: Sequenc
             f"{path} is the truth of iteration {setting.iteration}, and --iteration asks for {asked}"
         )
     stored = {**setting.rewards, "gamma": setting.gamma}
-    own = {**rewards_of(job.training), "gamma": job.algorithm.gamma}
+    own = {**rewards_of(training), "gamma": gamma}
     if others := [name for name in own if own[name] != stored.get(name)]:
         told = ", ".join(f"{name} = {stored.get(name)!r} instead of {own[name]!r}" for name in others)
         raise RunDirectoryError(
@@ -445,14 +445,6 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
             f"{file.path} is the truth of the policy {own}, and at another one, {checkpoint}, the gradient "
             f"of these advantages says nothing; give --checkpoint {own}"
         )
-
-
-def _advantages_by_rollout(credited: Recredited) -> dict[str, dict[str, Sequence[float]]]:
-    names = [rollout.rollout_id for rollout in credited.rollouts]
-    return {
-        name: {rollout_id: item.advantages_T for rollout_id, item in zip(names, credits, strict=True)}
-        for name, credits in credited.credits.items()
-    }
 
 
 def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpisode]]:

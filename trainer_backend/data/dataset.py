@@ -14,10 +14,9 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.layout import files_of
 from trainer_backend.data.records import read_records
 from trainer_backend.data.rows import ParsedRow, Row, parse_row
-from trainer_backend.data.truths import GSM8K, note_missing, number_interactions, refuse_unmatchable
-from trainer_backend.errors import DataError, JobError
+from trainer_backend.data.truths import GSM8K, note_missing, refuse_unmatchable
+from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
-from trainer_backend.job.schema import JobConfig
 
 _SHARES = 2**31 - 1
 
@@ -75,44 +74,6 @@ class DataSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})
-
-
-def data_of(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
-    """Read the rows that a job names; None if its environment makes its own worlds.
-
-    Args:
-        by_position: see `read_split`.
-    """
-    data = None
-    if job.data is not None:
-        numbers = number_interactions(job.multi_turn.interaction_config_path)
-        instances = job.evaluation.instances
-        data = read_data(
-            job.data,
-            instances=instances,
-            numbers=numbers,
-            has_reward=job.rollout.reward_function is not None,
-            by_position=by_position,
-        )
-    if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
-        reason = (
-            "no row has interaction_kwargs"
-            if data is not None
-            else "there is no [data] whose rows it answers"
-        )
-        raise JobError(
-            f"the run would ignore it: {reason}",
-            where="multi_turn.interaction_config_path",
-            hint="data.interaction names the interaction of rows that name none.",
-        )
-    return data
-
-
-def _has_interactions(table: DataTable | None, data: DataSet | None) -> bool:
-    if data is None or table is None:
-        return False
-    rows = (*data.training, *data.evaluation)
-    return table.interaction is not None or any(row.interaction is not None for row in rows)
 
 
 def read_data(

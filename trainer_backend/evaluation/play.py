@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
 from trainer_backend.collect.losses import refuse_losses
 from trainer_backend.collect.plan import Inference, Planner, Players
-from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.result import EvaluationResult, evaluation_result
 from trainer_backend.job.addresses import shown
@@ -29,14 +28,12 @@ from trainer_backend.job.rollout_table import DataTable, WarmupTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.run.gateways import gateway_listener
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
-from trainer_backend.rundir.data_record import find_differences, read_run_data
+from trainer_backend.rundir.data_record import find_differences
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
-Result = TypeVar("Result")
 # A typical tool call in tokens of a model that was not trained for this job's tokenizer.
 _TOOL_CALL_TOKENS = 64
 
@@ -171,17 +168,19 @@ async def evaluate(
     configure_logs_from()
     record = None
     if run is None:
-        data = await asyncio.to_thread(data_of, job)
+        data = await asyncio.to_thread(job_parts.data, job)
     else:
-        data, record = await asyncio.to_thread(read_run_data, open_run(run), job)
+        data, record = await asyncio.to_thread(job_parts.data_of_run, job, open_run(run))
     server = player if isinstance(player, Inference) else None
     with task_app_log() as log:
-        async with task_apps(job, log, server, data=data) as apps:
-            collector = Collector.of(job, apps)
-            planner_for = partial(Planner.of, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data)
+        async with job_parts.task_apps(job, log, server, data=data) as apps:
+            collector = job_parts.collector(job, apps)
+            planner_for = partial(
+                job_parts.planner, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data
+            )
             play = partial(_play, collector, tell)
             if isinstance(player, Checkpoint):
-                collection = await by_checkpoint(
+                collection = await job_parts.by_checkpoint(
                     job, player.folder,
                     lambda server: play(planner_for(server).evaluation("checkpoint", repeats=repeats)),
                 )  # fmt: skip
@@ -191,9 +190,11 @@ async def evaluate(
             write_rollouts(keep, collection.all)
         refuse_losses(collection, "evaluation", log=log)
     setting = _setting(planner_for().players, player, job.data)
-    if record is not None and data is not None and (found := str(find_differences(record, job, data))):
-        setting["since the run began"] = found
-    places = {row.id: row.where for row in data.evaluation} if data is not None else {}
+    places = {}
+    if data is not None and job.data is not None:
+        places = {row.id: row.where for row in data.evaluation}
+        if record is not None and (found := str(find_differences(record, job.data, data))):
+            setting["since the run began"] = found
     return evaluation_result(
         _name(player), collection, setting, env_config=job.rollout.env_config, row_places=places
     )
@@ -228,20 +229,6 @@ def _plan(
     # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
     plain = {"ask_token_ids": False, **planner.players.rollout.policy_config}
     return planner.evaluation("model", policy_config=plain, repeats=repeats)
-
-
-async def by_checkpoint(
-    job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
-) -> Result:
-    """Serve the model of a folder as the job's actor while `work` has it play."""
-    # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
-
-    with gateway_listener(job.services) as listener:
-        server = PolicyServer(job.job.name, listener, job.inference)
-        policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
-        with policy.serving() as inference:
-            return await policy.while_serving(work(inference))
 
 
 async def _play(collector: Collector, tell: Tell | None, plan: Sequence[RolloutRequest]) -> Collection:

@@ -15,22 +15,23 @@ from uuid import uuid4
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
-from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.evaluation.play import Tell, by_checkpoint, task_app_log
+from trainer_backend.evaluation.play import Tell, task_app_log
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
+from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, model_in, whole_checkpoints
-from trainer_backend.rundir.data_record import DataRecord, read_run_data, refuse_changes
+from trainer_backend.rundir.data_record import DataRecord, accept_rows
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
@@ -91,16 +92,18 @@ async def measure_truth(
         JobError: the job's environment or rewards do not allow it; the budget is too small.
         RunDirectoryError: no stored rollouts, or not the policy that sampled them; see `TruthFile.open`.
     """
-    _refuse_options(job, options)
+    _refuse_options(job.training, job.rollout, options)
     configure_logs_from()
-    data, record = await asyncio.to_thread(read_run_data, run, job)
-    refuse_changes(record, job, data)
-    source = source_of(run, job, options)
+    data, record = await asyncio.to_thread(job_parts.data_of_run, job, run)
+    accept_rows(record, job.data, data)
+    source = source_of(run, job_parts.policies(job), options)
     _refuse_longer(source.rollouts, job.max_decisions)
     rollouts = find_playable(source, record)
     with task_app_log() as log:
-        async with task_apps(job, log, data=data) as apps:
-            environment = await _environment(apps, Planner.of(job, "truth", _NOBODY, data).first_training())
+        async with job_parts.task_apps(job, log, data=data) as apps:
+            environment = await _environment(
+                apps, job_parts.planner(job, "truth", _NOBODY, data).first_training()
+            )
             setting = TruthSetting(
                 run_id=run.run_id,
                 iteration=source.iteration,
@@ -108,18 +111,20 @@ async def measure_truth(
                 digest=digest_of(source.checkpoint),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
-                horizon=horizon_of(job) if options.horizon is None else options.horizon or None,
+                horizon=horizon_of(job.training, job.algorithm.gamma)
+                if options.horizon is None
+                else options.horizon or None,
                 fresh_draws=environment.reseedable,
                 seed=options.seed,
                 rewards=rewards_of(job.training),
                 play=play_of(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
-            collector = Collector.of(job, apps)
+            collector = job_parts.collector(job, apps)
 
             async def measure(inference: Inference) -> Measurement:
                 name = f"{job.job.name}.truth.{uuid4().hex[:12]}"
-                planner = Planner.of(_with_common_draws(job), name, inference, data)
+                planner = _with_common_draws(job_parts.planner(job, name, inference, data))
                 player = ContinuationPlayer(
                     planner, collector, apps, Rewards(job.training, job.max_decisions), setting
                 )
@@ -128,7 +133,7 @@ async def measure_truth(
                 measured = await _Measurer(player, file, options, tell).all(chosen, lanes)
                 return replace(measured, left_out=len(source.rollouts) - len(rollouts))
 
-            return await by_checkpoint(job, source.checkpoint, measure)
+            return await job_parts.by_checkpoint(job, source.checkpoint, measure)
 
 
 def _name(checkpoint: Path, run: RunDirectory) -> str:
@@ -139,34 +144,33 @@ def _name(checkpoint: Path, run: RunDirectory) -> str:
 _LEAST_WEIGHT = 0.05
 
 
-def horizon_of(job: JobConfig) -> int | None:
+def horizon_of(training: TrainingTable, gamma: float) -> int | None:
     """Decisions until a reward counts by less than 5 %; None where that is never, or the end pays."""
-    gamma = job.algorithm.gamma
-    if gamma == 1.0 or _why_to_the_end(job) is not None:
+    if gamma == 1.0 or _why_to_the_end(training) is not None:
         return None
     return 1 if gamma <= _LEAST_WEIGHT else math.ceil(math.log(_LEAST_WEIGHT) / math.log(gamma))
 
 
-def _with_common_draws(job: JobConfig) -> JobConfig:
-    """The job, whose policy draws the same random numbers in both episodes of a pair.
+def _with_common_draws(planner: Planner) -> Planner:
+    """The planner, whose policy draws the same random numbers in both episodes of a pair.
 
     Without it, equal seeds draw alike only as long as the prompts are equal.
     """
-    rollout = job.rollout
+    rollout = planner.players.rollout
     if rollout.policy_name != "openai":
-        return job
+        return planner
     extra = {**rollout.policy_config.get("extra_body", {}), "common_draws": True}
     config = {**rollout.policy_config, "extra_body": extra}
-    return job.model_copy(update={"rollout": rollout.model_copy(update={"policy_config": config})})
+    rollout = rollout.model_copy(update={"policy_config": config})
+    return replace(planner, players=replace(planner.players, rollout=rollout))
 
 
 # For a plan whose requests are read and not sent.
 _NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
 
 
-def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
+def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: TruthOptions) -> None:
     """Refuse a budget for nothing, and rewards that a part of an episode does not tell."""
-    training = job.training
     least = (CHOICES + 1) * options.continuations
     if options.budget is not None and options.budget < least:
         raise JobError(
@@ -180,15 +184,14 @@ def _refuse_options(job: JobConfig, options: TruthOptions) -> None:
             f"training.kl_reward_coef is {training.kl_reward_coef:g}, and continuations are not scored by a "
             "reference; --set training.kl_reward_coef=0 measures the truth of all other rewards"
         )
-    if job.rollout.reward_function is not None:
+    if rollout.reward_function is not None:
         raise JobError("rollout.reward_function judges whole episodes, and no part of one")
-    if options.horizon and (why := _why_to_the_end(job)) is not None:
+    if options.horizon and (why := _why_to_the_end(training)) is not None:
         raise JobError(f"--horizon cuts continuations short, and this job {why}; leave --horizon out")
 
 
-def _why_to_the_end(job: JobConfig) -> str | None:
+def _why_to_the_end(table: TrainingTable) -> str | None:
     """Why continuations have to be played to the end of their episodes, if they have to."""
-    table = job.training
     if table.reward_mode == "off":
         return "pays at the end of an episode"
     looks_ahead = table.step_rewards_beta > 0 and table.step_rewards_horizon == "realised"
@@ -204,7 +207,7 @@ class Source:
     checkpoint: Path
 
 
-def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Source:
+def source_of(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
     """What is asked for, or the newest iteration that a single policy sampled, of which a checkpoint is left.
 
     Raises:
@@ -215,18 +218,21 @@ def source_of(run: RunDirectory, job: JobConfig, options: TruthOptions) -> Sourc
         raise RunDirectoryError(f"{run.path}: no rollouts of any iteration are stored")
     if options.checkpoint is not None:
         number = options.iteration or stored[-1]
-        return Source(number, _by_actor(run, job, number), model_in(options.checkpoint))
+        return Source(number, _by_actor(run, policies, number), model_in(options.checkpoint))
     checkpoints = dict(whole_checkpoints(run.checkpoints))
     newest_first = reversed(stored) if options.iteration is None else [options.iteration]
     for number in newest_first:
-        if options.iteration is None and _sampler(_one_of(run, job, number), number, checkpoints) is None:
+        if (
+            options.iteration is None
+            and _sampler(_one_of(run, policies, number), number, checkpoints) is None
+        ):
             continue
-        rollouts = _by_actor(run, job, number)
+        rollouts = _by_actor(run, policies, number)
         sampler = _sampler(rollouts, number, checkpoints)
         if sampler is not None:
             return Source(number, rollouts, sampler)
     number = options.iteration or stored[-1]
-    raise _no_sampler_error(run, number, _by_actor(run, job, number), checkpoints)
+    raise _no_sampler_error(run, number, _by_actor(run, policies, number), checkpoints)
 
 
 def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
@@ -246,21 +252,17 @@ def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
     return rollouts
 
 
-def _by_actor(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:
+def _by_actor(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
     (rollouts,) = stored_iterations(run, [number])
-    return _policies(job).by_actor(rollouts)
+    return policies.by_actor(rollouts)
 
 
-def _one_of(run: RunDirectory, job: JobConfig, number: int) -> list[Rollout]:
+def _one_of(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
     """The first finished episode by the actor, or none: read in a fraction of the time."""
     path = run.rollouts_file(f"iteration_{number}")
     rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))
-    finished = (item for item in rollouts if item.trajectory is not None and _policies(job).by_actor([item]))
+    finished = (item for item in rollouts if item.trajectory is not None and policies.by_actor([item]))
     return list(islice(finished, 1))
-
-
-def _policies(job: JobConfig) -> Policies:
-    return Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
 
 
 def _versions(rollouts: Sequence[Rollout]) -> set[int]:

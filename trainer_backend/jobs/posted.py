@@ -246,7 +246,7 @@ def validate_job(
     findings = list(_outside(loaded.config, bounds))
     if findings:
         raise join_findings((f"{WHERE}: {finding}" for finding in findings), len(findings))
-    refuse_missing_parts(loaded.config, loaded.places)
+    refuse_missing_parts(loaded)
     return ValidJob(loaded, all_tags)
 
 

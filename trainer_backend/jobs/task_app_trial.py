@@ -7,10 +7,10 @@ import tomli
 from pydantic import Field, SecretStr
 
 from shared_schemas.base import Body, OpenBody
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_app_key
-from trainer_backend.collect.trial import try_job, unborn_gateway
+from trainer_backend.collect.trial import try_job
 from trainer_backend.collect.wire import BackendFailed, TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.load import parse_job
@@ -71,7 +71,7 @@ async def try_at_task_apps(toml: str) -> tuple[str, ...]:
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:
         return ()
-    planner = Planner.of(job, "trial", unborn_gateway(job))
+    planner = job_parts.trial_planner(job, "trial")
     try:
         urls = job.services.task_url
         async with asyncio.timeout(_AT_MOST_S), _apps(urls, task_app_key(urls)) as apps:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 from trainer_backend.learner.gradients import gradient_cosines
@@ -23,17 +23,20 @@ class LocalFactory:
     """Implements `protocols.LearnerFactory` in this process.
 
     Args:
+        fixed: tables of the fixed policies.
         ranks: that hold the learner together with this process.
 
     Raises:
         JobError: the device that the job names is not there.
     """
 
-    def __init__(self, job: JobConfig, ranks: Ranks = ALONE) -> None:
-        placement = place(job.model.device)
+    def __init__(
+        self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE
+    ) -> None:
+        placement = place(config.model.device)
         if ranks.are_several:  # here, where all ranks are; a model is loaded by one after the other
-            mesh_of(ranks, job.learner.data_parallel_replicate_degree, placement.device.type)
-        self._config, self._fixed, self._ranks = LearnerConfig.of(job), job.fixed_policies, ranks
+            mesh_of(ranks, config.ranks.data_parallel_replicate_degree, placement.device.type)
+        self._config, self._fixed, self._ranks = config, fixed, ranks
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}

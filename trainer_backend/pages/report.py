@@ -84,8 +84,9 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
     if reason := why_undrawn(rollout):
         return Filmstrip(headline, lines, missing=f"No pictures: {reason}")
     unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
+    job = story.job
     try:
-        pictures = frames(story.job, episode, {0, count, *unlocks})
+        pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
         return Filmstrip(headline, lines, missing=f"No pictures: {error}")
     return Filmstrip(headline, lines, [_shot(frame, unlocks, last=count) for frame in pictures])

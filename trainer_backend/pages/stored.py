@@ -21,7 +21,6 @@ from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts, TaskAppLost
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
@@ -35,22 +34,24 @@ class Frame:
     png: bytes
 
 
-FrameSource = Callable[[JobConfig, Trajectory, Collection[int]], Sequence[Frame]]
+FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Sequence[Frame]]
 
 
-def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -> Sequence[Frame]:
-    """Draw the frames after the given turns on the job's task apps: those of [services], or a child process.
+def played_frames(
+    services: ServicesTable, config: Mapping[str, Any], episode: Trajectory, turns: Collection[int]
+) -> Sequence[Frame]:
+    """Draw the frames after the given turns on the task apps of [services], or a child process.
 
-    It blocks, so it needs a thread without an event loop.
+    A replay asks no policy and no interaction, so a child has none. It blocks, so it needs a thread without
+    an event loop.
 
     Raises:
         NoPictures: there never are any; any other TrainerError may go away.
     """
 
     async def frames() -> list[Frame]:
-        config = job.rollout.env_config
         with tempfile.TemporaryDirectory() as folder:
-            async with task_apps(job, Path(folder) / "task_app.log") as apps:
+            async with task_apps(services, Path(folder) / "task_app.log") as apps:
                 for client in apps[:-1]:
                     with suppress(TaskAppLost):  # another task app can draw it too
                         return await replay(client, episode, turns, config=config)
@@ -171,16 +172,21 @@ class Frames:
         assert episode is not None, "why_undrawn names what has none"
         turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
-        job = _with_own_task_app(named, self._may_run)
+        # Whoever looks at a run must neither execute code that somebody else's job names, nor send a key to a
+        # host of the job.
+        plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
+        own = ServicesTable(task_plugins=plugins)
         try:
-            return {frame.turn: frame.png for frame in self._source(job, episode, turns)}
+            return {
+                frame.turn: frame.png for frame in self._source(own, named.rollout.env_config, episode, turns)
+            }
         except ReplayDeparts as error:
             return str(error)
         except NoPictures as error:
             sentence = str(error)
             return self._undrawn.get(_environment(run_dir, rollout), lambda: sentence)
         except Refused as error:
-            left_out = sorted({*named.services.task_plugins} - {*job.services.task_plugins})
+            left_out = sorted({*named.services.task_plugins} - {*plugins})
             return _why_refused(error, episode.env_name, left_out)
 
 
@@ -189,18 +195,6 @@ def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
     job = run_dir / "job.toml"
     name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
     return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0
-
-
-def _with_own_task_app(job: JobConfig, may_run: Callable[[Path], bool]) -> JobConfig:
-    """Return the job with a task app of its own, and the plug-ins that may be run.
-
-    Whoever looks at a run must neither execute code that somebody else's job names, nor send a key to a host
-    of the job.
-    """
-    plugins = tuple(file for file in job.services.task_plugins if may_run(file))
-    multi_turn = job.multi_turn.model_copy(update={"interaction_config_path": None})
-    services = ServicesTable(task_plugins=plugins)
-    return job.model_copy(update={"services": services, "multi_turn": multi_turn})
 
 
 def _why_refused(error: Refused, env_name: str, left_out: Sequence[Path]) -> str:

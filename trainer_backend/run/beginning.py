@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
@@ -22,7 +23,6 @@ from trainer_backend.collect.metrics import (
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.sources import Rows
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
@@ -191,7 +191,12 @@ class Beginning:
         if not (path.exists() or spool.exists()):
             return None
         job = self._directory.job()
-        requests = self._planned_by(job, kind)
+        source = self._planner.source
+        data = source.data if isinstance(source, Rows) else None
+        requests = []  # nothing is known of a plan where only one of the two jobs has data
+        if (job.data is None) == (data is None):
+            planner = job_parts.planner(job, self._planner.run_id, data=data)
+            requests = planner.warmup() if kind == "teacher" else planner.prompts(_PROMPT_EPISODES)
         parts = name_requests(spool, requests, ())
         if _names_all(parts, path):
             return None
@@ -201,15 +206,6 @@ class Beginning:
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
         return _spool_stored(path, spool, parts, requests if is_known else [])
-
-    def _planned_by(self, job: JobConfig, kind: str) -> list[RolloutRequest]:
-        """The plan of another job, with the data of this one; none if only one of them has data."""
-        source = self._planner.source
-        data = source.data if isinstance(source, Rows) else None
-        if (job.data is None) != (data is None):
-            return []
-        planner = Planner.of(job, self._planner.run_id, data=data)
-        return planner.warmup() if kind == "teacher" else planner.prompts(_PROMPT_EPISODES)
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
         staleness = self._planner.table.max_staleness

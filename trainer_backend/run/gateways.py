@@ -9,8 +9,9 @@ folder that it served, and meanwhile requests wait there. The task app sends the
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pydantic import SecretStr
@@ -22,10 +23,8 @@ from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import InferenceTable, ServicesTable
-from trainer_backend.launchers.choice import gateway_resources
-from trainer_backend.launchers.launcher import LOCAL, Launcher
+from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
+from trainer_backend.launchers.launcher import Launcher, Resources
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
@@ -152,6 +151,22 @@ class ActorGateways(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the gateways of a run serve.
+
+    Attributes:
+        has_adapters: whether only adapters are trained ([lora]).
+        by_broadcast: whether the learner sends new weights to vLLM servers, tensor by tensor.
+    """
+
+    job_name: str
+    model: ModelTable
+    inference: InferenceTable
+    has_adapters: bool
+    by_broadcast: bool
+
+
 class GatewayProcesses:
     """The gateways of a run with [cluster], before they are started.
 
@@ -164,35 +179,43 @@ class GatewayProcesses:
 
     def __init__(
         self,
-        job: JobConfig,
+        served: Served,
         fixed: FixedSetup,
         listeners: Sequence[Listener],
         directory: RunDirectory,
         tell: Tell,
         launcher: Launcher,
     ) -> None:
-        self._job, self._fixed, self._launcher = job, fixed, launcher
+        self._served, self._fixed, self._launcher = served, fixed, launcher
         self._listeners, self._directory, self._tell = listeners, directory, tell
         self._key = SecretStr(secrets.token_urlsafe(32))
         url, *others = (listener.url for listener in listeners)
-        table, model = job.inference, model_of(job.job.name, ACTOR)
+        table, model = served.inference, model_of(served.job_name, ACTOR)
         self.inference = Inference(url, model, self._key, table.max_model_len, table.asks, tuple(others))
 
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
         """Serve all policies from the learner's first publish on, until the context is left."""
-        job, table, servers = self._job, self._job.inference, None
+        served, table, servers = self._served, self._served.inference, None
         if table.engine == "vllm":
             hardware = await asyncio.to_thread(learner.hardware)
             servers = own_servers(
                 table, hardware, self._directory, self._tell, launcher=self._launcher,
-                device=job.model.device, broadcasts=job.weights_by_broadcast,
+                device=served.model.device, broadcasts=served.by_broadcast,
             )  # fmt: skip
             if servers is not None:
                 table = table.model_copy(update={"urls": servers.urls})
-        weights = self._weights(learner, table)
+        if table.engine == "local":  # it needs no test, and reads adapters beside a model
+            weights = WeightFolders(learner, self._directory.weights)
+        else:
+            weights = delivery_of(
+                learner, self._directory.weights, table,
+                broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
+            )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
-        resources = gateway_resources(job)
+        resources = None  # without engines in them they stay beside the orchestrator
+        if served.inference.engine == "local":
+            resources = Resources("gateways", len(self._listeners), device=served.model.device)
         gateways = [
             Gateway(
                 GatewayRole(number, keys, self._directory.gateway_log(number), resources),
@@ -206,19 +229,10 @@ class GatewayProcesses:
         finally:
             await server.close()
 
-    def _weights(self, learner: Learner, table: InferenceTable) -> WeightFolders:
-        """How versions get there. An engine of ours needs no test, and reads adapters beside a model."""
-        job, path = self._job, self._directory.weights
-        if table.engine == "local":
-            return WeightFolders(learner, path)
-        return delivery_of(
-            learner, path, table, broadcasts=job.weights_by_broadcast, has_adapters=job.lora is not None
-        )
-
     def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
         return {
-            "job_name": self._job.job.name,
-            "model": self._job.model,
+            "job_name": self._served.job_name,
+            "model": self._served.model,
             "inference": share_of(table, number, len(self._listeners)),
             "fixed": self._fixed,
             "run": self._directory.path.resolve(),
@@ -229,36 +243,6 @@ def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
     """[inference] of one gateway: no two control the same server; together they use the threads of one."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)
-
-
-@contextmanager
-def actor_gateways(
-    job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
-) -> Iterator[ActorGateways]:
-    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
-
-    Args:
-        fixed: the fixed policies, which children load themselves.
-        tell: is given a line where a server of the actor is lost, and when it is back.
-        launcher: starts the children.
-    """
-    with ExitStack() as stack:
-        listeners = [
-            stack.enter_context(gateway_listener(job.services, number))
-            for number in range(job.services.gateways)
-        ]
-        if job.cluster is not None:
-            yield GatewayProcesses(job, fixed, listeners, directory, tell, launcher)
-            return
-        # torch is imported here alone.
-        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
-
-        broadcasts = job.weights_by_broadcast
-        apart = job.weights_by_folder or broadcasts
-        yield PolicyServer(
-            job.job.name, listeners[0], fixed.share_threads(job.inference),
-            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
-        )  # fmt: skip
 
 
 def gateway_listener(table: ServicesTable, number: int = 0) -> Listener:

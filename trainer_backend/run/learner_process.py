@@ -29,10 +29,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
-from trainer_backend.job.load import dump_job
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import RANKS_JOIN_S
-from trainer_backend.launchers.choice import learner_resources
+from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.launchers.external import Elsewhere
 from trainer_backend.launchers.launcher import (
     LEARNER,
@@ -42,6 +39,7 @@ from trainer_backend.launchers.launcher import (
     NotReady,
     Place,
     Process,
+    Resources,
     Role,
     address_of,
 )
@@ -316,10 +314,13 @@ class LearnerProcess:
     """Implements `protocols.LearnerFactory` with a learner's process; an async context manager around it.
 
     Args:
+        job: as TOML, which the process is sent.
         directory: of the run; the process must see it under the same path.
         launcher: starts the process, or knows its address.
         reporter: is given its process, and hears of its end when that comes, also between two calls; the next
             call raises LearnerLost.
+        device: the machine of it needs one.
+        wait_s: how long a learner of somebody else's may take to answer (cluster.wait_s).
 
     Raises (on entry):
         JobError: the device that the job names is not there, the process is of another release, or does not
@@ -331,9 +332,18 @@ class LearnerProcess:
     """
 
     def __init__(
-        self, job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
+        self,
+        job: str,
+        table: LearnerTable,
+        directory: RunDirectory,
+        reporter: Reporter,
+        launcher: Launcher = LOCAL,
+        *,
+        device: str,
+        wait_s: float = 0.0,
     ) -> None:
-        self._job, self._directory, self._reporter, self._launcher = job, directory, reporter, launcher
+        self._job, self._table, self._device, self._wait_s = job, table, device, wait_s
+        self._directory, self._reporter, self._launcher = directory, reporter, launcher
         self._log_file = directory.learner_log
         self._watch: asyncio.Task[None] | None = None
         self._process: Process | None = None
@@ -358,7 +368,8 @@ class LearnerProcess:
 
     async def _start(self) -> None:
         key = self._launcher.key(LEARNER_KEY)
-        resources = learner_resources(self._job)
+        table = self._table
+        resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=self._device)
         self._process = await self._launcher.start(
             Role(
                 LEARNER, self._command, {LEARNER_KEY: key}, self._log_file,
@@ -366,19 +377,19 @@ class LearnerProcess:
             )
         )  # fmt: skip
         self._connection = LearnerConnection(
-            await self._address(self._process), key, silence_s=self._job.learner.timeout_s,
+            await self._address(self._process), key, silence_s=table.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
             session=session_of(self._directory.run_id, secrets.token_hex(8)),
             wait_for_exit=self._wait_for_exit,
         )  # fmt: skip
         self._watch = asyncio.ensure_future(self._tell_of_its_end(self._process))
         await self._meet(self._connection)
-        await asyncio.to_thread(self._ask, "open", dump_job(self._job))
+        await asyncio.to_thread(self._ask, "open", self._job)
         if self._launcher is not LOCAL:
             await self._refuse_other_disk()
 
     def _command(self, place: Place) -> tuple[str, ...]:
-        own, table = () if place.host is None else ("--host", place.host), self._job.learner
+        own, table = () if place.host is None else ("--host", place.host), self._table
         if table.ranks == 1:
             return (sys.executable, "-m", "trainer_backend.learner.process", *own)
         meeting: tuple[str, ...] = ("--standalone",)
@@ -392,9 +403,7 @@ class LearnerProcess:
 
     async def _meet(self, connection: "LearnerConnection") -> None:
         """Wait until a learner of somebody else's answers; refuse one of another release."""
-        cluster, last_fault = self._job.cluster, ""
-        is_elsewhere = cluster is not None and isinstance(self._process, Elsewhere)
-        limit_s = cluster.wait_s if cluster is not None and is_elsewhere else 0.0
+        is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
         while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
             if not is_elsewhere:
@@ -471,7 +480,7 @@ class LearnerProcess:
         return RemoteLearner(self._connection)
 
     async def _address(self, process: Process) -> str:
-        limit_s = _START_S if self._job.learner.ranks == 1 else _RANKS_START_S
+        limit_s = _START_S if self._table.ranks == 1 else _RANKS_START_S
         try:
             return await address_of(process, self._log_file, limit_s)
         except NotReady as error:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer_backend.data.dataset import DataSet, RowIdentity, Side, data_of
+from trainer_backend.data.dataset import DataSet, RowIdentity, Side
 from trainer_backend.errors import DataError, RunDirectoryError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.rundir.files import replacement
 from trainer_backend.rundir.layout import DATA_RECORD, RunDirectory
 
@@ -90,18 +90,10 @@ class Differences(NamedTuple):
         return "; ".join(filter(None, self))
 
 
-def read_run_data(run: RunDirectory, job: JobConfig) -> tuple[DataSet | None, DataRecord | None]:
-    """Read the rows that a job names, with the ids that this run uses, and the run's record."""
-    record = read_record(run)
-    # A run of this version writes its record before anything is played.
-    by_position = record.by_position if record is not None else run.has_played()
-    return data_of(job, by_position=job.data is not None and by_position), record
-
-
-def read_data_to_continue(
-    run: RunDirectory, job: JobConfig, *, accept_changes: bool
-) -> tuple[DataSet | None, DataRecord | None]:
-    """As `read_run_data`, for a run that starts or continues; `record_rows` takes both before it plays.
+def accept_rows(
+    record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
+) -> DataSet | None:
+    """Compare the rows of a run that continues with its record; `record_rows` takes both before it plays.
 
     Args:
         accept_changes: take the rows as they are; the notes of the data set then tell what changed.
@@ -109,20 +101,24 @@ def read_data_to_continue(
     Raises:
         DataError: the rows are not those that the run began with.
     """
-    data, record = read_run_data(run, job)
-    if data is None or record is None:
-        return data, record
-    found = find_differences(record, job, data)
+    if data is None or record is None or table is None:
+        return data
+    found = find_differences(record, table, data)
     if found.changes and not accept_changes:
-        raise _refusal(job, found)
+        raise DataError(
+            f"since the run began, {found}",
+            where=str(table.path),
+            hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
+            "--accept-data.",
+        )
     if found.changes or found.leaks:
         begins = "data: accepted, although since the run began" if found.changes else "warning:"
         data = replace(data, notes=(*data.notes, f"{begins} {found}"))
-    return data, record
+    return data
 
 
 def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | None, iteration: int) -> None:
-    """Record the rows of a start that is about to play, after an iteration; see `read_data_to_continue`."""
+    """Record the rows of a start that is about to play, after an iteration; see `accept_rows`."""
     if data is None:
         return
     if record is None:
@@ -131,32 +127,12 @@ def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | No
         _write_record(run, record.followed_by(data.identities, iteration))
 
 
-def refuse_changes(record: DataRecord | None, job: JobConfig, data: DataSet | None) -> None:
-    """Refuse rows that are not those of the record.
-
-    Raises:
-        DataError: with what changed.
-    """
-    if record is not None and data is not None and (found := find_differences(record, job, data)).changes:
-        raise _refusal(job, found)
-
-
-def _refusal(job: JobConfig, found: Differences) -> DataError:
-    return DataError(
-        f"since the run began, {found}",
-        where="data.path" if job.data is None else str(job.data.path),
-        hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
-        "--accept-data.",
-    )
-
-
-def find_differences(record: DataRecord, job: JobConfig, data: DataSet) -> Differences:
+def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> Differences:
     """Find how rows differ from those of the record.
 
     The order counts where training follows it (data.shuffle = false).
     """
-    in_order = job.data is not None and not job.data.shuffle
-    changes = _changes(record.rows, data.identities, in_order=in_order)
+    changes = _changes(record.rows, data.identities, in_order=not table.shuffle)
     return Differences("; ".join(changes), record.describe_leaks(data.identities))
 
 

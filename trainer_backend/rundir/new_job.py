@@ -10,8 +10,7 @@ from trainer_backend.job.code_files import with_known_files
 from trainer_backend.job.layers import Places
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import HUB_NAME, TASK_APP_SETTINGS, ModelTable, ServicesTable
+from trainer_backend.job.tables import HUB_NAME, TASK_APP_SETTINGS, ModelTable
 from trainer_backend.rundir.checkpoint_paths import model_in
 from trainer_backend.sinks import refuse_missing_libraries
 
@@ -23,33 +22,31 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     that it began from may be gone.
     """
     loaded = load_job(paths, overrides)
-    refuse_missing_parts(loaded.config, loaded.places)
+    refuse_missing_parts(loaded)
     return with_known_files(loaded)
 
 
-def refuse_missing_parts(config: JobConfig, places: Places) -> None:
+def refuse_missing_parts(loaded: LoadedJob) -> None:
     """
     Raises:
         JobError: a model folder, a file of interactions, plug-ins or MCP servers, a Python, or the library of
             a sink is missing.
     """
+    config, places = loaded.config, loaded.places
     _refuse_no_model(config.model, config.fixed_policies, places)
     interactions = config.multi_turn.interaction_config_path
     files = [("services.task_plugins", file) for file in config.services.task_plugins]
     files += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
-    files += _files_of_task_app(config.services)
+    for name in TASK_APP_SETTINGS:
+        file = getattr(config.services, name)
+        # A Python may be a command of PATH.
+        if isinstance(file, Path) and not (name.endswith("_python") and shutil.which(file)):
+            files.append((f"services.{name}", file))
     for key, file in files:
         if not file.is_file():
             meant = _meant(file, Path.is_file)
             raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
     refuse_missing_libraries(config.sinks)
-
-
-def _files_of_task_app(services: ServicesTable) -> list[tuple[str, Path]]:
-    """Return the files among its settings, except a Python that is a command of PATH."""
-    values = [(f"services.{name}", getattr(services, name)) for name in TASK_APP_SETTINGS]
-    files = [(key, value) for key, value in values if isinstance(value, Path)]
-    return [(key, file) for key, file in files if not (key.endswith("_python") and shutil.which(file))]
 
 
 def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], places: Places) -> None:
@@ -63,16 +60,12 @@ def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], place
         )
     for table in fixed:
         if table.model_path is not None:
-            _refuse_no_fixed_model(table.model_path, places)
-
-
-def _refuse_no_fixed_model(folder: Path, places: Places) -> None:
-    key = "rollout_only.model_path"
-    try:
-        model = model_in(folder)
-    except RunDirectoryError as error:
-        raise JobError(f"{places.of(key)}: {key}: {error}") from error
-    _refuse_empty(model, key, places)
+            key = "rollout_only.model_path"
+            try:
+                folder = model_in(table.model_path)
+            except RunDirectoryError as error:
+                raise JobError(f"{places.of(key)}: {key}: {error}") from error
+            _refuse_empty(folder, key, places)
 
 
 def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = False) -> None:

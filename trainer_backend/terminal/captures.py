@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from shared_schemas.json_text import read_json
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
+from trainer_backend import job_parts
 from trainer_backend.core.presets import PRESETS
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.recredit import with_records
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.load import LoadedJob, parse_job
@@ -50,7 +50,7 @@ def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDir
         if (first := captures.index(captures[number])) < number:
             raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
     # First, since it may refuse them; ids are not credited.
-    credits = CreditAssignment.of(job.config).credits(_rollouts(job.config.job.name, captures))
+    credits = job_parts.credit(job.config).credits(_rollouts(job.config.job.name, captures))
     run = create_run(job.config, path)
     run.mark_as_imported()
     write_rollouts(run.rollouts_file(f"iteration_{FIRST}"), _rollouts(run.run_id, captures), credits)

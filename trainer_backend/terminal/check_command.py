@@ -13,11 +13,10 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from trainer_backend import job_parts
 from trainer_backend.collect.first_prompts import FirstPrompts
-from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.collect.trial import try_job, unborn_gateway
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.collect.trial import try_job
+from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
@@ -109,7 +108,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
     Raises:
         JobError: the job cannot run as it is.
     """
-    data = data_of(job)
+    data = job_parts.data(job)
     yield from data.notes if data is not None else ()
     if job.fixed_policies:
         from trainer_backend.run.preflight import checked_folders  # with torch, which takes seconds
@@ -118,8 +117,12 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
     yield from _slow_sampling(job)
-    if trial:
-        yield from _trial(job, data)
+    if trial and job.services.task_url:
+        yield f"not tried: environment and policies are of {', '.join(job.services.task_url)}"
+    elif trial and job.rollout_only:
+        yield "not tried at a task app: fixed policies have servers, which `train` starts"
+    elif trial:
+        yield from asyncio.run(_try_at_own_task_app(job, data))
     if data is not None and job.model.preset is None:  # a preset's tokenizer is made by the run
         yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
@@ -151,17 +154,9 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
 
 
-def _trial(job: JobConfig, data: DataSet | None) -> list[str]:
-    if job.services.task_url:
-        return [f"not tried: environment and policies are of {', '.join(job.services.task_url)}"]
-    if job.rollout_only:
-        return ["not tried at a task app: fixed policies have servers, which `train` starts"]
-    return asyncio.run(_try_at_own_task_app(job, data))
-
-
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
     """The rows that do not fit the model, where its tokenizer is on this machine."""
-    prompts = FirstPrompts.of(Planner.of(job, "check", unborn_gateway(job), data))
+    prompts = FirstPrompts.of(job_parts.trial_planner(job, "check", data))
     if prompts is None:
         return []
     from trainer_backend.inference.rendering import ChatRenderer  # with torch, which takes seconds
@@ -176,9 +171,11 @@ def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
 
 async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str]:
     lines: list[str] = []
-    planner = Planner.of(job, "check", unborn_gateway(job), data)
+    planner = job_parts.trial_planner(job, "check", data)
     with tempfile.TemporaryDirectory() as folder:
-        async with task_apps(job, Path(folder) / "task_app.log", data=data, tell=lines.append) as apps:
+        async with job_parts.task_apps(
+            job, Path(folder) / "task_app.log", data=data, tell=lines.append
+        ) as apps:
             await try_job(planner, apps, from_scratch=True, preset=job.model.preset is not None)
     return [*lines, f"tried: {job.rollout.env_name!r} and its policies take what the job sends them"]
 

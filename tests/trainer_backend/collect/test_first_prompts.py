@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from trainer_backend import job_parts
 from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.prompt_lengths import LongPrompt
@@ -26,7 +27,7 @@ def planner(training: Sequence[Row], held_out: Sequence[Row], **tables: Mapping[
     }
     inference = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"), 40)
     job = parse_job(document, where="test").config
-    return Planner.of(job, "run", inference, DataSet(tuple(training), tuple(held_out)))
+    return job_parts.planner(job, "run", inference, DataSet(tuple(training), tuple(held_out)))
 
 
 def rows(*lengths: int) -> list[Row]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from trainer_backend import job_parts
 from trainer_backend.collect import plan as plan_module
 from trainer_backend.collect.plan import Inference, Planner, digest_tasks, retried
 from trainer_backend.collect.sources import origin_of
@@ -38,7 +39,7 @@ def planner(**tables: dict[str, object]) -> Planner:
         **tables,
     }
     inference = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
-    return Planner.of(parse_job(document, where="test").config, "run", inference)
+    return job_parts.planner(parse_job(document, where="test").config, "run", inference)
 
 
 def test_siblings_share_a_world_and_nothing_else_of_their_seeds():

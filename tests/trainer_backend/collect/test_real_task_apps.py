@@ -11,16 +11,17 @@ from pydantic import SecretStr
 
 from tests.conftest import TASK_APP_KEY, task_app_thread, tiny_job
 from tests.trainer_backend.collect.task_app_process import TaskAppProcess, started
+from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import describe, task_apps
+from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.task_apps import describe
 from trainer_backend.collect.trial import try_job
 from trainer_backend.collect.work import Collection
 from trainer_backend.pages.stored import played_frames
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
-PLAN = Planner.of(JOB, "run").warmup()
+PLAN = job_parts.planner(JOB, "run").warmup()
 
 
 def played(collection: Collection) -> list[Any]:
@@ -140,7 +141,7 @@ async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
 
 
 async def test_the_siblings_of_a_group_live_on_one_task_app():
-    plan = Planner.of(JOB, "run").prompts(4)
+    plan = job_parts.planner(JOB, "run").prompts(4)
     plan = [
         request.model_copy(update={"group_id": f"g{number // 4}", "rollout_id": f"run/{number}"})
         for number, request in enumerate(plan * 4)
@@ -164,9 +165,11 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
             update={"task_url": (gone, one), "task_api_key": TASK_APP_KEY, "request_timeout_s": 5.0}
         )
         job = JOB.model_copy(update={"services": services})
-        async with task_apps(job, tmp_path / "log") as apps:
+        async with job_parts.task_apps(job, tmp_path / "log") as apps:
             assert describe(apps).startswith(f"task app: {one}; not there: {gone}: GET /info: ")
-            planner = Planner.of(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
+            planner = job_parts.planner(
+                job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
+            )
             await try_job(planner, apps, from_scratch=True)
             found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
         assert [figures.finished for figures in found.apps.values()] == [0, 2]

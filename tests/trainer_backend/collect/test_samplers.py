@@ -11,6 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import PolicySpec, RolloutRequest
+from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner, retried
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.mixture_history import Past
@@ -34,7 +35,7 @@ def plan_of(schedule: dict[str, Any] | None, only: Any = ONE, **tables: Any) -> 
     if schedule is not None:
         document |= {"rollout_only": only, "rollout_allocation_schedule": schedule}
     job = parse_job(document, where="test").config
-    return Planner.of(job, "run", GATEWAY)
+    return job_parts.planner(job, "run", GATEWAY)
 
 
 def without_servers(plan: Planner) -> Planner:
@@ -110,7 +111,9 @@ def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
 def test_the_plan_of_a_job_without_fixed_policies_is_what_it_was_before_there_were_any():
     # As the demo was then: groups of four.
     job = load_job(ROOT / "configs/crafter_cpu.toml", ["training.group_size=4"]).config
-    plan = Planner.of(job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256))
+    plan = job_parts.planner(
+        job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256)
+    )
     stages = (plan.training(1), plan.refill(3, 1, 5), plan.evaluation("0"), plan.warmup(), plan.prompts(3))
     told = [
         [request.rollout_id, request.group_id, request.start.seed, config_with_seed(request.policy)]

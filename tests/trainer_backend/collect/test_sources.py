@@ -11,9 +11,10 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import InteractionSpec, Rollout
 from tests.trainer_backend.data.folders import jsonl, parquet, saved_dict
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import origin_of, row_of
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
@@ -39,7 +40,7 @@ def rows(count: int) -> tuple[Row, ...]:
 
 def planner(count: int = 5, held_out: int = 2, **tables: dict[str, object]) -> Planner:
     evaluation = tuple(Row(f"test/{n}", f"And {n}?", ground_truth=n) for n in range(held_out))
-    return Planner.of(job_with(**tables), "run", MODEL, DataSet(rows(count), evaluation))
+    return job_parts.planner(job_with(**tables), "run", MODEL, DataSet(rows(count), evaluation))
 
 
 def played(requests) -> list[str | None]:
@@ -90,7 +91,7 @@ def test_a_resumed_run_goes_on_where_it_was_for_the_iteration_is_the_position():
 def test_the_model_is_told_the_lower_of_the_lengths_that_bound_its_prompt():
     def told(inference: Inference, **multi_turn: object) -> int | None:
         job = job_with(multi_turn=multi_turn)
-        plan = Planner.of(job, "run", inference, DataSet(rows(2), rows(1)))
+        plan = job_parts.planner(job, "run", inference, DataSet(rows(2), rows(1)))
         return plan.training(1)[0].policy.config.get("max_model_length")
 
     ours = replace(MODEL, max_model_len=1024)
@@ -118,7 +119,7 @@ def test_what_is_played_does_not_depend_on_the_format_of_the_file(tmp_path):
         saved_dict(tmp_path / "c", {"train": records}),
     ]
     jobs = [job_with(path) for path in paths]
-    plans = [Planner.of(job, "run", MODEL, data_of(job)) for job in jobs]
+    plans = [job_parts.planner(job, "run", MODEL, job_parts.data(job)) for job in jobs]
     for later in plans[1:]:
         assert later.training(3) == plans[0].training(3)
         assert later.evaluation("0") == plans[0].evaluation("0")
@@ -130,7 +131,7 @@ def test_a_row_keeps_its_place_when_others_are_listed_before_it(tmp_path):
         job_with(jsonl(tmp_path / name, part))
         for name, part in (("a.jsonl", records), ("b.jsonl", records[::-1]))
     ]
-    plans = [Planner.of(job, "run", MODEL, data_of(job)) for job in jobs]
+    plans = [job_parts.planner(job, "run", MODEL, job_parts.data(job)) for job in jobs]
     assert plans[0].training(2) == plans[1].training(2)
     assert plans[0].evaluation("0") == plans[1].evaluation("0")
 
@@ -209,4 +210,4 @@ def test_worlds_name_no_row():
 
 def test_a_plan_without_the_rows_of_its_job_is_refused():
     with pytest.raises(ValueError, match=r"needs the rows of \[data\]"):
-        Planner.of(job_with(), "run", MODEL).training(1)
+        job_parts.planner(job_with(), "run", MODEL).training(1)

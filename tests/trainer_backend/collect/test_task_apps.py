@@ -6,7 +6,7 @@ import pytest
 
 from service_kit.children import Child
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend import job_parts
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.launchers.launcher import Role
 
@@ -22,11 +22,11 @@ async def test_the_key_may_lie_in_a_file(environment, tmp_path):
     job = tiny_job(services__task_url=(task_app(),))
     (tmp_path / "key").write_text(TASK_APP_KEY.get_secret_value() + "\n")
     environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
-    async with task_apps(job, tmp_path / "log") as clients:
+    async with job_parts.task_apps(job, tmp_path / "log") as clients:
         assert [client.url for client in clients] == [task_app()]
     (tmp_path / "key").write_text("another")
     with pytest.raises(TaskAppError):
-        async with task_apps(job, tmp_path / "log"):
+        async with job_parts.task_apps(job, tmp_path / "log"):
             raise AssertionError("a wrong key was accepted")
 
 
@@ -40,7 +40,7 @@ async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_
 
     monkeypatch.setattr("trainer_backend.collect.task_apps.LOCAL", Recording())
     with pytest.raises(OSError):
-        async with task_apps(tiny_job(), tmp_path / "log"):
+        async with job_parts.task_apps(tiny_job(), tmp_path / "log"):
             raise AssertionError("nothing was started")
     (role,) = roles
     assert role.withheld == {"TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"}
@@ -78,7 +78,10 @@ async def test_own_task_apps_start_side_by_side_and_one_that_fails_is_told_by_it
 
     monkeypatch.setattr("trainer_backend.collect.task_apps.LOCAL", Starting())
     with pytest.raises(TaskAppError, match="fault 1") as caught:
-        async with asyncio.timeout(20), task_apps(tiny_job(services__task_apps=2), tmp_path / "task_app.log"):
+        async with (
+            asyncio.timeout(20),
+            job_parts.task_apps(tiny_job(services__task_apps=2), tmp_path / "task_app.log"),
+        ):
             raise AssertionError("none was up")
     assert [role.log_file.name for role in roles] == ["task_app.log", "task_app_1.log"]
     assert str(tmp_path / "task_app.log") in caught.value.hint
@@ -93,7 +96,10 @@ async def test_a_job_may_start_several_task_apps_of_its_own_which_end_side_by_si
         return await end(child, grace_s)
 
     monkeypatch.setattr(Child, "end", end_beside_the_other)
-    async with asyncio.timeout(60), task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps:
+    async with (
+        asyncio.timeout(60),
+        job_parts.task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps,
+    ):
         assert [app.label for app in apps.members] == ["own-0", "own-1"]
         assert len({app.instance_id for app in apps.members}) == 2
 
@@ -109,5 +115,7 @@ async def test_a_key_file_without_a_key_is_told_before_anything_is_asked(environ
         (tmp_path / "key").write_text(content)
     environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
     with pytest.raises(JobError, match="ENVIRONMENT_API_KEY_FILE"):
-        async with task_apps(tiny_job(services__task_url=("http://127.0.0.1:9",)), tmp_path / "log"):
+        async with job_parts.task_apps(
+            tiny_job(services__task_url=("http://127.0.0.1:9",)), tmp_path / "log"
+        ):
             raise AssertionError("there was no key")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer_backend import job_parts
 from trainer_backend.data.arithmetic import sums
-from trainer_backend.data.dataset import data_of, read_split
+from trainer_backend.data.dataset import read_split
 from trainer_backend.data.rows import parse_row
 from trainer_backend.job.load import load_job
 
@@ -80,6 +81,6 @@ def test_a_job_beside_them_names_them_by_a_relative_path(name, tmp_path):
     held_out = "held_out_share = 0.25" if name.endswith("jsonl") else 'evaluation_split = "test"'
     (tmp_path / "data").symlink_to(DATA)
     job.write_text(f'[model]\npreset = "tiny-0.3m"\n[data]\npath = "data/{name}"\n{held_out}\n')
-    data = data_of(load_job(job).config)
+    data = job_parts.data(load_job(job).config)
     assert len(data.training) >= 10 and len(data.evaluation) >= 5
     assert not any("warning" in line for line in data.notes)

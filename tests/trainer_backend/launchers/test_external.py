@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
 from tests.conftest import ListReporter, tiny_job
+from trainer_backend import job_parts
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.launchers.external import ExternalLauncher
 from trainer_backend.launchers.launcher import LEARNER
@@ -57,7 +58,9 @@ def orchestrator(url: str, folder: Path, run: str = "run", *, wait_s: float = 60
     cluster = {"launcher": "external", "wait_s": wait_s}
     job = tiny_job(cluster=cluster, learner={"url": url})
     folder.mkdir(exist_ok=True)
-    return LearnerProcess(job, RunDirectory(folder, run), ListReporter(), ExternalLauncher({LEARNER: url}))
+    return job_parts.learner_process(
+        job, RunDirectory(folder, run), ListReporter(), ExternalLauncher({LEARNER: url})
+    )
 
 
 @pytest.fixture(autouse=True)

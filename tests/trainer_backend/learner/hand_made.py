@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from tests.conftest import tiny_job
+from trainer_backend import job_parts
 from trainer_backend.core.segments import Segment
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
@@ -23,7 +23,9 @@ def learner_of(tokenizer, **overrides) -> LocalLearner:
     torch.set_num_threads(1)
     overrides = {"training__mismatch_limit": 1e9, **overrides}
     return LocalLearner(
-        LearnerConfig.of(tiny_job(**overrides)), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer
+        job_parts.learner_config(tiny_job(**overrides)),
+        build_preset("tiny-0.3m", tokenizer, seed=3),
+        tokenizer,
     )
 
 

@@ -73,7 +73,7 @@ class DeskOfTests:
         return job
 
 
-def drawn(_job, episode, turns):
+def drawn(_services, _config, episode, turns):
     """A picture for each turn; of world 2 nobody draws any."""
     if episode.seed == 2:
         raise TaskAppError("nobody <i>draws</i> this")

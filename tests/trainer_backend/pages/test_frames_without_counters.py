@@ -75,13 +75,13 @@ def pole_says(*actions):
     return [pole.step((ToolRequest("act", {"action": action}),)).result for action in actions]
 
 
-def drawn(job, episode, turns):
+def drawn(_services, config, episode, turns):
     """The frames of the task app of the tests."""
-    return played_frames(at_the_task_app(job), episode, turns)
+    return played_frames(at_the_task_app(tiny_job()).services, config, episode, turns)
 
 
 def test_each_decision_of_frozen_lake_has_a_frame_of_its_own():
-    frames = drawn(job_of(LAKE), lake(*TO_THE_GOAL), range(GOAL + 1))
+    frames = drawn(None, LAKE, lake(*TO_THE_GOAL), range(GOAL + 1))
     assert [frame.turn for frame in frames] == [0, 1, 2, 3, 4]
     assert len({frame.png for frame in frames}) == 5
     assert Image.open(io.BytesIO(frames[0].png)).format == "PNG"
@@ -89,7 +89,7 @@ def test_each_decision_of_frozen_lake_has_a_frame_of_its_own():
 
 def test_cart_pole_has_frames_when_what_it_answered_is_what_it_answers_again():
     moves = [(1, 1.0, result) for result in pole_says(1, 1)]
-    frames = drawn(job_of({}, POLE_NAME), lake(*moves, env_name=POLE_NAME), [0, 2])
+    frames = drawn(None, {}, lake(*moves, env_name=POLE_NAME), [0, 2])
     assert [frame.turn for frame in frames] == [0, 2] and frames[0].png != frames[1].png
 
 
@@ -103,12 +103,12 @@ def test_cart_pole_has_frames_when_what_it_answered_is_what_it_answers_again():
 )
 def test_another_answer_reward_or_length_than_recorded_is_another_episode(moves, turn):
     with pytest.raises(ReplayDeparts, match=f"departed from the recorded episode at decision {turn}"):
-        drawn(job_of(LAKE), lake(*moves), [len(moves)])
+        drawn(None, LAKE, lake(*moves), [len(moves)])
 
 
 def test_without_a_way_to_draw_the_sentence_says_what_would_give_a_picture():
     with pytest.raises(NoPictures) as undrawn:
-        drawn(job_of({**LAKE, "text": "ansi"}), lake(*TO_THE_GOAL), [0])
+        drawn(None, {**LAKE, "text": "ansi"}, lake(*TO_THE_GOAL), [0])
     assert str(undrawn.value) == (
         f"{LAKE_NAME!r} draws none; pictures come from environments with frame(width, height), and from "
         'those of gymnasium with the render mode "rgb_array" unless env_config has text = "ansi"'
@@ -122,7 +122,7 @@ def test_what_an_environment_raised_is_told_with_its_line(tmp_path):
         rollout__env_name="blind", rollout__env_config={}, services={"task_plugins": [str(plugin)]}
     )
     with pytest.raises(PluginFailed, match=r"raised RuntimeError: no pencil here \("):
-        played_frames(job, lake(env_name="blind"), [0])
+        played_frames(job.services, {}, lake(env_name="blind"), [0])
 
 
 BLIND = """

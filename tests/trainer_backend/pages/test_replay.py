@@ -12,8 +12,9 @@ from pydantic import SecretStr
 from shared_schemas.replay import FRAME_SIDE
 from tests.conftest import at_the_task_app
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from trainer_backend import job_parts
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.task_apps import OWN_BODY_BYTES, task_apps
+from trainer_backend.collect.task_apps import OWN_BODY_BYTES
 from trainer_backend.collect.wire import NoPictures, Refused, TaskAppLost
 from trainer_backend.pages.report import best_episode
 from trainer_backend.pages.stored import replay
@@ -30,7 +31,7 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
     directory = trained[0]
     job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
     last = len(episode.steps)
-    async with task_apps(at_the_task_app(job), tmp_path / "log") as clients:
+    async with job_parts.task_apps(at_the_task_app(job), tmp_path / "log") as clients:
 
         async def frames_of(played, config):
             return await replay(clients[0], played, {0, last}, config=config)

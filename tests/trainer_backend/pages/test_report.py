@@ -19,11 +19,11 @@ from trainer_backend.pages.stored import Frame
 from trainer_backend.terminal.train_command import tell_end
 
 
-def no_frames(job, episode, turns):
+def no_frames(services, config, episode, turns):
     raise TaskAppError("no task app <here>")
 
 
-def grey_frames(job, episode, turns):
+def grey_frames(services, config, episode, turns):
     file = io.BytesIO()
     Image.new("RGB", (9, 9), "grey").save(file, "PNG")
     return [Frame(turn, file.getvalue()) for turn in sorted(turns)]

@@ -18,6 +18,7 @@ from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
 from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.job.tables import ServicesTable
 from trainer_backend.pages.stored import (
     PREFIXES_OF_WORDS,
     WORDS,
@@ -116,7 +117,7 @@ def test_the_environments_of_words_are_those_of_the_task_app_that_draw_nothing()
 async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_holds_no_thread(tmp_path):
     played, begun, go_on = [], Event(), Event()
 
-    def source(_job, episode, turns):
+    def source(_services, _config, episode, turns):
         played.append(list(turns))
         begun.set()
         assert go_on.wait(20)
@@ -143,22 +144,18 @@ async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_hold
     [
         {"services__task_url": ["https://elsewhere:1"]},
         {"services__task_plugins": ["code.py"]},
-        {"multi_turn__enable": True, "multi_turn__interaction_config_path": "users.yaml"},
     ],
 )
 async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
     job = tiny_job(**named)
     given = []
 
-    def source(seen, *_):
-        given.append(seen)
+    def source(services, config, *_):
+        given.append((services, config))
         return [Frame(0, b"png")]
 
     await Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
-    (seen,) = given
-    assert (seen.services.task_url, seen.services.task_plugins) == ((), ())
-    assert seen.multi_turn.interaction_config_path is None
-    assert seen.rollout == job.rollout
+    assert given == [(ServicesTable(), job.rollout.env_config)]
 
 
 async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_told_in_a_sentence(tmp_path):
@@ -166,8 +163,8 @@ async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_t
     run = small_run(tiny_job(services__task_plugins=[str(mine), str(theirs)]), tmp_path / "tiny")
     given = []
 
-    def source(seen, *_):
-        given.append(seen.services.task_plugins)
+    def source(services, *_):
+        given.append(services.task_plugins)
         problem = Problem(
             title="no", status=422, code="unknown", detail="unknown environment", hint="install it"
         )
@@ -235,7 +232,7 @@ async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_
 async def test_an_episode_that_departs_says_nothing_about_others_of_its_run(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
 
-    def source(_job, episode, turns):
+    def source(_services, _config, episode, turns):
         if episode.seed == 1:
             raise ReplayDeparts("the replay departed")
         return [Frame(turn, b"png") for turn in turns]

@@ -20,10 +20,9 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Server, finished
-from trainer_backend.collect.plan import Planner
+from trainer_backend import job_parts
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.core.segments import Segment
-from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.reporters import RecordingReporter
@@ -140,7 +139,7 @@ def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
         run_id = f"{directory.run_id}.{os.getpid()}"
         collector: Any = Collector(learner, folder / "told.txt")
         run = Run(
-            Planner.of(job, run_id, Server.inference), CreditAssignment.of(job), collector, Server(),
+            job_parts.planner(job, run_id, Server.inference), job_parts.credit(job), collector, Server(),
             saving=Saving(job.training, job.evaluation, directory, learner), reporter=reporter,
             resumes=reporter.resumes,
         )  # fmt: skip

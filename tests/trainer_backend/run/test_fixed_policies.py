@@ -17,7 +17,8 @@ from tests.conftest import policy_server, tiny_job
 from tests.model_folders import edit_json
 from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend import job_parts
+from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Extras
@@ -64,7 +65,7 @@ def folders_of(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path
 
 
 def fixed_servers(job: JobConfig) -> dict[str, Inference]:
-    servers = dict(Planner.of(job, "run", GATEWAY).players.servers)
+    servers = dict(job_parts.planner(job, "run", GATEWAY).players.servers)
     assert servers.pop("actor") == GATEWAY
     return servers
 

@@ -17,17 +17,16 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
+from trainer_backend import job_parts
 from trainer_backend.collect.collector import Collection, Collector
-from trainer_backend.collect.plan import Inference, Planner, retried
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, JobError, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
-from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import Gateway, RunningTotals, load_s
-from trainer_backend.run.gateways import Gateways, actor_gateways, share_of
+from trainer_backend.run.gateways import Gateways, share_of
 from trainer_backend.run.policy_server import first_breakdown
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_id, request_digests
@@ -123,7 +122,7 @@ def killed_amid(server: Gateways, gateway: int) -> Any:
 async def in_one_process(job: Any, learner: Learner, collector: Collector, story: Story) -> None:
     with policy_server(job) as server:
         async with server.serving(learner.real) as actor:
-            planner = Planner.of(job, "alone", actor.inference)
+            planner = job_parts.planner(job, "alone", actor.inference)
             for iteration in (1, 2):
                 await actor.publish(iteration - 1)
                 story.one[iteration] = answers(await collector.collect(planner.training(iteration)))
@@ -134,8 +133,8 @@ async def in_processes(
     job: Any, learner: Learner, collector: Collector, directory: RunDirectory, story: Story
 ) -> None:
     reporter = ListReporter()
-    with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
-        planner = Planner.of(job, "apart", gateways.inference)
+    with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
+        planner = job_parts.planner(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
         async with gateways.serving(learner) as server:
             server.watch(reporter)
@@ -174,7 +173,7 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     async def play() -> None:
         async with AsyncExitStack() as stack:
-            apps = await stack.enter_async_context(task_apps(alone, folder / "log"))
+            apps = await stack.enter_async_context(job_parts.task_apps(alone, folder / "log"))
             collector = Collector(apps, timeout_s=300)
             await in_one_process(alone, learner_of(alone), collector, story)
             await in_processes(apart, learner_of(apart), collector, directory, story)
@@ -184,7 +183,7 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def learner_of(job: Any) -> Learner:
-    return Learner(LocalLearner.fresh(LearnerConfig.of(job), []))
+    return Learner(LocalLearner.fresh(job_parts.learner_config(job), []))
 
 
 def test_a_published_folder_gives_the_tokens_and_log_probs_of_an_engine_of_this_process(story: Story):
@@ -246,7 +245,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     job = tiny_job(**warmed_up(trained), cluster={})
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
-    with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
+    with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
         async with gateways.serving(learner_of(job)) as server:
             publish = asyncio.ensure_future(server.publish(0))
             killed: set[int] = set()
@@ -314,7 +313,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
         monkeypatch.setenv("SCRIPT", script)
         job, reporter = tiny_job(cluster={}), ListReporter()
         directory = create_run(job, tmp_path / "run")
-        with actor_gateways(job, FixedSetup(), directory, reporter.say) as gateways:
+        with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
             async with asyncio.timeout(60), gateways.serving(FolderLearner()) as server:
                 await server.publish(0)
                 yield server, reporter
@@ -418,7 +417,7 @@ async def test_an_engine_that_nobody_looks_after_any_more_counts_as_broken():
 def requests_at(urls: Sequence[str], run_id: str = "run.1") -> list[RolloutRequest]:
     first, *others = urls
     actor = Inference(first, "tiny/actor", SecretStr("key"), 256, other_urls=tuple(others))
-    return Planner.of(tiny_job(rollout__episodes_per_batch=256), run_id, actor).training(1)
+    return job_parts.planner(tiny_job(rollout__episodes_per_batch=256), run_id, actor).training(1)
 
 
 def test_a_rollout_asks_one_gateway_of_all_by_its_place_in_the_plan():

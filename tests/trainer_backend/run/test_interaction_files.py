@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend.collect.task_apps import task_apps
+from trainer_backend import job_parts
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.rundir.new_job import load_new_job
@@ -16,7 +16,7 @@ GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
 
 async def test_the_jobs_own_task_app_has_the_interactions_of_the_file(tmp_path):
     job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(GSM8K))
-    async with task_apps(job, tmp_path / "log") as (client,), httpx.AsyncClient() as http:
+    async with job_parts.task_apps(job, tmp_path / "log") as (client,), httpx.AsyncClient() as http:
         key = client.api_key.get_secret_value()
         answer = await http.get(f"{client.url}/info", headers={"X-API-Key": key})
     assert answer.json()["capabilities"]["interactions"] == ["gsm8k"]
@@ -27,7 +27,7 @@ async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
     file.write_text("interaction: [{class_name: nobody.knows.It}]")
     job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(file))
     with pytest.raises(JobError, match=r"did not start: .*No module named 'nobody'"):
-        async with task_apps(job, tmp_path / "log"):
+        async with job_parts.task_apps(job, tmp_path / "log"):
             raise AssertionError("it started")
 
 

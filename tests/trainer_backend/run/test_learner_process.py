@@ -23,6 +23,7 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.learner.receiver import Receiver
+from trainer_backend import job_parts
 from trainer_backend.core.critic import ByToken, CriticTargets
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import (
@@ -38,12 +39,11 @@ from trainer_backend.errors import (
 )
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
 from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, ErrorBody
-from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
 from trainer_backend.protocols import CreditedEpisode, Learner, LearnerFactory, Progress
-from trainer_backend.run.learner_process import LearnerConnection, LearnerProcess
+from trainer_backend.run.learner_process import LearnerConnection
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -113,9 +113,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_the_same(
     played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    expected = calls_in_order(LocalFactory(JOB), played, tmp_path / "here")
+    expected = calls_in_order(job_parts.local_learners(JOB), played, tmp_path / "here")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody's torchrun around this process
-    async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
+    async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
         learner, _ = await asyncio.to_thread(process.resumed, tmp_path / "there" / "iteration_2")
@@ -166,7 +166,7 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
         if done:
             raise Enough
 
-    async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
+    async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         learner = await asyncio.to_thread(process.fresh, teacher, None)
         with pytest.raises(Enough):
             await asyncio.to_thread(learner.warm_up, teacher, stop)
@@ -193,7 +193,7 @@ async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_k
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(kind, match=rf"ended with {code} before it was ready: '.*Its log is"):
-        async with LearnerProcess(JOB, RunDirectory(tmp_path, "run"), ListReporter()):
+        async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()):
             raise AssertionError
 
 
@@ -217,7 +217,7 @@ async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reporter = Showing()
     job = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"timeout_s": 10.0})})
-    async with LearnerProcess(job, RunDirectory(tmp_path, "run"), reporter) as process:
+    async with job_parts.learner_process(job, RunDirectory(tmp_path, "run"), reporter) as process:
         learner = await asyncio.to_thread(process.fresh, [], None)
         await asyncio.to_thread(learner.publish, tmp_path / "version_1")  # it prints 2 MB
         assert not reporter.lines

@@ -21,15 +21,14 @@ from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, tra
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
+from trainer_backend import job_parts
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.trial import unborn_gateway
 from trainer_backend.collect.work import Collection
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import CheckpointError, DataError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
-from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.protocols import Progress
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -130,7 +129,7 @@ class OneEpisode:
 
 async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
     collector: Any = OneEpisode()
-    planner = Planner.of(tiny_job(), "run.1")
+    planner = job_parts.planner(tiny_job(), "run.1")
     beginning = beginning_of(tiny_job(), directory, planner, collector, reporter)
     return await beginning._play("teacher", planner.warmup())
 
@@ -138,7 +137,9 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
-    setup = ModelSetup(job.model, job.inference, LocalFactory(job), FixedSetup(), job.rollout.max_tokens)
+    setup = ModelSetup(
+        job.model, job.inference, job_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
+    )
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 
 
@@ -156,7 +157,7 @@ async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything
     model = {"path": str(model_folders["qwen3"]), "device": "cpu"}
     job, rows = tiny_job(**DIALOGUE, model=model, warmup=None), (Row("a", "wood 2 " * 200),)
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
-    planner = Planner.of(job, "run.1", unborn_gateway(job), DataSet(rows, rows))
+    planner = job_parts.trial_planner(job, "run.1", DataSet(rows, rows))
     beginning = beginning_of(job, directory, planner, None, reporter)
     with pytest.raises(DataError, match=r"^data.path: 1 of 1 training rows do not fit the model: a \("):
         await beginning.load(resume=False)
@@ -184,7 +185,7 @@ class HalfWayCollector:
 
 async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, reporter: ListReporter) -> Any:
     """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
-    planner = Planner.of(job, f"{directory.run_id}.{len(collector.numbers)}")
+    planner = job_parts.planner(job, f"{directory.run_id}.{len(collector.numbers)}")
     beginning = beginning_of(job, directory, planner, collector, reporter)
     for _ in range(2):  # a start that was killed after it has changed nothing for the next one
         if line := beginning._keep_stored():
@@ -236,7 +237,7 @@ async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_f
     spool, known = directory.spool_file("warmup"), set[str]()
     for _ in range(14):
         job = tiny_job(warmup__episodes=draws.randint(1, 6), job__seed=draws.randint(1, 2))
-        plan = request_digests(Planner.of(job, "run").warmup(), ())
+        plan = request_digests(job_parts.planner(job, "run").warmup(), ())
         missing = [digest for digest in plan.values() if digest not in known]
         collector.most = draws.randint(0, 6)
         before = spool.stat().st_size if spool.exists() else 0
@@ -280,7 +281,7 @@ async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbe
     collector: Any = HalfWayCollector()
     job, collector.most = tiny_job(warmup__episodes=4), 6
     await begun_again(directory, job, collector, reporter)
-    as_an_earlier_version_left_it(directory, Planner.of(job, "run").warmup() if is_spool else None)
+    as_an_earlier_version_left_it(directory, job_parts.planner(job, "run").warmup() if is_spool else None)
     job = tiny_job(warmup__episodes=episodes)
     assert len(await begun_again(directory, job, collector, reporter)) == episodes
     assert collector.numbers[-1] == number
@@ -427,7 +428,7 @@ async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_
     collector.most = 3
     assert await begun_again(directory, tiny_job(warmup__episodes=4), collector, reporter) is None
     job = tiny_job().model_copy(update={"warmup": None})
-    beginning = beginning_of(job, directory, Planner.of(job, "run"), collector, reporter)
+    beginning = beginning_of(job, directory, job_parts.planner(job, "run"), collector, reporter)
     beginning._leave_spools("teacher", "prompts")
     beginning._leave_spools("teacher", "prompts")
     directory.remove_spools(0)

@@ -6,15 +6,14 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.data.folders import jsonl
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
+from trainer_backend.job_parts import data_of_run
 from trainer_backend.rundir.data_record import (
+    accept_rows,
     describe_mismatch,
     find_differences,
     find_other_rows,
-    read_data_to_continue,
     read_record,
-    read_run_data,
     record_rows,
-    refuse_changes,
 )
 from trainer_backend.rundir.layout import create_run
 
@@ -38,7 +37,8 @@ def job_on(folder, rows, held_out=HELD_OUT, **keys):
 
 def start(run, job, *, accept_changes=False, plays=True):
     """Start or continue a run; its record is written where it plays."""
-    data, record = read_data_to_continue(run, job, accept_changes=accept_changes)
+    data, record = data_of_run(job, run)
+    data = accept_rows(record, job.data, data, accept_changes=accept_changes)
     if plays:
         record_rows(run, record, data, 1)
         (run.rollouts / "iteration_1.parquet").touch()
@@ -80,15 +80,15 @@ def test_what_changed_is_told_and_refused_unless_it_is_accepted(run, tmp_path, r
     job = job_on(tmp_path, rows, held_out)
     changes = changes.replace("FOLDER", str(tmp_path))
     if changes:
-        data, record = read_run_data(run, job)
-        for refuses in (lambda: start(run, job), lambda: refuse_changes(record, job, data)):
+        data, record = data_of_run(job, run)
+        for refuses in (lambda: start(run, job), lambda: accept_rows(record, job.data, data)):
             with pytest.raises(DataError) as refused:
                 refuses()
             assert f"since the run began, {changes}. Restore the data" in str(refused.value)
         assert changes in start(run, job, accept_changes=True).notes[-1]
     start(run, job)  # accepted rows are those of the run from then on
-    data, record = read_run_data(run, job)
-    assert find_differences(record, job, data).changes == ""
+    data, record = data_of_run(job, run)
+    assert find_differences(record, job.data, data).changes == ""
 
 
 def test_an_accepted_row_that_was_trained_on_is_never_again_a_held_out_one_unnoticed(run, tmp_path):
@@ -121,7 +121,7 @@ def test_rows_of_a_start_that_played_nothing_bind_no_later_one(run, tmp_path):
         start(run, job_on(tmp_path, ROWS[1:]))
     # Where the record was written and nothing was played, it does not count.
     other = create_run(tiny_job(), tmp_path / "other")
-    data, record = read_data_to_continue(other, job_on(tmp_path, ROWS[:2]), accept_changes=False)
+    data, record = data_of_run(job_on(tmp_path, ROWS[:2]), other)
     record_rows(other, record, data, 0)
     start(other, job_on(tmp_path, ROWS))
 

@@ -1,0 +1,343 @@
+"""The parts of a run, an evaluation or a check, each made from those tables of a job that it reads.
+
+Here, in `start.py` and in the commands a whole `JobConfig` is at hand; the parts themselves are given tables
+(`tests/house/test_imports.py`). torch is imported where a part needs it: the orchestrator does without.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import SecretStr
+
+from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.endpoints import hosts_to_call
+from trainer_backend.collect.plan import Inference, Planner, Players, inferences
+from trainer_backend.collect.sources import Allocation, Rows, Source, Worlds
+from trainer_backend.collect.task_apps import task_apps as open_task_apps
+from trainer_backend.core.critic import OfEpisode
+from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.rewards import Policies, Rewards
+from trainer_backend.data.dataset import DataSet, read_data
+from trainer_backend.data.truths import number_interactions
+from trainer_backend.errors import JobError
+from trainer_backend.job.addresses import http_parts
+from trainer_backend.job.load import dump_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.launchers.external import ExternalLauncher
+from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher
+from trainer_backend.plugins import estimator
+from trainer_backend.protocols import CreditedEpisode, Reporter
+from trainer_backend.run.fixed_setup import FixedSetup
+from trainer_backend.run.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
+from trainer_backend.run.learner_process import LearnerProcess
+from trainer_backend.rundir.data_record import DataRecord, read_record
+from trainer_backend.rundir.layout import RunDirectory
+
+if TYPE_CHECKING:  # torch
+    from trainer_backend.learner.config import LearnerConfig
+    from trainer_backend.learner.factory import LocalFactory
+    from trainer_backend.learner.ranks import Ranks
+
+Result = TypeVar("Result")
+# Stands for a port that the job leaves open; a list of hosts cannot name it.
+_ANY_PORT = 1
+
+
+@asynccontextmanager
+async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
+    """The launcher that the job names, until the context is left.
+
+    Args:
+        run_id: the name of the run's places.
+        say: is given a line where a place is waited for.
+
+    Raises:
+        JobError: there is no Ray, or it is of another version.
+        NotPlaced: Ray starts no actor.
+    """
+    cluster = job.cluster
+    if cluster is None or cluster.launcher == "local":
+        yield LOCAL
+    elif cluster.launcher == "external":
+        yield ExternalLauncher({LEARNER: job.learner.url})
+    else:
+        try:
+            from trainer_backend.launchers.ray import RayLauncher
+        except ModuleNotFoundError as error:
+            raise JobError("cluster.launcher = 'ray' needs `pip install 'turnwise[ray]'`") from error
+        ray = RayLauncher(run_id, cluster.wait_s, say)
+        await ray.open(cluster.ray_address)
+        try:
+            yield ray
+        finally:
+            await ray.close()
+
+
+def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
+    """Read the rows that a job names; None if its environment makes its own worlds.
+
+    Args:
+        by_position: see `read_split`.
+
+    Raises:
+        JobError: the job has a file of interactions, and no row asks one.
+    """
+    found, interactions, asked = None, job.multi_turn.interaction_config_path, False
+    if job.data is not None:
+        found = read_data(
+            job.data,
+            instances=job.evaluation.instances,
+            numbers=number_interactions(interactions),
+            has_reward=job.rollout.reward_function is not None,
+            by_position=by_position,
+        )
+        rows = (*found.training, *found.evaluation)
+        asked = job.data.interaction is not None or any(row.interaction is not None for row in rows)
+    if interactions is not None and not asked:
+        reason = "there is no [data] whose rows it answers"
+        if found is not None:
+            reason = "no row has interaction_kwargs"
+        raise JobError(
+            f"the run would ignore it: {reason}",
+            where="multi_turn.interaction_config_path",
+            hint="data.interaction names the interaction of rows that name none.",
+        )
+    return found
+
+
+def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
+    """Read the rows that a job names, with the ids that this run uses, and the run's record."""
+    record = read_record(run)
+    # A run of this version writes its record before anything is played.
+    by_position = record.by_position if record is not None else run.has_played()
+    return data(job, by_position=job.data is not None and by_position), record
+
+
+def planner(
+    job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
+) -> Planner:
+    """
+    Args:
+        actor: its server; None when no policy of the plan is a language model.
+        data: the rows of [data]; None where the job has no such table.
+
+    Raises:
+        ValueError: the job has a data set, and it was not given, or the other way round.
+    """
+    fixed, seed = job.fixed_policies, job.job.seed
+    if (job.data is None) != (data is None):
+        raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
+    source: Source = Worlds(seed, job.rollout.seeds, job.evaluation)
+    if data is not None and job.data is not None:
+        source = Rows(seed, job.data, data)
+    servers = {} if actor is None else inferences(job.job.name, job.rollout, fixed, actor)
+    return Planner(
+        run_id,
+        Players(job.rollout, job.multi_turn, job.evaluation, fixed, servers=servers, seed=seed),
+        source,
+        Allocation(job.rollout_allocation_schedule, fixed, seed),
+        table=job.training,
+        algorithm=job.algorithm,
+        teacher=job.warmup,
+    )
+
+
+def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> Planner:
+    """The planner of a trial, which never calls the gateway: it is described as far as it is known."""
+    host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    model, table = model_of(job.job.name, ACTOR), job.inference
+    gateway = Inference(url, model, SecretStr(""), table.max_model_len, table.asks)
+    return planner(job, run_id, gateway, data)
+
+
+def task_apps(
+    job: JobConfig,
+    log_file: Path,
+    player: Inference | None = None,
+    *,
+    data: DataSet | None = None,
+    tell: Tell = log_sentence,
+) -> AbstractAsyncContextManager[TaskApps]:
+    """See `collect.task_apps`.
+
+    Args:
+        player: a model on a foreign server; the own task app may call it. The operators of other task apps
+            decide that themselves.
+    """
+    return open_task_apps(
+        job.services,
+        log_file,
+        hosts_to_call(job.warmup, player),
+        interactions=job.multi_turn.interaction_config_path,
+        rows=None if data is None or job.data is None else Rows(job.job.seed, job.data, data),
+        tell=tell,
+    )
+
+
+def collector(job: JobConfig, apps: TaskApps) -> Collector:
+    most = job.rollout.max_concurrent_rollouts
+    return Collector(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
+
+
+def policies(job: JobConfig) -> Policies:
+    return Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
+
+
+def credit(job: JobConfig) -> CreditAssignment:
+    rewards = Rewards(job.training, job.max_decisions)
+    return CreditAssignment(job.algorithm, policies(job), rewards, job.training.skip_flat_groups)
+
+
+@contextmanager
+def gateways(
+    job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
+) -> Iterator[ActorGateways]:
+    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
+
+    Args:
+        fixed: the fixed policies, which children load themselves.
+        tell: is given a line where a server of the actor is lost, and when it is back.
+        launcher: starts the children.
+    """
+    broadcasts = job.weights_by_broadcast
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(gateway_listener(job.services, number))
+            for number in range(job.services.gateways)
+        ]
+        if job.cluster is not None:
+            served = Served(job.job.name, job.model, job.inference, job.lora is not None, broadcasts)
+            yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
+            return
+        # torch is imported here alone.
+        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
+
+        apart = job.weights_by_folder or broadcasts
+        yield PolicyServer(
+            job.job.name, listeners[0], fixed.share_threads(job.inference),
+            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
+        )  # fmt: skip
+
+
+async def by_checkpoint(
+    job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
+) -> Result:
+    """Serve the model of a folder as the job's actor while `work` has it play."""
+    # torch is imported here alone: other policies are evaluated without it.
+    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+
+    with gateway_listener(job.services) as listener:
+        server = PolicyServer(job.job.name, listener, job.inference)
+        policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
+        with policy.serving() as inference:
+            return await policy.while_serving(work(inference))
+
+
+def learner_config(job: JobConfig) -> "LearnerConfig":
+    from trainer_backend.learner.behaviour import objectives_of
+    from trainer_backend.learner.config import LearnerConfig, UpdateConfig
+
+    samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
+    update = UpdateConfig(
+        training=job.training,
+        objectives=objectives_of(job.training, job.algorithm, samplings),
+        value_level=estimator(job.algorithm.advantage).needs_values,
+        planned_tokens=job.planned_tokens,
+        seed=job.job.seed,
+    )
+    gateways = job.services.gateways if _is_beside_gateways(job) else 0
+    engines = gateways if job.inference.engine == "local" else 0
+    is_shared = any(not table.is_remote for table in job.fixed_policies)
+    fixed_copies = gateways if is_shared else 0
+    # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
+    beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
+    return LearnerConfig(
+        model=job.model,
+        lora=job.lora,
+        warmup=job.warmup,
+        inference=job.inference,
+        engines=engines,
+        processes=1 if job.cluster is None else 1 + beside,
+        update=update,
+        fixed_copies=fixed_copies,
+        ranks=job.learner,
+    )
+
+
+def _is_beside_gateways(job: JobConfig) -> bool:
+    """Whether the learner is on the machine of the gateways, and of the engines in them."""
+    if job.cluster is None or job.cluster.launcher == "local":
+        return True
+    if job.cluster.launcher == "ray":  # a place of their own for each
+        return False
+    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
+
+
+def local_learners(job: JobConfig, ranks: "Ranks | None" = None) -> "LocalFactory":
+    """What makes the learner of a job in this process.
+
+    Args:
+        ranks: that hold the learner together with this process; None: there are no others.
+    """
+    from trainer_backend.learner.factory import LocalFactory
+    from trainer_backend.learner.ranks import ALONE
+
+    return LocalFactory(learner_config(job), job.fixed_policies, ALONE if ranks is None else ranks)
+
+
+def learner_process(
+    job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
+) -> LearnerProcess:
+    """The learner of a job as a process of its own, which is sent the job."""
+    return LearnerProcess(
+        dump_job(job),
+        job.learner,
+        directory,
+        reporter,
+        launcher,
+        device=job.model.device,
+        wait_s=0.0 if job.cluster is None else job.cluster.wait_s,
+    )
+
+
+def gradient_cosines(
+    job: JobConfig,
+    checkpoint: Path,
+    directory: RunDirectory,
+    episodes: Sequence[CreditedEpisode],
+    advantages: Mapping[str, Sequence[OfEpisode]],
+    *,
+    reporter: Reporter,
+) -> dict[tuple[str, str], float]:
+    """The cosine of each two estimators, by both orders of their names; see `learner.gradients`.
+
+    A model that needs several ranks to be trained needs them here too.
+
+    Args:
+        advantages: by estimator, in the order of the episodes.
+        reporter: hears of the ranks, and of the gradients done.
+    """
+    tell = partial(reporter.stage, "gradients")
+
+    async def by_ranks() -> list[tuple[str, str, float]]:
+        # Not under the run's name: a learner that works for the run would take this for its next start.
+        apart = replace(directory, run_id=f"{directory.run_id}.recredit")
+        async with (
+            launcher(job, apart.run_id, reporter.say) as found,
+            learner_process(job, apart, reporter, found) as ranks,
+        ):
+            return await asyncio.to_thread(ranks.gradient_cosines, checkpoint, episodes, advantages, tell)
+
+    if job.learner.ranks > 1:
+        cosines = asyncio.run(by_ranks())
+    else:
+        cosines = local_learners(job).gradient_cosines(checkpoint, episodes, advantages, tell)
+    return {pair: cosine for a, b, cosine in cosines for pair in ((a, b), (b, a))}
