@@ -75,7 +75,7 @@ test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmod
 			--requirement tests/clients/environments/$$name.txt || exit 1; done
 	TURNWISE_TEST_CLIENTS=$(CURDIR)/build/clients $(BIN)/python -m pytest tests/clients
 
-# PYTHON_IMAGE and POSTGRES_IMAGE may name other images to build from.
+# PYTHON_IMAGE and POSTGRES_IMAGE may name other images to build from, such as those of tests/compose/stand_ins.sh.
 test-compose: $(VENV)/.ready ## the stack of docker-compose.yml on a Docker host: kills, backup, restore; builds images
 	TURNWISE_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 

@@ -64,6 +64,9 @@ class CpuReporter:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None:
         if re.match(r"collect \d", name) and done == total:  # not the teacher's, before any model is served
             now = serving_cpu_seconds()

@@ -56,6 +56,9 @@ class Watching:
 
     def say(self, text: str) -> None: ...
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None: ...
 
     def process(self, name: str, **state: Any) -> None: ...

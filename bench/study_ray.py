@@ -74,6 +74,9 @@ class Story:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None:
         if name != "update 2":
             return

@@ -77,6 +77,9 @@ class Killer:
 
     def process(self, name: str, **state: Any) -> None: ...
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None:
         if name == self._stage and not self.killed:
             self.killed = 1

@@ -198,6 +198,8 @@ def typer_option(table: type[SettingsTable], name: str) -> Any:
         *([flag.name] if flag is not None and flag.name is not None else []),
         help=" ".join((field.description or "").split()),
         envvar=None if variable is None or _is_list(field) else variable.name,
+        # Typer would refuse a path that it cannot read; the service says whose it is and what to do.
+        readable=False,
         **limits,
     )
 

@@ -76,6 +76,7 @@ class ListReporter:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.notes: list[str] = []
         self.stages: list[tuple[str, int, int]] = []
         self.rows: list[dict[str, Any]] = []
         self.row_lines: list[str] = []
@@ -83,6 +84,10 @@ class ListReporter:
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+        self.notes.append(text)
 
     def stage(self, name: str, done: int, total: int) -> None:
         self.stages.append((name, done, total))

@@ -156,7 +156,9 @@ class LearnerFactory(Protocol):
         """
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Return lines about the memory that the run will need, and what will be slow; no weights are read.
+        """Return a line about the memory that the run will need, then one for each thing that will be slow.
+
+        No weights are read.
 
         Args:
             checkpoint: that the run goes on from; None: it begins.
@@ -214,6 +216,9 @@ class Reporter(Protocol):
 
     def say(self, text: str) -> None:
         """Report one line worth keeping."""
+
+    def note(self, text: str) -> None:
+        """Report a line that stays in view: what this start does more slowly than it could, and why."""
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Report the progress of the current stage."""

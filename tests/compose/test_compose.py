@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import httpx
 import pytest
 
+from trainer_backend.errors import TrainerError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.terminal.jobs_client import JobsClient
 
@@ -39,9 +39,16 @@ def why_not() -> str:
     return ""
 
 
+class ComposeFailed(Exception):
+    """A command of compose failed; what it printed says why."""
+
+
 def compose(*words: str, **options: object) -> subprocess.CompletedProcess[bytes]:
     command = ["docker", "compose", "--project-name", "turnwise-test", *words]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRON, check=True, capture_output=True, **options)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRON, check=False, capture_output=True, **options)
+    if done.returncode:
+        raise ComposeFailed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr.decode()}")
+    return done
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -56,8 +63,8 @@ def test_each_file_is_read_by_compose(file: str):
 def stack() -> Iterator[None]:
     if "TURNWISE_TEST_COMPOSE" not in os.environ or why_not():
         pytest.skip(why_not() or "builds images: make test-compose")
-    compose("up", "--detach", "--build", "--wait")
     try:
+        compose("up", "--detach", "--build", "--wait")
         yield
     finally:
         compose("down", "--volumes", "--remove-orphans")
@@ -80,7 +87,7 @@ def until(job_id: str, *, iteration: int = 0, state: str = "") -> dict[str, obje
                 state or job["state"]
             ):
                 return job
-        except (httpx.HTTPError, subprocess.CalledProcessError):
+        except (TrainerError, ComposeFailed):  # 503, too, while the database starts
             pass
         time.sleep(1.0)
     pytest.fail(f"job {job_id} did not come to iteration {iteration} {state}")

@@ -35,6 +35,9 @@ class Killing:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None:
         if name in self._stages and done < total and (done or name.startswith("update")):
             kill(self._stages.pop(name), os.getpid())

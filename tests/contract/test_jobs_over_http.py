@@ -75,7 +75,7 @@ def turnwise(url: str, *arguments: str) -> str:
 def moved(command: str, folder: Path, data_dir: str) -> None:
     words = [command, str(folder / "backup.tar"), "--data-dir", str(folder / data_dir)]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "1 jobs and 1 run directories" in done.output
+    assert done.exit_code == 0 and "jobs: 1, run directories: 1" in done.output
     assert (folder / "backup.tar").stat().st_mode & 0o77 == 0
 
 

@@ -194,10 +194,19 @@ def test_every_stage_that_installs_knows_the_package_index():
 def test_a_change_of_the_code_installs_no_dependency_again():
     for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.M)[2:]:
         installed, copied, again = re.search(
-            r"(pip install .*)\n((?:COPY \w+ \w+\n)+)RUN (pip install .*)", stage
+            r"(pip install .*)\n((?:COPY \w+ \w+\n)+)COPY README.md LICENSE ./\nRUN (pip install .*)", stage
         ).groups()
         assert "--no-deps" not in installed and "--no-deps" in again
         assert re.findall(r"COPY (\w+) ", copied) == [*PACKAGES]
+
+
+def test_containers_run_what_pip_has_compiled_and_not_the_sources_that_it_is_built_from():
+    base, *stages = re.split(r"^FROM ", DOCKERFILE, flags=re.M)[1:]
+    sources = re.findall(r"^WORKDIR (\S+)", base, re.M)[-1]
+    for stage in stages:
+        last_copy = stage.rindex("COPY turnwise")
+        (place,) = re.findall(r"^WORKDIR (\S+)", stage, re.M)
+        assert place != sources and stage.index(f"WORKDIR {place}") > last_copy
 
 
 def test_models_of_the_hub_are_kept_in_a_volume_that_the_user_may_write():

@@ -153,7 +153,7 @@ async def task_apps(
             own = [
                 EmbeddedTaskApp(
                     log_file.with_stem(f"{log_file.stem}_{number}") if number else log_file,
-                    hosts_to_call,
+                    [*hosts_to_call, *_gateway_elsewhere(table)],
                     plugins=table.task_plugins,
                     interactions=interactions,
                     body_bytes=body_bytes,
@@ -188,6 +188,12 @@ async def _side_by_side(own: Sequence[EmbeddedTaskApp]) -> AsyncIterator[None]:
         await asyncio.wait(starts)
         up = [start.result() for start in starts if not start.cancelled() and start.exception() is None]
         await asyncio.gather(*(app.__aexit__(None, None, None) for app in up))
+
+
+def _gateway_elsewhere(table: ServicesTable) -> list[str]:
+    """The host of the job's own gateways, unless it is this machine's loopback, which is always allowed."""
+    host = table.gateway_host
+    return [] if is_loopback(host) else [f"[{host}]" if ":" in host else host]
 
 
 def describe(apps: TaskApps) -> str:

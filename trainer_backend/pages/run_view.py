@@ -38,6 +38,8 @@ class Head:
     detail: str
     processes: tuple[ProcessRecord, ...] = ()
     """Processes of a live run, by role."""
+    notes: tuple[str, ...] = ()
+    """What its last start does, or did, more slowly than it could."""
 
 
 def head_of(
@@ -67,6 +69,7 @@ def head_of(
         facts=tuple(_facts(job, state, now, losses)),
         code=job.code or "", detail=job.detail or "",
         processes=_processes(state) if state is not None and job.state in ACTIVE else (),
+        notes=() if state is None else state.notes,
     )  # fmt: skip
 
 

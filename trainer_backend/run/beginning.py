@@ -247,9 +247,11 @@ class Beginning:
     async def _plan_memory(self, checkpoint: Path | None) -> None:
         """Report what the run will need; refuse one that cannot fit, before the weights are read."""
         folders = list(self._setup.fixed.folders.values())
-        lines = await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders)
-        for line in lines.splitlines():
-            self._reporter.say(line)
+        lines = (await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders)).splitlines()
+        for plan in lines[:1]:
+            self._reporter.say(plan)
+        for slow in lines[1:]:
+            self._reporter.note(slow)
 
     async def _learner(self, prompts: Sequence[Trajectory]) -> Learner:
         self._reporter.say(f"model: {self._setup.table.source}")

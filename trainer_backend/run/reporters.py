@@ -100,7 +100,7 @@ class RecordingReporter:
         with self._lock:
             self.left_behind = self._state.run_id
             starts = self._state.starts + 1
-            self._change("starting", stage="", done=0, total=0, starts=starts, processes=())
+            self._change("starting", stage="", done=0, total=0, starts=starts, processes=(), notes=())
             self._write()
 
     def goes_on_from(self, iteration: int) -> None:
@@ -112,6 +112,13 @@ class RecordingReporter:
     def say(self, text: str) -> None:
         self._reporter.say(text)
         self.log(text)
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
+        self.log(text)
+        with self._lock:
+            self._change(self._state.state, notes=(*self._state.notes, text))
+            self._write()
 
     def log(self, text: str) -> None:
         """Write a line to run.log alone."""
@@ -228,6 +235,9 @@ class SinkReporter:
 
     def say(self, text: str) -> None:
         self._reporter.say(text)
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
 
     def stage(self, name: str, done: int, total: int) -> None:
         self._reporter.stage(name, done, total)

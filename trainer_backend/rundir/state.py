@@ -62,6 +62,7 @@ class RunState:
         run_id: the id of this start at task apps; before its first request, the id of the previous start
             (empty: there was none).
         processes: those of this start that were reported, in the order of their first report.
+        notes: what this start does more slowly than it could, and why: a sentence each.
     """
 
     state: StateName
@@ -76,6 +77,7 @@ class RunState:
     starts: int = 1
     run_id: str = ""
     processes: tuple[ProcessRecord, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,11 @@ def read_status(folder: Path) -> RunStatus:
 def read_state(folder: Path) -> RunState | None:
     """Read the last written state; None if there is none, or it cannot be read."""
     try:
-        stored = json.loads((folder / STATE_FILE).read_bytes())
+        stored = {"notes": [], **json.loads((folder / STATE_FILE).read_bytes())}  # older versions wrote none
         values = {field.name: stored[field.name] for field in fields(RunState)}
         processes = tuple(ProcessRecord(**_encodable(dict(one))) for one in stored["processes"])
-        state = RunState(**_encodable(values) | {"processes": processes})
+        notes = tuple(encodable(str(one)) for one in stored["notes"])
+        state = RunState(**_encodable(values) | {"processes": processes, "notes": notes})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return state if state.state in get_args(StateName) else None

@@ -65,6 +65,9 @@ class ConsoleReporter:
     def say(self, text: str) -> None:
         self._print(Text(text))
 
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def stage(self, name: str, done: int, total: int) -> None:
         self._stage = (name, done, total)
 

@@ -102,7 +102,7 @@ def back_up_runs(
 
     with _opened(archive, writes=True) as file:
         jobs, runs = back_up(data_dir, database_url or find_database(data_dir), file)
-    tell(_err, f"{jobs} jobs and {runs} run directories of {data_dir}")
+    tell(_err, f"backed up {data_dir}; jobs: {jobs}, run directories: {runs}")
 
 
 def restore_runs(
@@ -113,9 +113,7 @@ def restore_runs(
 
     with _opened(archive, writes=False) as file:
         jobs, runs = restore(data_dir, database_url or find_database(data_dir), file)
-    tell(
-        _err, f"restored {jobs} jobs and {runs} run directories; `turnwise trainer` resumes what was running"
-    )
+    tell(_err, f"restored jobs: {jobs}, run directories: {runs}; `turnwise trainer` resumes what was running")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from service_kit.children import Child
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.launchers.launcher import Role
+from trainer_backend.launchers.launcher import Place, Role
 
 
 @pytest.fixture
@@ -30,7 +30,13 @@ async def test_the_key_may_lie_in_a_file(environment, tmp_path):
             raise AssertionError("a wrong key was accepted")
 
 
-async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("gateway", "allowed"),
+    [("127.0.0.1", []), ("trainer-backend", ["trainer-backend"]), ("fd00::2", ["[fd00::2]"])],
+)
+async def test_the_jobs_own_task_app_has_no_key_of_the_learner_and_may_call_its_gateways(
+    monkeypatch, tmp_path, gateway, allowed
+):
     roles: list[Role] = []
 
     class Recording:
@@ -40,10 +46,14 @@ async def test_the_jobs_own_task_app_has_no_key_of_the_learner(monkeypatch, tmp_
 
     monkeypatch.setattr("trainer_backend.collect.task_apps.LOCAL", Recording())
     with pytest.raises(OSError):
-        async with job_parts.task_apps(tiny_job(), tmp_path / "log"):
+        async with job_parts.task_apps(tiny_job(services__gateway_host=gateway), tmp_path / "log"):
             raise AssertionError("nothing was started")
     (role,) = roles
     assert role.withheld == {"TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"}
+    words = [*role.command(Place())]
+    assert words[words.index("--exit-with-parent") + 1 :] == [
+        word for host in allowed for word in ("--allow-inference-host", host)
+    ]
 
 
 async def test_own_task_apps_start_side_by_side_and_one_that_fails_is_told_by_its_own_log(

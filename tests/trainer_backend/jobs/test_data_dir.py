@@ -7,11 +7,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from service_kit.settings import typer_option
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.rows import job
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.load import dump_job
 from trainer_backend.jobs.data_dir import open_data_dir
+from trainer_backend.jobs.settings import Settings
 from trainer_backend.rundir.layout import create_run
 
 
@@ -109,6 +111,11 @@ def test_a_job_of_a_data_directory_that_was_moved_does_not_train_in_the_old_plac
         with pytest.raises(RunDirectoryError, match="is not below the data directory"):
             data.run_of(posted(path))
     assert not (tmp_path / "old").exists()
+
+
+@pytest.mark.parametrize("name", ["data_dir", "roots"])
+def test_the_command_line_leaves_it_to_the_service_to_say_what_cannot_be_read(name: str):
+    assert typer_option(Settings, name).readable is False
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

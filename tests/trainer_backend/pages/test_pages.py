@@ -135,13 +135,14 @@ def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):
     run = empty_run(tiny_job(), tmp_path / "new")
     append_log(run.path, "memory: <enough>")
     app = ProcessRecord("task app", "own", "127.0.0.1:8001", "lost", None, "no <answer>", "")
-    write_state(run.path, RunState("starting", 1, processes=(app,)))
+    write_state(run.path, RunState("starting", 1, processes=(app,), notes=("kernels: no <compiler>",)))
     job_id = shown.add(run, state="running")
     text = shown.page(f"/runs/{job_id}")
     assert "No iteration has finished yet" in text
     assert f'data-events="/jobs/{job_id}/events?after=0.{(run.path / "run.log").stat().st_size}"' in text
     assert "memory: &lt;enough&gt;" in text
     assert "memory: &lt;enough&gt;" in shown.page(f"/runs/{job_id}/log")
+    assert '<p class="note">kernels: no &lt;compiler&gt;</p>' in shown.page(f"/runs/{job_id}/head")
     (processes,) = re.findall(r'<ul class="processes".*?</ul>', shown.page(f"/runs/{job_id}/head"), re.S)
     assert re.sub(r"<[^>]*>|\s+", " ", processes).split() == [
         "task", "app", "own", "127.0.0.1:8001", "lost", "no", "&lt;answer&gt;",

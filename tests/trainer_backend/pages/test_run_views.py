@@ -91,6 +91,12 @@ def test_the_head_shows_processes_by_role_and_of_a_live_run_alone():
     assert head(replace(JOB, state="succeeded", ended=NOON), state).processes == ()
 
 
+def test_the_head_says_what_a_run_does_more_slowly_also_after_its_end():
+    state = RunState("training", 1, notes=("kernels do not run: no C compiler",))
+    ended = replace(JOB, state="succeeded", ended=NOON)
+    assert head(state=state).notes == head(ended, state).notes == state.notes
+
+
 @pytest.mark.parametrize(
     ("state", "actions"),
     [

@@ -156,3 +156,17 @@ def test_a_full_disk_is_told_once_for_each_file_and_ends_nothing(run: RunDirecto
     told = [line for line in inner.lines if "cannot be written" in line]
     assert [line.split(" cannot")[0].rsplit("/", 1)[1] for line in told] == ["run.log", "state.json"]
     assert state_of(run).state == "starting"
+
+
+def test_what_is_slow_is_said_and_stays_with_the_state_of_this_start(run: RunDirectory):
+    inner = ListReporter()
+    reporter = RecordingReporter(run, inner)
+    reporter.note("kernels do not run")
+    reporter.stage("collect 1", 0, 8)
+    assert state_of(run).notes == ("kernels do not run",)
+    assert inner.lines == [line.text for line in read_log(run.path)[0]] == ["kernels do not run"]
+    reporter.starts_again()
+    assert state_of(run).notes == ()
+    reporter.note("kernels do not run")
+    RecordingReporter(run, inner)
+    assert state_of(run).notes == ()

@@ -29,6 +29,7 @@ from trainer_backend.data.rows import Row
 from trainer_backend.errors import CheckpointError, DataError, LearnerLost, TaskAppError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
+from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.protocols import Progress
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -161,6 +162,17 @@ async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything
     beginning = beginning_of(job, directory, planner, None, reporter)
     with pytest.raises(DataError, match=r"^data.path: 1 of 1 training rows do not fit the model: a \("):
         await beginning.load(resume=False)
+
+
+async def test_what_will_be_slow_is_noted_and_the_memory_plan_is_only_said(tmp_path: Path, monkeypatch):
+    said = "memory: enough\nno kernels\nno bfloat16"
+    monkeypatch.setattr(LocalFactory, "plan_memory", lambda *_: said)
+    job, reporter = tiny_job(), ListReporter()
+    directory = create_run(job, tmp_path / "run")
+    beginning = beginning_of(job, directory, job_parts.planner(job, "run.1"), OneEpisode(), reporter)
+    await beginning.load(resume=False)
+    assert reporter.lines == ["memory: enough", "no kernels", "no bfloat16"]
+    assert reporter.notes == reporter.lines[1:]
 
 
 class HalfWayCollector:
