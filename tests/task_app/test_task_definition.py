@@ -27,12 +27,6 @@ def test_a_request_and_its_task_say_the_same():
     assert task.ground_truth == TRUTH
 
 
-def test_no_limit_of_a_request_is_left_out_of_its_task():
-    assert LIMITS.keys() == RolloutLimits.model_fields.keys()
-    own = TaskDefinitionModel.model_fields.keys() - {"max_episode_steps"} | {"max_decisions"}
-    assert RolloutLimits.model_fields.keys() <= own
-
-
 def test_the_defaults_are_those_of_a_request():
     assert TaskDefinitionModel(resource_type="counting").limits == RolloutLimits()
 

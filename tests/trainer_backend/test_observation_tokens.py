@@ -122,6 +122,7 @@ def test_for_given_log_probs_the_loss_is_equal(loss, level, spans):
             means = unit_means(batch.unit_N, log_ratio(logprobs, proximal, weights), weights)
             logprobs = at_level_of(means, logprobs, proximal)
         rows = (column[order] for column in (logprobs, proximal, batch.advantage_N, weights))
-        return LOSSES[loss].compute(*rows, TrainingTable(clip_low=0.05, clip_high=0.05))
+        keys = TrainingTable(clip_low=0.05, clip_high=0.05).read(LOSSES[loss].keys, loss)
+        return LOSSES[loss].compute(*rows, keys)
 
     torch.testing.assert_close(value(spans), value(BARE), rtol=1e-6, atol=1e-7)
