@@ -422,9 +422,6 @@ def evaluate_policy(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
     rollouts: Annotated[Path | None, typer.Option(help="keep the episodes in this Parquet file")] = None,
-    published: Annotated[
-        bool, typer.Option("--published", help="print published results on Crafter too, with their sources")
-    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out worlds with a model or a scripted policy, and print the figures."""
@@ -446,7 +443,7 @@ def evaluate_policy(
             status.update(f"playing the held-out worlds: {done}/{total}")
 
         result = asyncio.run(evaluate(loaded.config, player, tell, run=run, keep=rollouts, repeats=repeats))
-    _out.print(tables(result, with_published=published))
+    _out.print(tables(result))
     if json_file is not None:
         with write_errors(json_file):
             json_file.write_text(as_json(result), encoding="utf-8")

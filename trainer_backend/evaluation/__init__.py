@@ -1,1 +1,1 @@
-"""Held-out worlds: playing them, the figures, and published ones beside them."""
+"""Held-out worlds: playing them, and the figures."""

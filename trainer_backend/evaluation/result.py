@@ -35,7 +35,6 @@ from trainer_backend.core.statistics import (
     step_deltas,
     unique_by_turn,
 )
-from trainer_backend.evaluation.beside_published import Group, beside_published
 
 _MOST_SPANS = 12
 
@@ -89,7 +88,6 @@ class EvaluationResult:
         lost_because: the causes of that; empty without losses.
         failures: counts of failure codes; a rollout that failed once was repeated.
         prompt_tokens, sampled_tokens: over all episodes; None if no server counts them.
-        published: rows to compare with, and what makes them incomparable.
     """
 
     policy: str
@@ -120,7 +118,6 @@ class EvaluationResult:
     failures: Mapping[str, int]
     prompt_tokens: int | None
     sampled_tokens: int | None
-    published: tuple[Group, ...]
 
 
 def evaluation_result(
@@ -178,7 +175,6 @@ def evaluation_result(
         failures=dict(sorted(collection.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
         sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
-        published=beside_published(episodes, text=(env_config or {}).get("text", "full")),
     )
 
 

@@ -9,19 +9,17 @@ from rich.text import Text
 from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.result import EvaluationResult
 from trainer_backend.pages.compare import Side, doubts, setting_differences, summary_columns, summary_rows
-from trainer_backend.terminal.published_tables import published
 
 _ROWS = 10
 
 
-def tables(result: EvaluationResult, *, with_published: bool = False) -> Group:
+def tables(result: EvaluationResult) -> Group:
     """Return all figures, the result last.
 
     Cells are Text, because rich reads brackets in strings as markup.
     """
     details: list[RenderableType] = [_rates(result), "", _turns(result), ""] if result.unique else []
-    rows = list(published(result)) if with_published else []
-    return Group(_setting(result), "", *details, *_worst_rows(result), *rows, _figures(result))
+    return Group(_setting(result), "", *details, *_worst_rows(result), _figures(result))
 
 
 def _setting(result: EvaluationResult) -> Table:

@@ -67,16 +67,6 @@ def test_turns_are_told_in_at_most_twelve_spans(turns, width):
     assert span_width(turns) == width
 
 
-def test_figures_of_others_stand_beside_it_with_what_differs_first():
-    out = io.StringIO()
-    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST)), with_published=True))
-    told = out.getvalue()
-    assert "2 of 2 episodes here were cut short (longest: 6 env steps)" in told
-    assert told.index("cut short") < told.index("this, NOT comparable") < told.index("50.5 ± 6.8")
-    assert "[1] README and scores of danijar/crafter: https://github.com/danijar/crafter" in told
-    assert told.index("https://github.com/danijar/crafter") < told.index("environment's reward")
-
-
 def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare():
     out = io.StringIO()
     Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST))))
@@ -87,19 +77,18 @@ def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare()
     assert result[-1] == "failures"
     assert names.index("policy") < names.index("achievement") < names.index("Crafter score")
     assert "66.7 %" in told[names.index("progress")] and "of 3 achievements" in told[names.index("progress")]
-    assert "published" not in out.getvalue()
 
 
-def test_another_environment_has_no_crafter_score_and_no_published_rows():
+def test_another_environment_has_no_crafter_score():
     episodes = [
         item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"env_name": "documents"})})
         for item in LAST
     ]
     found = evaluation_result("p", Collection(tuple(episodes)))
-    assert (found.crafter_score, found.published) == (None, ())
+    assert found.crafter_score is None
     out = io.StringIO()
-    Console(file=out, width=120).print(tables(found, with_published=True))
-    assert "Crafter" not in out.getvalue() and "published" not in out.getvalue()
+    Console(file=out, width=120).print(tables(found))
+    assert "Crafter" not in out.getvalue()
 
 
 def test_worlds_that_were_lost_are_told():
@@ -238,13 +227,3 @@ def test_the_command_plays_a_scripted_policy_and_writes_json(job_file, tmp_path,
     assert figures["decisions"]["mean"] == tiny_job().rollout.max_turns
     assert figures["invalid_frac"] == 0.0
     assert figures["crafter_score"]["low"] <= figures["crafter_score"]["mean"]
-    assert "published" not in answer.output
-    assert figures["published"][2]["rows"][0] == {
-        "agent": "Human",
-        "score": {"value": 50.5, "spread": 6.8},
-        "reward": {"value": 14.3, "spread": 2.3},
-        "progress": {"value": 63.2, "spread": 1.5},
-        "learned_from": "unknown",
-        "source": "README and scores of danijar/crafter",
-        "url": "https://github.com/danijar/crafter",
-    }
