@@ -11,7 +11,7 @@ from bench.gpu_engine import agreement_figure
 from bench.gpu_report import Report, timed
 from bench.gpu_setup import Plan, config_of, fitting, job_of, memory_of, model_of, segments_of
 from bench.model_flops import Peak, update_flops
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import BlockMask, PackedAttention, attention_for
@@ -91,7 +91,7 @@ def learner_figures(report: Report, name: str, plan: Plan, placement: Placement,
         report.miss("update", name, str(memory.shortage()))
         return
     learner = LocalLearner(
-        job_parts.learner_config(job),
+        learner_parts.learner_config(job),
         model_of(config, placement.device),
         train_tokenizer(["wood stone"], 300),
     )

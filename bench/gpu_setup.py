@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
@@ -135,5 +135,7 @@ def memory_of(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
     """As `learner.memory.memory_plan` has it, of a model without a folder."""
     placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
     is_gpu = placement.device.type != "cpu"
-    needs = memory_needs(shape, memory_use(job_parts.learner_config(job), placement, shape), is_gpu=is_gpu)
+    needs = memory_needs(
+        shape, memory_use(learner_parts.learner_config(job), placement, shape), is_gpu=is_gpu
+    )
     return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import kit
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.learner import LocalLearner
@@ -97,7 +97,7 @@ def ours(
         },
         where="bench",
     ).config
-    learner = LocalLearner(job_parts.learner_config(job), model, tokenizer)
+    learner = LocalLearner(learner_parts.learner_config(job), model, tokenizer)
     episodes = [
         CreditedEpisode(f"r{i}", [_segment(f"r{i}", s)], [s.advantage]) for i, s in enumerate(samples)
     ]

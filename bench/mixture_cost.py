@@ -38,7 +38,7 @@ from bench.credit_share import decisions
 from bench.demo_iteration import JOB, QUICK, SETTINGS, Watching
 from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.segments import segments_of
 from trainer_backend.job.load import load_job
@@ -143,7 +143,7 @@ def added(found: Played) -> dict[str, float]:
 
 def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
     """With log-probs that are those of who sampled: how long it takes does not depend on them."""
-    objectives = job_parts.learner_config(job).update.objectives
+    objectives = learner_parts.learner_config(job).update.objectives
     drafts = []
     for rollout in rollouts:
         assert rollout.trajectory is not None
@@ -199,8 +199,8 @@ def _measured(folder: Path, settings: Sequence[str], limit: float) -> bool:
 def _plans_agree(job: JobConfig, mixed: JobConfig, model: Path) -> bool:
     """The plans, and whether the second counts the weights that its folder has."""
     without, beside = (
-        memory_plan(job_parts.learner_config(job)),
-        memory_plan(job_parts.learner_config(mixed), fixed=[model]),
+        memory_plan(learner_parts.learner_config(job)),
+        memory_plan(learner_parts.learner_config(mixed), fixed=[model]),
     )
     print(f"{without}\n{beside}")
     weights = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).parameters()

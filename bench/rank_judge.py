@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.critic import CriticTargets
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
@@ -76,7 +76,7 @@ def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | N
 
 
 def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
-    return job_parts.learner_config(job_of(tables))
+    return learner_parts.learner_config(job_of(tables))
 
 
 def of_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

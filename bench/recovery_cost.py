@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench import kit
 from bench.demo_iteration import QUICK, Played, played_in
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Progress
@@ -34,7 +34,9 @@ LIMIT = 0.01
 
 def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
     """The costs of recovery in one iteration, by kind."""
-    learner, _ = LocalLearner.resumed(job_parts.learner_config(found.job), run.checkpoints / "iteration_1")
+    learner, _ = LocalLearner.resumed(
+        learner_parts.learner_config(found.job), run.checkpoints / "iteration_1"
+    )
     requests = job_parts.planner(found.job, "run.1", Inference("http://here", "demo/actor", None)).training(1)
 
     def spool() -> None:

@@ -42,7 +42,7 @@ from pydantic import TypeAdapter
 from bench import kit
 from bench.demo_iteration import JOB
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import by_segment, collate, pack_segments
 from trainer_backend.core.segments import CONTEXT, Segment, segments_of
@@ -188,7 +188,7 @@ def resident(name: str, file: Path) -> int:
 
 def batches(costs: Costs, parts: list[Segment]) -> None:
     """Costs of what an update does besides forward and backward passes."""
-    objectives = job_parts.learner_config(load_job(JOB, ()).config).update.objectives
+    objectives = learner_parts.learner_config(load_job(JOB, ()).config).update.objectives
     generator = torch.Generator().manual_seed(0)
     logprobs_N = -torch.rand(sum(len(part.logprobs) for part in parts), generator=generator)
 

@@ -43,7 +43,7 @@ from bench.study_vllm import (
     publication,
     server_processes,
 )
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.versions import WeightAddress
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -189,7 +189,7 @@ async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
 
 async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
     """Publish a larger model in both ways in turn."""
-    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     async with servers_of(job, directory, job.model.path) as servers:
         table: InferenceTable = job.inference.model_copy(update={"urls": servers.urls})
         tokens = table.max_model_len - 1

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench import kit
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.credit.recredit import stored_iterations, stored_measured
 from trainer_backend.job.load import load_job
 from trainer_backend.learner.learner import LocalLearner
@@ -33,7 +33,7 @@ def update_of(run: Path) -> Callable[[], dict[str, float]]:
     job = load_job(run / "job.toml").config
     (rollouts,), (measured,) = stored_iterations(directory, (1,)), stored_measured(directory, (1,))
     episodes = job_parts.credit(job).credit(rollouts, measured).episodes
-    config, checkpoint = job_parts.learner_config(job), directory.checkpoints / "iteration_0"
+    config, checkpoint = learner_parts.learner_config(job), directory.checkpoints / "iteration_0"
 
     def update() -> dict[str, float]:
         learner, _ = LocalLearner.resumed(config, checkpoint)

@@ -27,12 +27,10 @@ from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.data.dataset import DataSet, read_data
 from trainer_backend.data.truths import number_interactions
 from trainer_backend.errors import JobError
-from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.launchers.external import ExternalLauncher
 from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher
-from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
@@ -41,9 +39,7 @@ from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:  # torch
-    from trainer_backend.learner.config import LearnerConfig
-    from trainer_backend.learner.factory import LocalFactory
-    from trainer_backend.learner.ranks import Ranks
+    pass
 
 Result = TypeVar("Result")
 # Stands for a port that the job leaves open; a list of hosts cannot name it.
@@ -241,58 +237,6 @@ async def by_checkpoint(
             return await policy.while_serving(work(inference))
 
 
-def learner_config(job: JobConfig) -> "LearnerConfig":
-    from trainer_backend.learner.behaviour import objectives_of
-    from trainer_backend.learner.config import LearnerConfig, UpdateConfig
-
-    samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
-    update = UpdateConfig(
-        training=job.training,
-        objectives=objectives_of(job.training, job.algorithm, samplings),
-        value_level=estimator(job.algorithm.advantage).needs_values,
-        planned_tokens=job.planned_tokens,
-        seed=job.job.seed,
-    )
-    gateways = job.services.gateways if _is_beside_gateways(job) else 0
-    engines = gateways if job.inference.engine == "local" else 0
-    is_shared = any(not table.is_remote for table in job.fixed_policies)
-    fixed_copies = gateways if is_shared else 0
-    # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
-    beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
-    return LearnerConfig(
-        model=job.model,
-        lora=job.lora,
-        warmup=job.warmup,
-        inference=job.inference,
-        engines=engines,
-        processes=1 if job.cluster is None else 1 + beside,
-        update=update,
-        fixed_copies=fixed_copies,
-        ranks=job.learner,
-    )
-
-
-def _is_beside_gateways(job: JobConfig) -> bool:
-    """Whether the learner is on the machine of the gateways, and of the engines in them."""
-    if job.cluster is None or job.cluster.launcher == "local":
-        return True
-    if job.cluster.launcher == "ray":  # a place of their own for each
-        return False
-    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
-
-
-def local_learners(job: JobConfig, ranks: "Ranks | None" = None) -> "LocalFactory":
-    """What makes the learner of a job in this process.
-
-    Args:
-        ranks: that hold the learner together with this process; None: there are no others.
-    """
-    from trainer_backend.learner.factory import LocalFactory
-    from trainer_backend.learner.ranks import ALONE
-
-    return LocalFactory(learner_config(job), job.fixed_policies, ALONE if ranks is None else ranks)
-
-
 def learner_process(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
 ) -> LearnerProcess:
@@ -339,5 +283,7 @@ def gradient_cosines(
     if job.learner.ranks > 1:
         cosines = asyncio.run(by_ranks())
     else:
-        cosines = local_learners(job).gradient_cosines(checkpoint, episodes, advantages, tell)
+        from trainer_backend import learner_parts
+
+        cosines = learner_parts.local_learners(job).gradient_cosines(checkpoint, episodes, advantages, tell)
     return {pair: cosine for a, b, cosine in cosines for pair in ((a, b), (b, a))}

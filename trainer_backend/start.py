@@ -136,7 +136,9 @@ async def learner_factory(
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
         gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
         try:
-            learners = job_parts.local_learners(job)
+            from trainer_backend import learner_parts
+
+            learners = learner_parts.local_learners(job)
         finally:
             if is_first:
                 gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports

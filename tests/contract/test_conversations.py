@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StopReason
 from tests.contract.scripted_model import ScriptedEngine, played
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.inference.engine import LocalEngine
@@ -175,7 +175,7 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
         real.stop()
     views = segments(rollout)
     assert len(views) == 6
-    again = LocalLearner(job_parts.learner_config(job), model, tokenizer).scorer.score(
+    again = LocalLearner(learner_parts.learner_config(job), model, tokenizer).scorer.score(
         views, row_tokens=1_024, micro_batch_tokens=4_096
     )
     for view, found in zip(views, again, strict=True):

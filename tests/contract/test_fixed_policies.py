@@ -15,7 +15,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.conftest import ListReporter, at_the_task_app, policy_server, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.collector import Collector
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
@@ -102,7 +102,7 @@ def exact(rollout: Rollout) -> list[PolicyLogprobs]:
 def scorer_in(folder: Path) -> Scorer:
     """As a learner that holds the model of the folder scores."""
     return LocalLearner.fresh(
-        job_parts.learner_config(tiny_job(model__preset=None, model__path=str(folder))), []
+        learner_parts.learner_config(tiny_job(model__preset=None, model__path=str(folder))), []
     ).scorer
 
 
@@ -137,7 +137,7 @@ def twice(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory)
     (fixed,) = job.rollout_only
     cut = fixed.model_copy(update={"name": "cut", "top_k": 1})
     job = job.model_copy(update={"rollout_only": (fixed, cut)})
-    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     return by_policy(job, asyncio.run(played_twice(job, learner, tmp_path_factory.mktemp("twice"))))
 
 
@@ -217,7 +217,7 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
     monkeypatch.setenv("THEIR_KEY", KEY)
     with exact_server(folders["warm"], key=KEY) as server:
         there = remote_job(folders, server.url, alpha=0.0)
-        learner = LocalLearner.fresh(job_parts.learner_config(there), [])
+        learner = LocalLearner.fresh(learner_parts.learner_config(there), [])
         (near,) = mixed_job(folders["later"], rollout_only__model_path=str(folders["warm"])).rollout_only
         here = there.model_copy(update={"rollout_only": (near,)})
         episodes = [asyncio.run(played_twice(job, learner, tmp_path)) for job in (there, here)]
@@ -250,7 +250,7 @@ async def _probed(
     """What is told of such a server, its address, and how many answers it gave."""
     with exact_server(folders["warm"], **{"key": KEY, **habits}) as server:
         job = remote_job(folders, server.url, **keys)
-        learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+        learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
         with policy_server(job) as gateway:
             (remote,) = FixedPolicies.of(job.fixed_policies, {}, learner.facts(), gateway.table).remote
         try:

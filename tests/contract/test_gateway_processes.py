@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.test_vllm import vllm_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped
 from trainer_backend.job.tables import ClusterTable
@@ -35,7 +35,7 @@ async def test_a_gateway_without_any_server_left_ends_the_run_with_the_reason(mo
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
         job = vllm_job(folder, url, replica_wait_s=2.0).model_copy(update={"cluster": ClusterTable()})
-        learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+        learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
         directory = create_run(job, tmp_path / "run")
         with job_parts.gateways(job, FixedSetup(), directory, print) as gateways:
             async with gateways.serving(learner) as server:

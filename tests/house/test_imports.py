@@ -221,6 +221,7 @@ def test_there_are_no_import_cycles():
 OF_A_WHOLE_JOB = {
     "trainer_backend/job": "declares, loads and checks it",
     "trainer_backend/job_parts.py": "gives each part of a run its tables",
+    "trainer_backend/learner_parts.py": "gives the learner its tables",
     "trainer_backend/start.py": "puts a run together",
     "trainer_backend/evaluation/play.py": "puts an evaluation together",
     "trainer_backend/evaluation/truth.py": "puts a measurement together",

@@ -52,7 +52,7 @@ from service_kit.release import version
 from service_kit.server import Listener, Server
 from service_kit.settings import ConnectionSettings
 from shared_schemas.trajectory import Trajectory
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.calls import (
@@ -109,7 +109,7 @@ class Host:
         self._ranks.together(
             lambda: refuse_other_count(self._ranks, config.learner, place(config.model.device).device)
         )
-        self._factory = job_parts.local_learners(config, self._ranks)
+        self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
         """Whether the machines of all ranks have the run's directory: a file there, with this text."""

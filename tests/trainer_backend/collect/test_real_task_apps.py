@@ -174,5 +174,7 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
             found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
         assert [figures.finished for figures in found.apps.values()] == [0, 2]
         episode = found.rollouts[0].trajectory
-        frames = await asyncio.to_thread(played_frames, job, episode, {0, len(episode.steps)})
+        frames = await asyncio.to_thread(
+            played_frames, job.services, job.rollout.env_config, episode, {0, len(episode.steps)}
+        )
     assert [frame.turn for frame in frames] == [0, len(episode.steps)]

@@ -18,7 +18,7 @@ from tests.foreign_server import (
     refuses_and_repeats_the_key,
     repeats_the_key,
 )
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
@@ -115,7 +115,7 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     directory = trained[0]
     job, folder = directory.job(), directory.checkpoints / "iteration_2"
     model = job.model.model_copy(update={"preset": None, "path": folder})
-    learner = LocalLearner.fresh(job_parts.learner_config(job.model_copy(update={"model": model})), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job.model_copy(update={"model": model})), [])
     job = at_the_task_app(job)
     with policy_server(job) as gateway:
         async with gateway.serving(learner) as server:

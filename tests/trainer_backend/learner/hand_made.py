@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.conftest import tiny_job
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
@@ -23,7 +23,7 @@ def learner_of(tokenizer, **overrides) -> LocalLearner:
     torch.set_num_threads(1)
     overrides = {"training__mismatch_limit": 1e9, **overrides}
     return LocalLearner(
-        job_parts.learner_config(tiny_job(**overrides)),
+        learner_parts.learner_config(tiny_job(**overrides)),
         build_preset("tiny-0.3m", tokenizer, seed=3),
         tokenizer,
     )

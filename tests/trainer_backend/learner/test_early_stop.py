@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import segment
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
@@ -30,7 +30,7 @@ def learner_of(tokenizer, **training) -> LocalLearner:
     torch.set_num_threads(1)
     job = tiny_job(**{f"training__{key}": value for key, value in training.items()})
     return LocalLearner(
-        job_parts.learner_config(job), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer
+        learner_parts.learner_config(job), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer
     )
 
 
@@ -142,7 +142,7 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
     found = []
     for loss, level, name in product(LOSSES, get_args(RatioLevel), AGGREGATIONS):
         job = tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
-        terms = PolicyTerms(job_parts.learner_config(job).update.objectives, job.training)
+        terms = PolicyTerms(learner_parts.learner_config(job).update.objectives, job.training)
         batch = collate(
             parts,
             advantages={"long": [1.0], "short": [1.0]},

@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3Fo
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import (
     CheckpointError,
     ModelFolderError,
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
     (tmp_path / "iteration_1" / optimizer).replace(tmp_path / "iteration_2" / optimizer)
     with pytest.raises(CheckpointError, match="another model"):
         LocalLearner.resumed(
-            job_parts.learner_config(tiny_job(model__preset="tiny-0.8m")), tmp_path / "iteration_2"
+            learner_parts.learner_config(tiny_job(model__preset="tiny-0.8m")), tmp_path / "iteration_2"
         )
 
 
@@ -201,10 +201,10 @@ def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
         )
     )  # fmt: skip
     with pytest.raises(ModelFolderError, match=r"sliding_attention of 255 tokens.*max_model_len \(256\)"):
-        LocalLearner(job_parts.learner_config(tiny_job()), windowed, tokenizer)
+        LocalLearner(learner_parts.learner_config(tiny_job()), windowed, tokenizer)
     with pytest.raises(ModelFolderError, match="no `model` and `lm_head`"):
         LocalLearner(
-            job_parts.learner_config(tiny_job()),
+            learner_parts.learner_config(tiny_job()),
             GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)),
             tokenizer,
         )

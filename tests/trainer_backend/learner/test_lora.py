@@ -22,7 +22,7 @@ from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from tests.trainer_backend.segment_columns import lists
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
@@ -456,9 +456,9 @@ def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, t
     folder = tmp_path / "base"
     save_model_folder(folder, learner_of(tokenizer).model, tokenizer)
     job = tiny_job(model__preset=None, model__path=str(folder), **LORA)
-    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     learner.save(tmp_path / "iteration_0", Progress())
-    again, _ = LocalLearner.resumed(job_parts.learner_config(job), tmp_path / "iteration_0")
+    again, _ = LocalLearner.resumed(learner_parts.learner_config(job), tmp_path / "iteration_0")
     again.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     for name in ("iteration_0", "iteration_1"):
         settings = json.loads((tmp_path / name / "adapter/adapter_config.json").read_text())

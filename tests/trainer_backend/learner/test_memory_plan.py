@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, segment, tiny_tokenizer
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.cache import CACHE_NAME, SlotCache
@@ -132,7 +132,7 @@ def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0
 
 def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
     with pytest.raises(JobError) as caught:
-        refuse_too_large(plan_of(5 * GIB), hint=less_memory(job_parts.learner_config(tiny_job())))
+        refuse_too_large(plan_of(5 * GIB), hint=less_memory(learner_parts.learner_config(tiny_job())))
     told = str(caught.value)
     assert "at least 6.00 GiB on cpu" in told
     assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
@@ -142,7 +142,7 @@ def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
 
 def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
     plan = plan_of(8 * GIB)
-    refuse_too_large(plan, hint=less_memory(job_parts.learner_config(tiny_job())))
+    refuse_too_large(plan, hint=less_memory(learner_parts.learner_config(tiny_job())))
     assert "fits only while sequences are shorter than allowed" in str(plan)
     assert "fits only" not in str(plan_of(13 * GIB))
 
@@ -151,7 +151,7 @@ def test_moments_that_do_not_fit_main_memory_are_refused_too():
     with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
         refuse_too_large(
             plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB),
-            hint=less_memory(job_parts.learner_config(tiny_job())),
+            hint=less_memory(learner_parts.learner_config(tiny_job())),
         )
 
 
@@ -164,7 +164,7 @@ def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_ha
     shape = model_shape(served.config, None)
     job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
     planned = memory_needs(
-        shape, memory_use(job_parts.learner_config(job), place("cpu"), shape), is_gpu=False
+        shape, memory_use(learner_parts.learner_config(job), place("cpu"), shape), is_gpu=False
     ).device["cache"]
     assert bytes_of((*cache._keys, *cache._values)) == planned
 
@@ -174,12 +174,12 @@ def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: 
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     job = tiny_job(model__preset=None, model__path=str(tmp_path))
-    assert memory_plan(job_parts.learner_config(job)).needs.device["weights"] == bytes_of(
+    assert memory_plan(learner_parts.learner_config(job)).needs.device["weights"] == bytes_of(
         learner.model.parameters()
     )
-    assert memory_plan(job_parts.learner_config(tiny_job()), tmp_path).needs.device["weights"] == bytes_of(
-        learner.model.parameters()
-    )
+    assert memory_plan(learner_parts.learner_config(tiny_job()), tmp_path).needs.device[
+        "weights"
+    ] == bytes_of(learner.model.parameters())
 
 
 def test_a_fixed_policy_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
@@ -197,17 +197,19 @@ def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFolderError, match=r"config\.json"):
-        memory_plan(job_parts.learner_config(tiny_job()), tmp_path)
+        memory_plan(learner_parts.learner_config(tiny_job()), tmp_path)
 
 
 def test_the_jobs_limits_are_what_is_counted_with():
     job = tiny_job(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
     shape = model_shape(Qwen3Config(), None)
-    use = memory_use(job_parts.learner_config(job), place("cpu"), shape)
+    use = memory_use(learner_parts.learner_config(job), place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
     assert use.keys == job.inference and use.keys.slots == 16
     assert (use.reference, use.masked, use.low) == (True, False, False)
-    assert memory_use(job_parts.learner_config(job), place("mps", Found(cuda=None, mps=True)), shape).masked
+    assert memory_use(
+        learner_parts.learner_config(job), place("mps", Found(cuda=None, mps=True)), shape
+    ).masked
 
 
 MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alpha": 0.5}
@@ -226,7 +228,7 @@ MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alph
     ],
 )
 def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, processes):
-    config = job_parts.learner_config(tiny_job(**tables))
+    config = learner_parts.learner_config(tiny_job(**tables))
     use = memory_use(config, place("cpu"), model_shape(Qwen3Config(), None))
     assert (use.engines, use.processes) == (engines, processes)
     assert ("lower services.gateways (3)" in less_memory(config)) == (engines == 3)
@@ -243,7 +245,7 @@ def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, pro
 )
 def test_engines_count_where_they_are_on_the_learners_machine(cluster, url, engines):
     tables = {"cluster": cluster, "services__gateways": 2} | ({"learner__url": url} if url else {})
-    config = job_parts.learner_config(tiny_job(**tables))
+    config = learner_parts.learner_config(tiny_job(**tables))
     assert (config.engines, config.processes) == (engines, 1 + engines)
 
 
@@ -252,7 +254,7 @@ RANKS = {"cluster": {}, "learner__nproc_per_node": 2, "learner__nnodes": 2}
 
 def test_of_several_ranks_those_of_the_first_node_are_beside_the_engines(tokenizer, tmp_path: Path):
     save_model_folder(tmp_path, learner_of(tokenizer).model, tokenizer)
-    config = job_parts.learner_config(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
+    config = learner_parts.learner_config(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
     config = replace(config, engines=1)
     plans = [memory_plan(config, tmp_path, ranks=Ranks(index, 4)) for index in range(4)]
     assert ["engine" in plan.needs.device for plan in plans] == [True, True, False, False]
@@ -262,7 +264,7 @@ def test_of_several_ranks_those_of_the_first_node_are_beside_the_engines(tokeniz
 
 def test_less_memory_names_the_keys_that_ranks_read():
     kept = {"learner__fsdp_reshard_after_forward": False, "learner__data_parallel_replicate_degree": 2}
-    hint = less_memory(job_parts.learner_config(tiny_job(cluster={}, learner__nproc_per_node=2, **kept)))
+    hint = less_memory(learner_parts.learner_config(tiny_job(cluster={}, learner__nproc_per_node=2, **kept)))
     assert "set learner.fsdp_reshard_after_forward = true" in hint
     assert "lower learner.data_parallel_replicate_degree (2)" in hint
 
@@ -270,7 +272,7 @@ def test_less_memory_names_the_keys_that_ranks_read():
 def test_less_memory_names_nothing_that_a_critic_with_layers_of_its_own_does_not_go_with(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     own, head = (
-        job_parts.learner_config(tiny_job(algorithm__advantage="gae", training__critic=name))
+        learner_parts.learner_config(tiny_job(algorithm__advantage="gae", training__critic=name))
         for name in ("own", "head")
     )
     assert "[lora]" in less_memory(head) and "[lora]" not in less_memory(own)

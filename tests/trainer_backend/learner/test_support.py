@@ -29,7 +29,7 @@ from transformers import (
 from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, SIZE
 from tests.trainer_backend.learner.hand_made import segment
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
@@ -158,7 +158,7 @@ def test_models_without_attention_are_told_as_such(config):
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_the_learner_scores_a_family_as_the_model_itself_does(family: str, model_folders: Mapping[str, Path]):
     job = tiny_job(model__preset=None, model__path=str(model_folders[family]))
-    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     answers = [[7, 8, 9], [300, 2], [11, 12, 13, 14]]
     segments = [segment(f"r{i}", [5, 6 + i], answer, [0.0] * len(answer)) for i, answer in enumerate(answers)]
     packed_together = learner.scorer.score(segments, row_tokens=64, micro_batch_tokens=1024)

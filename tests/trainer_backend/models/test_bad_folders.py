@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import tiny_job
 from tests.model_folders import edit_json
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.learner import LocalLearner
@@ -215,14 +215,14 @@ def test_a_checkpoint_of_another_architecture_is_named_beside_the_jobs_model(
         return tiny_job(model__preset=None, model__path=str(model_folders[family]))
 
     folder = tmp_path / "iteration_1"
-    LocalLearner.fresh(job_parts.learner_config(job("llama")), []).save(folder, Progress(iteration=1))
+    LocalLearner.fresh(learner_parts.learner_config(job("llama")), []).save(folder, Progress(iteration=1))
     both = "holds llama with 2 layers of width 32, but the job's model is qwen3 with 2"
     with pytest.raises(CheckpointError, match=both):
-        LocalLearner.resumed(job_parts.learner_config(job("qwen3")), folder)
+        LocalLearner.resumed(learner_parts.learner_config(job("qwen3")), folder)
     with pytest.raises(CheckpointError, match="the job's model is qwen3 with 2 layers of width 96"):
-        LocalLearner.resumed(job_parts.learner_config(tiny_job()), folder)
+        LocalLearner.resumed(learner_parts.learner_config(tiny_job()), folder)
     gone = tiny_job(model__preset=None, model__path=str(tmp_path / "gone"))
-    assert LocalLearner.resumed(job_parts.learner_config(gone), folder)[1].iteration == 1, (
+    assert LocalLearner.resumed(learner_parts.learner_config(gone), folder)[1].iteration == 1, (
         "the folder that a run began from may be gone"
     )
 
@@ -231,16 +231,16 @@ def test_a_run_that_began_from_a_config_without_architectures_goes_on(copied, tm
     folder = copied("qwen3")
     edit_json(folder / "config.json", architectures=None)
     job = tiny_job(model__preset=None, model__path=str(folder))
-    LocalLearner.fresh(job_parts.learner_config(job), []).save(
+    LocalLearner.fresh(learner_parts.learner_config(job), []).save(
         tmp_path / "iteration_1", Progress(iteration=1)
     )
-    assert LocalLearner.resumed(job_parts.learner_config(job), tmp_path / "iteration_1")[1].iteration == 1
+    assert LocalLearner.resumed(learner_parts.learner_config(job), tmp_path / "iteration_1")[1].iteration == 1
 
 
 def test_a_checkpoint_whose_config_is_broken_is_refused(model_folders: Mapping[str, Path], tmp_path: Path):
     job = tiny_job(model__preset=None, model__path=str(model_folders["llama"]))
     folder = tmp_path / "iteration_1"
-    LocalLearner.fresh(job_parts.learner_config(job), []).save(folder, Progress(iteration=1))
+    LocalLearner.fresh(learner_parts.learner_config(job), []).save(folder, Progress(iteration=1))
     (folder / "config.json").write_text(json.dumps([]))
     with pytest.raises(ModelFolderError, match="no JSON object"):
-        LocalLearner.resumed(job_parts.learner_config(job), folder)
+        LocalLearner.resumed(learner_parts.learner_config(job), folder)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, PADDING_ROWS
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
@@ -68,9 +68,9 @@ def test_a_checkpoint_gives_back_model_tokenizer_and_templates(
     family: str, model_folders: Mapping[str, Path], tmp_path: Path
 ):
     job = tiny_job(model__preset=None, model__path=str(model_folders[family]))
-    learner = LocalLearner.fresh(job_parts.learner_config(job), [])
+    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     learner.save(tmp_path / "iteration_1", Progress(iteration=1))
-    again, progress = LocalLearner.resumed(job_parts.learner_config(job), tmp_path / "iteration_1")
+    again, progress = LocalLearner.resumed(learner_parts.learner_config(job), tmp_path / "iteration_1")
     assert progress.iteration == 1
     assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
     assert again.tokenizer.chat_template == learner.tokenizer.chat_template
@@ -88,9 +88,9 @@ def test_what_the_job_says_of_the_chat_stands_in_its_checkpoints_too(
         model__tool_call_format="hermes",
         model__chat_template_kwargs={"enable_thinking": False},
     )
-    LocalLearner.fresh(job_parts.learner_config(job), []).save(tmp_path / "iteration_1", Progress())
+    LocalLearner.fresh(learner_parts.learner_config(job), []).save(tmp_path / "iteration_1", Progress())
     without = tiny_job(model__preset=None, model__path=str(model_folders["qwen3"]))
-    again, _ = LocalLearner.resumed(job_parts.learner_config(without), tmp_path / "iteration_1")
+    again, _ = LocalLearner.resumed(learner_parts.learner_config(without), tmp_path / "iteration_1")
     assert ChatRenderer(again.tokenizer).prompt_text(asked, []).endswith("<think>\n\n</think>\n\n")
     settings = json.loads((tmp_path / "iteration_1/tokenizer_config.json").read_text())
     assert settings["turnwise_tool_call_format"] == "hermes"

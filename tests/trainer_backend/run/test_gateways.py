@@ -17,10 +17,10 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, retried
-from trainer_backend.errors import EngineStopped, JobError, NotPlaced, WeightsRefused
+from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
@@ -183,7 +183,7 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def learner_of(job: Any) -> Learner:
-    return Learner(LocalLearner.fresh(job_parts.learner_config(job), []))
+    return Learner(LocalLearner.fresh(learner_parts.learner_config(job), []))
 
 
 def test_a_published_folder_gives_the_tokens_and_log_probs_of_an_engine_of_this_process(story: Story):
@@ -445,30 +445,6 @@ def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways(
     one, two = ("http://a:1",), ("http://b:1", "http://c:1")
     assert request_digests(requests_at(one), one) == request_digests(requests_at(two, "run.9"), two)
     assert request_digests(requests_at(two), two[:1]) != request_digests(requests_at(two), two)
-
-
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        ({"services__gateways": 2}, r"services\.gateways is 2, and without \[cluster\]"),
-        (
-            {
-                "services__gateways": 2,
-                "cluster": {},
-                "inference": {"engine": "vllm", "urls": ["http://h:1"], "max_model_len": 256},
-            },
-            r"services\.gateways is 2, and inference\.urls names 1 servers",
-        ),
-        (
-            {"services__gateways": 2, "services__gateway_port": 65535, "cluster": {}},
-            r"there are not so many ports",
-        ),
-        ({"cluster": {"launcher": "slurm"}}, r"cluster\.launcher"),
-    ],
-)
-def test_gateways_that_could_not_be_are_refused(keys: dict[str, Any], sentence: str):
-    with pytest.raises(JobError, match=sentence):
-        tiny_job(**keys)
 
 
 def test_a_folder_tells_the_same_of_a_policy_as_its_model(model_folders: Mapping[str, Path], tmp_path: Path):

@@ -23,7 +23,7 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.learner.receiver import Receiver
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.critic import ByToken, CriticTargets
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import (
@@ -113,7 +113,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_the_same(
     played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    expected = calls_in_order(job_parts.local_learners(JOB), played, tmp_path / "here")
+    expected = calls_in_order(learner_parts.local_learners(JOB), played, tmp_path / "here")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody's torchrun around this process
     async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")

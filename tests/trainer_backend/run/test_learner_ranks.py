@@ -11,7 +11,7 @@ import pytest
 from bench.study_ranks import Group
 from tests.conftest import tiny_job
 from tests.trainer_backend.run.test_learner_process import calls_in_order, played
-from trainer_backend import job_parts
+from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, LearnerLost, NonFiniteLoss
 from trainer_backend.job.load import dump_job
 from trainer_backend.models.folder import load_model_folder
@@ -42,7 +42,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run's checkpoints by one process and by two ranks, which gave the same results on the way."""
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    expected = calls_in_order(job_parts.local_learners(ALONE), played, one)
+    expected = calls_in_order(learner_parts.local_learners(ALONE), played, one)
     results = calls_in_order(group, played, two)
     of_updates = [found for found in results if isinstance(found, dict) and "optim/steps" in found]
     assert [found.pop("learner/ranks") for found in of_updates] == [2.0, 2.0]
@@ -85,7 +85,7 @@ def test_two_ranks_write_the_model_that_one_process_writes(runs):
 def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(runs, group, played, tmp_path):
     one, two = runs
     _, episodes = played
-    alone, progress = job_parts.local_learners(ALONE).resumed(two / "iteration_1")
+    alone, progress = learner_parts.local_learners(ALONE).resumed(two / "iteration_1")
     alone.update(episodes, iteration=2)
     alone.save(tmp_path / "alone", progress)
     learner, progress = group.resumed(one / "iteration_1")

@@ -21,7 +21,7 @@ from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, tra
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection
 from trainer_backend.data.dataset import DataSet
@@ -139,7 +139,7 @@ def beginning_of(
     job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
 ) -> Beginning:
     setup = ModelSetup(
-        job.model, job.inference, job_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
+        job.model, job.inference, learner_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
     )
     return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
 

@@ -1,0 +1,55 @@
+"""What a learner reads of a job: with torch, and for its own process without the parts of job_parts.py."""
+
+from trainer_backend.job.addresses import http_parts
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.behaviour import objectives_of
+from trainer_backend.learner.config import LearnerConfig, UpdateConfig
+from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.plugins import estimator
+
+
+def learner_config(job: JobConfig) -> LearnerConfig:
+    samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
+    update = UpdateConfig(
+        training=job.training,
+        objectives=objectives_of(job.training, job.algorithm, samplings),
+        value_level=estimator(job.algorithm.advantage).needs_values,
+        planned_tokens=job.planned_tokens,
+        seed=job.job.seed,
+    )
+    gateways = job.services.gateways if _is_beside_gateways(job) else 0
+    engines = gateways if job.inference.engine == "local" else 0
+    is_shared = any(not table.is_remote for table in job.fixed_policies)
+    fixed_copies = gateways if is_shared else 0
+    # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
+    beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
+    return LearnerConfig(
+        model=job.model,
+        lora=job.lora,
+        warmup=job.warmup,
+        inference=job.inference,
+        engines=engines,
+        processes=1 if job.cluster is None else 1 + beside,
+        update=update,
+        fixed_copies=fixed_copies,
+        ranks=job.learner,
+    )
+
+
+def _is_beside_gateways(job: JobConfig) -> bool:
+    """Whether the learner is on the machine of the gateways, and of the engines in them."""
+    if job.cluster is None or job.cluster.launcher == "local":
+        return True
+    if job.cluster.launcher == "ray":  # a place of their own for each
+        return False
+    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
+
+
+def local_learners(job: JobConfig, ranks: Ranks = ALONE) -> LocalFactory:
+    """What makes the learner of a job in this process.
+
+    Args:
+        ranks: that hold the learner together with this process.
+    """
+    return LocalFactory(learner_config(job), job.fixed_policies, ranks)
