@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.jobs.test_supervisor import house, rules
+from tests.trainer_backend.jobs.test_supervisor import house, settings
 from trainer_backend.job.load import dump_job
 from trainer_backend.jobs.processes import job_command
 
@@ -15,7 +15,7 @@ async def test_prompts_that_are_too_long_are_no_outage(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     short = {"warmup__episodes": 2, "warmup__epochs": 1, "evaluation__instances": 1}
     job = tiny_job(inference__max_model_len=40, **short)
-    async with house(tmp_path, rules(restarts=3), job_command) as there:
+    async with house(tmp_path, settings(restarts=3), job_command) as there:
         job_id = there.job("long", config=dump_job(job))
         await there.until(lambda: there.row(job_id).ended)
         row = there.row(job_id)
