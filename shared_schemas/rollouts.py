@@ -141,7 +141,7 @@ class LimitKeys(Body):
 
     max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     invalid_action_penalty: Penalty = Field(
-        default=0.0, description="reward of each refused decision, beside what it earns"
+        default=0.0, description="reward of each refused decision, added to what it earns"
     )
     timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")
     termination_regex: Pattern | None = Field(
@@ -150,7 +150,7 @@ class LimitKeys(Body):
     )
     termination_target: TerminationTarget = Field(
         default="raw",
-        description="text to match: all that the policy wrote, or only the text beside its calls",
+        description="text to match: all that the policy wrote, or only the text outside its calls",
     )
 
     def dump_limits(self) -> dict[str, Any]:

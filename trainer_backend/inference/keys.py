@@ -58,8 +58,8 @@ class VllmKeys(Table):
     with the new weights"""
     replica_wait_s: float = Field(default=300.0, gt=0, le=86_400)
     """how long a vLLM server may take to start or to load weights, and how long the run waits when none
-    serves; then it saves and ends. A server of the run's own that stays away so long is started anew, and
-    the run waits as long again"""
+    serves; then it saves and ends. A server that the run started and that stays away so long is started
+    again, and the run waits as long again"""
 
     @property
     def replica_patience_s(self) -> float:
@@ -104,8 +104,8 @@ class EngineKeys(Table):
     """
 
     own_process: bool = False
-    """the local engine runs beside its gateway, in a process of its own, and not in the gateway's: parsing
-    and rendering requests then hold up no step of it. It needs [cluster]"""
+    """the local engine runs in a process of its own and not in its gateway's: parsing and rendering requests
+    then hold up no step of it. It needs [cluster]"""
     threads: int = Field(default=1, ge=1, le=256)
     """torch threads while rollouts are collected"""
     max_running: int = Field(default=64, ge=1, le=4096)
@@ -114,7 +114,7 @@ class EngineKeys(Table):
     """prompt + response, in tokens"""
     kept_prefixes: int | None = Field(default=None, ge=0, le=4096)
     """finished prompts + responses whose keys and values are kept for prompts that begin like them; absent:
-    as many as max_running; 0: every prompt is computed anew"""
+    as many as max_running; 0: every prompt is computed again"""
     cache_gib: float | None = Field(default=None, gt=0)
     """on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what max_running and
     kept_prefixes can take, as far as the device has it"""

@@ -188,7 +188,7 @@ class InteractionKeys(Table):
     interaction_config_path: Path | None = None
     """the YAML or TOML file of interactions, for the task app that the job starts (docs/plugins.md)"""
     interaction_config_sha256: tuple[str, ...] = Field(default=(), max_length=10_000)
-    """SHA-256 of this file and of the modules beside it whose classes it names; a run refuses others"""
+    """SHA-256 of this file and of the modules in its folder whose classes it names; a run refuses others"""
 
 
 class MultiTurnTable(ConversationKeys, InteractionKeys):

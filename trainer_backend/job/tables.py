@@ -136,9 +136,9 @@ class ClusterTable(Table):
     """[cluster]: the job's roles run as processes of their own; absent: all in one."""
 
     launcher: Literal["local", "external", "ray"] = "local"
-    """who starts them. local: this process, on this machine; external: somebody else starts the learner,
-    which has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on the nodes where it has
-    room (docs/cluster.md)"""
+    """who starts them. local: this process, on this machine; external: you start the learner, which has
+    `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on the nodes where it has room
+    (docs/cluster.md)"""
     ray_address: str = Field(default="auto", pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$")
     """with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this machine"""
     wait_s: float = Field(default=600.0, gt=0, le=604_800)
@@ -187,7 +187,7 @@ class LearnerTable(Table):
         f"3600, and the ranks' joining {RANKS_JOIN_S:g}",
     )
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """how often a run goes on from its newest checkpoint after the learner's process was lost"""
+    """how often a run continues from its newest checkpoint after the learner's process was lost"""
     url: str = Field(default="", repr=False)
     """with cluster.launcher = 'external': the address of the learner, whose key both sides have in the
     environment variable TURNWISE_LEARNER_KEY"""
@@ -213,8 +213,8 @@ class WeightTransferTable(Table):
 
     backend: Literal["memory", "folder", "nccl"] | None = None
     """how new weights reach the engine. memory: copied within the process; folder: written to
-    `RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by
-    tensor (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise memory"""
+    `RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by tensor
+    (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise memory"""
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:

@@ -99,7 +99,7 @@ class RunKeys(Table):
     checkpoint_every: int = Field(default=5, ge=1)
     """iterations between checkpoints"""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """newest checkpoints kept beside the best one"""
+    """newest checkpoints kept in addition to the best one"""
     recovery_every: int = Field(default=1, ge=0)
     """iterations between extra checkpoints, each deleted after the next: the most work that a killed run
     loses; 0: none"""

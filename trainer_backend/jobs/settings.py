@@ -65,7 +65,7 @@ class Bounds(SettingsTable, use_attribute_docstrings=True):
     default_urls: Annotated[tuple[TaskApp, ...], Variable("TASK_URL")] = ()
     """task apps for jobs that name none; if there are none either, a job starts its own"""
     task_urls: Annotated[frozenset[TaskApp], Flag("--allow-task-url")] = frozenset()
-    """a task app that posted jobs may name, beside those of TASK_URL; it is sent their key"""
+    """a task app that posted jobs may name, in addition to those of TASK_URL; it is sent their key"""
     inference_hosts: Annotated[
         frozenset[Annotated[str, AfterValidator(str.lower)]], Flag("--allow-inference-host")
     ] = frozenset()
