@@ -158,10 +158,15 @@ class LimitKeys(Body):
         return self.model_dump(include=set(LimitKeys.model_fields))
 
 
-class RolloutLimits(LimitKeys):
-    """Limits of an episode."""
+class DecisionLimit(Body):
+    """The limit that a job derives from several keys."""
 
     max_decisions: Decisions = 50
+
+
+# The fields of the last base come first: digests of tasks that runs have stored hold them in that order.
+class RolloutLimits(LimitKeys, DecisionLimit):
+    """Limits of an episode."""
 
 
 class ConversationKeys(Body):
