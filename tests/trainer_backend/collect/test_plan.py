@@ -358,3 +358,12 @@ def test_golden_seeds_of_a_plan():
     assert [request.policy.seed for request in branches] == [
         733949701, 919426449, 350948174, 1750152796, 1582361112, 186979964,
     ]  # fmt: skip
+
+
+def test_a_digest_of_tasks_is_the_one_that_stored_runs_have():
+    # of 04b0d1a; another one would call every stored evaluation one of other tasks
+    job = parse_job(
+        {"model": {"preset": "tiny-0.3m"}, "evaluation": {"instances": 2}}, where="job.toml"
+    ).config
+    plan = job_parts.planner(job, "run", Inference("http://127.0.0.1:1", "m", None))
+    assert digest_tasks(plan.evaluation("0")) == "28c486649709e40d"
