@@ -67,16 +67,13 @@ Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """The name of a function or a class on a board, and its plug.
-
-    Attributes:
-        home: the file or the package that has it, for errors.
-    """
+    """The name of a function or a class on a board, and its plug."""
 
     board: str
     name: str
     plug: OperatorPlug
     home: str = ""
+    """The file or the package that has it, for errors."""
 
 
 def estimator(

@@ -68,17 +68,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """The run whose rows a sink gets.
-
-    Attributes:
-        folder: the run directory.
-        run_id: the same for every start of the run.
-        job: the whole job as plain values, without its keys.
-    """
+    """The run whose rows a sink gets."""
 
     folder: Path
+    """The run directory."""
     run_id: str
+    """The same for every start of the run."""
     job: Mapping[str, Any]
+    """The whole job as plain values, without its keys."""
 
 
 # Opens a sink with its value of [sinks].

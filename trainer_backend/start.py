@@ -41,15 +41,12 @@ _WITH_TORCH = "trainer_backend.learner.factory"
 
 
 class Ended(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-        progress: the last finished iteration, which is saved.
-        stopped: the signal that asked to stop, where a resumed run has something left to do; else empty.
-    """
+    """How a run ended."""
 
     progress: Progress
+    """The last finished iteration, which is saved."""
     stopped: str
+    """The signal that asked to stop, where a resumed run has something left to do; else empty."""
 
 
 async def run_job(

@@ -64,39 +64,33 @@ class _Capabilities(OpenBody):
 
 
 class About(OpenBody):
-    """The part of GET /info that a trainer uses.
-
-    Attributes:
-        service: `instance_id` names the process: after a restart it is another.
-        limits: `max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may
-            hold, `max_frames` how many pictures it draws in one replay.
-        capabilities: `reward_functions` are those that a rollout can name, with their modes; so are
-            `interactions`; `number_interactions` are those whose ground truth must be a number.
-    """
+    """The part of GET /info that a trainer uses."""
 
     service: _Service
+    """`instance_id` names the process: after a restart it is another."""
     limits: _Limits
+    """`max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may hold,
+    `max_frames` how many pictures it draws in one replay."""
     capabilities: _Capabilities = _Capabilities()
+    """`reward_functions` are those that a rollout can name, with their modes; so are `interactions`;
+    `number_interactions` are those whose ground truth must be a number."""
 
 
 class InstanceInfo(OpenBody):
-    """What the task app says of an environment.
-
-    Attributes:
-        conversation: the task app keeps its history.
-        takes_answers: words without a call are accepted.
-        restorable: it has snapshots; None: the task app is too old to say.
-        reseedable: it can be given other draws after one.
-        state_keys: the names of its state keys.
-        rewards_calls: it is an agent, whose calls may be rewarded one by one.
-    """
+    """What the task app says of an environment."""
 
     conversation: bool = False
+    """The task app keeps its history."""
     takes_answers: bool = True
+    """Words without a call are accepted."""
     restorable: bool | None = None
+    """It has snapshots; None: the task app is too old to say."""
     reseedable: bool = False
+    """It can be given other draws after one."""
     rewards_calls: bool = False
+    """It is an agent, whose calls may be rewarded one by one."""
     state_keys: tuple[str, ...] = ()
+    """The names of its state keys."""
 
 
 class _FirstObservation(OpenBody):
@@ -104,17 +98,14 @@ class _FirstObservation(OpenBody):
 
 
 class Instance(OpenBody):
-    """An environment or policy that `create` made.
-
-    Attributes:
-        id: for `snapshot` and `terminate`.
-        observation: of an environment: `achievements_counts` has a counter of every achievement.
-        info: of an environment.
-    """
+    """An environment or policy that `create` made."""
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
+    """For `snapshot` and `terminate`."""
     observation: _FirstObservation = _FirstObservation()
+    """Of an environment: `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
+    """Of an environment."""
 
 
 class TaskAppClient:

@@ -73,14 +73,11 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompts:
-    """The first prompts of a job's rows.
-
-    Attributes:
-        system: the system message before a prompt that is text alone.
-    """
+    """The first prompts of a job's rows."""
 
     parts: tuple[_Part, ...]
     system: str
+    """The system message before a prompt that is text alone."""
     room: Room
 
     @classmethod

@@ -130,18 +130,15 @@ def refuse_losses(collection: Collection, stage: str, *, most: float = 1.0, log:
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """Reports what the stages of a run lose, and refuses what is no accident.
-
-    Attributes:
-        most: `training.max_lost_share`.
-        log: of the job's own task app.
-        record: keeps the row of a stage that ends the run.
-    """
+    """Reports what the stages of a run lose, and refuses what is no accident."""
 
     say: Callable[[str], None]
     most: float
+    """`training.max_lost_share`."""
     log: Path
+    """Of the job's own task app."""
     record: Callable[[dict[str, Any]], None]
+    """Keeps the row of a stage that ends the run."""
 
     def report(self, collection: Collection, stage: str) -> None:
         losses = count_losses(collection)

@@ -33,21 +33,18 @@ from trainer_backend.rundir.spool import plan_id
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The common start of a group's siblings.
-
-    Attributes:
-        seed: of the world.
-        row_id: of the row; None without a data set.
-        env_config: the row's part of the environment's config, over rollout.env_config.
-        ground_truth: the row's answer for scoring.
-        interaction: the user in a conversation.
-    """
+    """The common start of a group's siblings."""
 
     seed: int
+    """Of the world."""
     row_id: str | None = None
+    """Of the row; None without a data set."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
+    """The row's part of the environment's config, over rollout.env_config."""
     ground_truth: JsonValue = None
+    """The row's answer for scoring."""
     interaction: InteractionSpec | None = None
+    """The user in a conversation."""
 
 
 class Source(Protocol):
@@ -237,21 +234,18 @@ def row_of(group_id: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The server that a language-model policy asks, the model's name there, and the key, if it needs one.
-
-    Attributes:
-        max_model_len: tokens of a prompt and its response together; None: not known.
-        asks: further config of the policy, where the server is asked otherwise than a gateway for its actor;
-            `rollout.policy_config` goes over it.
-        other_urls: of servers that answer alike; a rollout asks one of them all.
-    """
+    """The server that a language-model policy asks, the model's name there, and the key, if it needs one."""
 
     url: str
     model: str
     key: SecretStr | None
     max_model_len: int | None = None
+    """Tokens of a prompt and its response together; None: not known."""
     asks: Mapping[str, Any] = field(default_factory=dict)
+    """Further config of the policy, where the server is asked otherwise than a gateway for its actor;
+    `rollout.policy_config` goes over it."""
     other_urls: tuple[str, ...] = ()
+    """Of servers that answer alike; a rollout asks one of them all."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -291,19 +285,16 @@ def sampler_of(request: RolloutRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who samples the rollouts of an iteration: the actor, or a fixed policy.
-
-    Attributes:
-        table: None: nobody but the actor samples.
-        fixed: the fixed policies of the job.
-        seed: of the job.
-        history: finished iterations, for a schedule that looks back on them.
-    """
+    """Who samples the rollouts of an iteration: the actor, or a fixed policy."""
 
     table: AllocationTable | None
+    """None: nobody but the actor samples."""
     fixed: Sequence[RolloutOnlyTable]
+    """The fixed policies of the job."""
     seed: int
+    """Of the job."""
     history: Sequence[Past] = ()
+    """Finished iterations, for a schedule that looks back on them."""
 
     @property
     def looks_back(self) -> bool:

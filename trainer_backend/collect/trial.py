@@ -232,17 +232,14 @@ async def _try(
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """The check of the job's environment at a task app.
-
-    Attributes:
-        has_interactions: whether interactions answer in it.
-        warnings: where advice of a rule goes.
-    """
+    """The check of the job's environment at a task app."""
 
     planner: Planner
     client: TaskAppClient
     has_interactions: bool
+    """Whether interactions answer in it."""
     warnings: list[str]
+    """Where advice of a rule goes."""
 
     async def check(self, instance: Instance) -> None:
         """Refuse an environment that the job cannot use as it is configured."""

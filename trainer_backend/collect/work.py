@@ -32,23 +32,20 @@ Keep = Callable[[Rollout], None]
 
 @dataclass(frozen=True, slots=True)
 class AppFigures:
-    """The work of a task app in a collection.
-
-    Attributes:
-        finished: finished rollouts from it that count.
-        losses: rollouts that were lost with it and requested again.
-        outages: how often it stopped answering.
-        decisions: decisions in its finished rollouts.
-        wall_s: total time of its finished rollouts, which overlap.
-        answers: whether it answered at the end.
-    """
+    """The work of a task app in a collection."""
 
     finished: int = 0
+    """Finished rollouts from it that count."""
     losses: int = 0
+    """Rollouts that were lost with it and requested again."""
     outages: int = 0
+    """How often it stopped answering."""
     decisions: int = 0
+    """Decisions in its finished rollouts."""
     wall_s: float = 0.0
+    """Total time of its finished rollouts, which overlap."""
     answers: bool = False
+    """Whether it answered at the end."""
 
     @property
     def seconds_per_decision(self) -> float | None:
@@ -58,21 +55,18 @@ class AppFigures:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """The result of a plan.
-
-    Attributes:
-        rollouts: finished ones, sorted by group and sibling, so the order of arrival has no effect.
-        failed: rollouts that failed for good.
-        failures: counts of failure codes, including retried rollouts.
-        apps: by host and port.
-        reused: ids of rollouts that an earlier start of the run collected.
-    """
+    """The result of a plan."""
 
     rollouts: tuple[Rollout, ...]
+    """Finished ones, sorted by group and sibling, so the order of arrival has no effect."""
     failed: tuple[Rollout, ...] = ()
+    """Rollouts that failed for good."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Counts of failure codes, including retried rollouts."""
     apps: Mapping[str, AppFigures] = field(default_factory=dict)
+    """By host and port."""
     reused: frozenset[str] = frozenset()
+    """Ids of rollouts that an earlier start of the run collected."""
 
     @property
     def all(self) -> tuple[Rollout, ...]:
@@ -220,26 +214,23 @@ class QueueEntry:
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """The part of the work at one task app.
-
-    Attributes:
-        entries: the rollouts that it has, by id.
-        unsent: those of them not requested yet.
-        requests: those of them requested, with the instance that accepted; "" before that.
-        stale: rollouts that it may still run or hold, and that other apps have now, or nobody wants.
-        discard: results that it may forget at once.
-        unacked: results that count, which it holds until they are stored.
-        wake: set when there is something to send.
-    """
+    """The part of the work at one task app."""
 
     app: App
     entries: dict[str, QueueEntry] = field(default_factory=dict)
+    """The rollouts that it has, by id."""
     unsent: dict[str, QueueEntry] = field(default_factory=dict)
+    """Those of them not requested yet."""
     requests: dict[str, str] = field(default_factory=dict)
+    """Those of them requested, with the instance that accepted; "" before that."""
     stale: set[str] = field(default_factory=set)
+    """Rollouts that it may still run or hold, and that other apps have now, or nobody wants."""
     discard: list[str] = field(default_factory=list)
+    """Results that it may forget at once."""
     unacked: list[str] = field(default_factory=list)
+    """Results that count, which it holds until they are stored."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to send."""
 
     @property
     def open(self) -> bool:

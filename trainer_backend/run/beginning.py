@@ -65,48 +65,39 @@ class Stopped(Exception):
 
 
 class Begun(NamedTuple):
-    """The parts that training goes on with.
-
-    Attributes:
-        fixed: None where this process serves no fixed policies.
-    """
+    """The parts that training goes on with."""
 
     learner: Learner
     progress: Progress
     fixed: "FixedPolicies | None"
+    """None where this process serves no fixed policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """How the models of a run are made.
-
-    Attributes:
-        table: [model].
-        learners: makes the learner, in this process or in another.
-        fixed: with [cluster] the folders alone, since the gateways load the policies.
-        max_tokens: that the policy may sample in a decision.
-    """
+    """How the models of a run are made."""
 
     table: ModelTable
+    """[model]."""
     inference: InferenceTable
     learners: LearnerFactory
+    """Makes the learner, in this process or in another."""
     fixed: FixedSetup
+    """With [cluster] the folders alone, since the gateways load the policies."""
     max_tokens: int
+    """That the policy may sample in a decision."""
 
 
 class Models(NamedTuple):
-    """The models that a run has loaded before it goes on or begins.
-
-    Attributes:
-        learner: None where a preset waits for the prompts that its tokenizer is trained on.
-        fixed: None where this process serves no fixed policies.
-        checkpoint: that the run goes on from; None: it begins.
-    """
+    """The models that a run has loaded before it goes on or begins."""
 
     learner: Learner | None
+    """None where a preset waits for the prompts that its tokenizer is trained on."""
     fixed: "FixedPolicies | None"
+    """None where this process serves no fixed policies."""
     progress: Progress
     checkpoint: Path | None = None
+    """That the run goes on from; None: it begins."""
 
 
 class Beginning:

@@ -38,37 +38,31 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class LocalPolicy:
-    """A fixed policy whose model is in a folder of this machine.
-
-    Attributes:
-        weights: the folder and the fingerprint of its weights, which is the same on any device.
-        policy: serves it.
-        engine: samples for it.
-        sampler_sha256: the fingerprint of the weights that sample, which may be rounded ones.
-        sampler: takes that fingerprint anew.
-        line: describes it to a person.
-    """
+    """A fixed policy whose model is in a folder of this machine."""
 
     name: str
     weights: FixedWeights
+    """The folder and the fingerprint of its weights, which is the same on any device."""
     policy: ServedPolicy
+    """Serves it."""
     engine: LocalEngine
+    """Samples for it."""
     sampler_sha256: str
+    """The fingerprint of the weights that sample, which may be rounded ones."""
     sampler: Callable[[], str]
+    """Takes that fingerprint anew."""
     line: str
+    """Describes it to a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """A fixed policy whose model answers at somebody else's server.
-
-    Attributes:
-        policy: serves it: it renders and reads the server's token ids as it does the actor's.
-    """
+    """A fixed policy whose model answers at somebody else's server."""
 
     table: RolloutOnlyTable
     engine: RemoteEngine
     policy: ServedPolicy
+    """Serves it: it renders and reads the server's token ids as it does the actor's."""
 
     @property
     def model(self) -> RemoteModel:

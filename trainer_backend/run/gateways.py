@@ -153,18 +153,15 @@ class ActorGateways(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the gateways of a run serve.
-
-    Attributes:
-        has_adapters: whether only adapters are trained ([lora]).
-        by_broadcast: whether the learner sends new weights to vLLM servers, tensor by tensor.
-    """
+    """What the gateways of a run serve."""
 
     job_name: str
     model: ModelTable
     inference: InferenceTable
     has_adapters: bool
+    """Whether only adapters are trained ([lora])."""
     by_broadcast: bool
+    """Whether the learner sends new weights to vLLM servers, tensor by tensor."""
 
 
 class GatewayProcesses:

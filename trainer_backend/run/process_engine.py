@@ -41,15 +41,12 @@ _GRACE_S = 10.0
 
 
 class EngineSetup(Body):
-    """What an engine's process computes.
-
-    Attributes:
-        version: the one that it begins with.
-    """
+    """What an engine's process computes."""
 
     model: ModelTable
     keys: EngineKeys
     version: PolicyVersion
+    """The one that it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
