@@ -90,7 +90,6 @@ class InstanceInfo(OpenBody):
     rewards_calls: bool = False
     """It is an agent, whose calls may be rewarded one by one."""
     state_keys: tuple[str, ...] = ()
-    """The names of its state keys."""
 
 
 class _FirstObservation(OpenBody):
@@ -101,11 +100,9 @@ class Instance(OpenBody):
     """An environment or policy that `create` made."""
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
-    """For `snapshot` and `terminate`."""
     observation: _FirstObservation = _FirstObservation()
-    """Of an environment: `achievements_counts` has a counter of every achievement."""
+    """What an environment shows first; `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
-    """Of an environment."""
 
 
 class TaskAppClient:
@@ -189,7 +186,6 @@ class TaskAppClient:
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
-        """End an unfinished rollout."""
         await self._answer(OpenBody, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
@@ -252,7 +248,6 @@ class TaskAppClient:
         return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
-        """Let go of what `create` made."""
         await self._answer(OpenBody, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:

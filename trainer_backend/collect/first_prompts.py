@@ -26,8 +26,7 @@ Messages = Sequence[dict[str, Any]]
 class Room(NamedTuple):
     """The tokens that a first prompt may have: prompt and answer share a limit.
 
-    Attributes:
-        limit, answer: tokens, each with its key in the job, or its keys where they are equal.
+    A key is that of the job, or the keys where they are equal.
     """
 
     limit: int

@@ -29,16 +29,13 @@ _DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The lost rollouts of a stage.
-
-    Attributes:
-        lost, total: the rollouts that failed for good, and all of the stage.
-        causes: how many each cause has lost, and its words for one of them; the most common one first.
-    """
+    """The lost rollouts of a stage."""
 
     lost: int
+    """Those that failed for good."""
     total: int
     causes: Sequence[tuple[int, str]] = ()
+    """How many each cause has lost, and its words for one of them; the most common one first."""
 
     @property
     def share(self) -> float:
@@ -50,7 +47,7 @@ class Losses:
         return f"{self.lost:,} of {self.total:,}"
 
     def describe(self, stage: str) -> str:
-        """A sentence: `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
+        """Return `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
         return f"{stage}: {self.count} rollouts lost: {self.explain()}"
 
     def explain(self) -> str:
@@ -136,7 +133,7 @@ class LossCheck:
     most: float
     """`training.max_lost_share`."""
     log: Path
-    """Of the job's own task app."""
+    """The log of the job's own task app."""
     record: Callable[[dict[str, Any]], None]
     """Keeps the row of a stage that ends the run."""
 

@@ -68,9 +68,8 @@ class Players:
     held_out: EvaluationTable
     fixed: tuple[RolloutOnlyTable, ...]
     servers: Mapping[str, Inference]
-    """By policy, where a language model is asked; empty when no policy of the plan is one."""
+    """Where a language model is asked, by policy; empty when no policy of the plan is one."""
     seed: int
-    """Of the job."""
 
     @property
     def max_decisions(self) -> int:
@@ -143,10 +142,10 @@ class Continuation:
     """One of the rollouts that play on from a moment."""
 
     group_id: str
-    """Of all that play on from there; the rollout's id follows from it and from `sibling`."""
+    """The group of all that play on from there; the rollout's id follows from it and from `sibling`."""
     sibling: int
     seed_parts: tuple[int | str, ...]
-    """Its sampling seed follows from them."""
+    """What its sampling seed is derived from."""
     max_decisions: int | None = None
     """The most that it may take, if that is fewer than its episode has left."""
     snapshot_turns: tuple[int, ...] = ()
@@ -208,11 +207,7 @@ class Planner:
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
-        """The teacher's episodes, an origin each; `key` is for the server that its config names.
-
-        Args:
-            most: make only so many, the first ones; absent: all.
-        """
+        """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
         table = self.teacher
         if table is None:
             return []
