@@ -123,14 +123,7 @@ def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, Data
 def planner(
     job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
 ) -> Planner:
-    """
-    Args:
-        actor: its server; None when no policy of the plan is a language model.
-        data: the rows of [data]; None where the job has no such table.
-
-    Raises:
-        ValueError: the job has a data set, and it was not given, or the other way round.
-    """
+    """What plans the rollouts; `actor` is None when no policy of the plan is a language model."""
     fixed, seed = job.fixed_policies, job.job.seed
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
@@ -282,11 +275,7 @@ def _is_beside_gateways(job: JobConfig) -> bool:
 
 
 def local_learners(job: JobConfig, ranks: "Ranks | None" = None) -> "LocalFactory":
-    """What makes the learner of a job in this process.
-
-    Args:
-        ranks: that hold the learner together with this process; None: there are no others.
-    """
+    """What makes the learner of a job in this process; `ranks` are those that hold it together with this."""
     from trainer_backend.learner.factory import LocalFactory
     from trainer_backend.learner.ranks import ALONE
 

@@ -71,7 +71,6 @@ class SinkRun:
     """The run whose rows a sink gets."""
 
     folder: Path
-    """The run directory."""
     run_id: str
     """The same for every start of the run."""
     job: Mapping[str, Any]
@@ -82,11 +81,9 @@ class SinkRun:
 OpenSink = Callable[[Any, SinkRun], Sink]
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def refuse_missing_libraries(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
+def refuse_missing_libraries(
+    table: SinksTable, *, installed: Callable[[str], object] = importlib.util.find_spec
+) -> None:
     """Refuse a job with a sink whose library is missing, before anything is started."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
@@ -121,11 +118,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# A run directory is one run of the W&B project, even after a resume.
-
-
 class Wandb:
-    """Starts the run, or continues it without sending its rows again."""
+    """Starts a run of the W&B project, or continues that of this run directory without sending rows again."""
 
     def __init__(self, keys: WandbKeys, run: SinkRun) -> None:
         import wandb

@@ -162,7 +162,8 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
+    folders = await asyncio.to_thread(learners.fixed_folders, checkpoint)
+    fixed_setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -225,12 +226,6 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
     return replace_job
 
 
-def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
-    """The fixed policies, whose folders fit the actor."""
-    folders = learners.fixed_folders(checkpoint)
-    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
-
-
 def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
     here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
     return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
@@ -260,13 +255,8 @@ def shown_by(reporter: Reporter) -> Show:
     """What reports a task app as a process of the run."""
 
     def show(app: App, state: AppState) -> None:
-        reporter.process(
-            app.label,
-            role="task app",
-            state=state,
-            word=app.fault or "",
-            host=urlsplit(app.client.url).netloc,
-        )
+        word, host = app.fault or "", urlsplit(app.client.url).netloc
+        reporter.process(app.label, role="task app", state=state, word=word, host=host)
 
     return show
 
