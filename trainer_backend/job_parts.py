@@ -52,11 +52,7 @@ _ANY_PORT = 1
 
 @asynccontextmanager
 async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """The launcher that the job names, until the context is left.
-
-    Args:
-        run_id: the name of the run's places.
-        say: is given a line where a place is waited for.
+    """The launcher that the job names, until the context is left; `say` gets a line if a place is waited for.
 
     Raises:
         JobError: there is no Ray, or it is of another version.
@@ -159,12 +155,7 @@ def task_apps(
     data: DataSet | None = None,
     tell: Tell = log_sentence,
 ) -> AbstractAsyncContextManager[TaskApps]:
-    """See `collect.task_apps`.
-
-    Args:
-        player: a model on a foreign server; the own task app may call it. The operators of other task apps
-            decide that themselves.
-    """
+    """See `collect.task_apps`; a player is a model on a foreign server, which the own task app may call."""
     return open_task_apps(
         job.services,
         log_file,
@@ -195,10 +186,8 @@ def gateways(
 ) -> Iterator[ActorGateways]:
     """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
 
-    Args:
-        fixed: the fixed policies, which children load themselves.
-        tell: is given a line where a server of the actor is lost, and when it is back.
-        launcher: starts the children.
+    Children load the fixed policies themselves; `tell` is given a line where a server of the actor is lost,
+    and when it is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -308,11 +297,8 @@ def gradient_cosines(
 ) -> dict[tuple[str, str], float]:
     """The cosine of each two estimators, by both orders of their names; see `learner.gradients`.
 
-    A model that needs several ranks to be trained needs them here too.
-
-    Args:
-        advantages: by estimator, in the order of the episodes.
-        reporter: hears of the ranks, and of the gradients done.
+    A model that needs several ranks to be trained needs them here too. `advantages` are by estimator, in the
+    order of the episodes.
     """
     tell = partial(reporter.stage, "gradients")
 

@@ -109,8 +109,6 @@ class TaskAppClient:
     """A client for one task app. Use it as an async context manager.
 
     Args:
-        url: its address, such as http://127.0.0.1:8001
-        api_key: sent as X-API-Key.
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
         most_reply_bytes: a longer reply is an error.

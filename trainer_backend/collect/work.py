@@ -241,19 +241,13 @@ class Desk:
 class Plan:
     """The rollouts of one collection: the queue of those that wait, and the tally of those that ended.
 
-    Args:
-        requests: all of one run.
-        tally: receives the ended rollouts.
-        rank: a lower one is served first.
-
-    Attributes:
-        unfinished: by id.
-        done: set when every rollout has ended, or the collection, by `error` or because it was withdrawn.
+    The requests are all of one run. The plan of the lowest rank is served first.
     """
 
     def __init__(self, requests: Sequence[RolloutRequest], tally: Tally, *, rank: int = 0) -> None:
         self.run_id = requests[0].run_id
         self.tally, self.rank = tally, rank
+        # Set when every rollout has ended, or the collection, by `error` or because it was withdrawn.
         self.done = asyncio.Event()
         self.error: BaseException | None = None
         self.unfinished = {request.rollout_id: QueueEntry(request, self) for request in requests}

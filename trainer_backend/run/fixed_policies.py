@@ -44,25 +44,22 @@ class LocalPolicy:
     weights: FixedWeights
     """The folder and the fingerprint of its weights, which is the same on any device."""
     policy: ServedPolicy
-    """Serves it."""
     engine: LocalEngine
-    """Samples for it."""
     sampler_sha256: str
     """The fingerprint of the weights that sample, which may be rounded ones."""
     sampler: Callable[[], str]
-    """Takes that fingerprint anew."""
+    """Takes that fingerprint again."""
     line: str
     """Describes it to a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """A fixed policy whose model answers at somebody else's server."""
+    """A fixed policy whose model answers at a foreign server; its token ids are rendered as the actor's."""
 
     table: RolloutOnlyTable
     engine: RemoteEngine
     policy: ServedPolicy
-    """Serves it: it renders and reads the server's token ids as it does the actor's."""
 
     @property
     def model(self) -> RemoteModel:
@@ -123,13 +120,9 @@ class FixedPolicies:
         actor: PolicyFacts,
         keys: EngineKeys,
     ) -> "FixedPolicies":
-        """Load the local models, and make clients for the remote ones.
+        """Load the local models, whose folders are given by name, and make clients for the remote ones.
 
-        Args:
-            tables: of all fixed policies.
-            folders: of the local ones, by name (`checked_folders`).
-            actor: must have the same tokens.
-            keys: of the engine of each local one.
+        Each must have the actor's tokens.
         """
         return cls(
             [_load(name, path, actor, keys) for name, path in folders.items()],
@@ -224,11 +217,7 @@ def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> Loca
 
 
 async def describe(fixed: FixedPolicies, tell: Callable[[str], None], *, probes: bool) -> None:
-    """Describe the fixed policies to a person.
-
-    Args:
-        probes: whether the servers of remote ones are tried.
-    """
+    """Describe the fixed policies to a person; `probes`: whether the servers of remote ones are tried."""
     for line in fixed.lines():
         tell(line)
     for item in fixed.remote if probes else ():

@@ -240,9 +240,6 @@ def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collect
 
     Nothing replaces a fixed policy, since that would change the job.
 
-    Args:
-        collection: the rollouts of the requests.
-
     Raises:
         NothingToLearnFrom: a fixed policy finished none of its rollouts, because it did not answer as it
             must.

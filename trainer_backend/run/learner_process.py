@@ -303,7 +303,6 @@ class LearnerProcess:
     Args:
         job: as TOML, which the process is sent.
         directory: of the run; the process must see it under the same path.
-        launcher: starts the process, or knows its address.
         reporter: is given its process, and hears of its end when that comes, also between two calls; the next
             call raises LearnerLost.
         device: the machine of it needs one.

@@ -77,7 +77,6 @@ class Spool:
         """Open the spool of a stage, with the rollouts that earlier starts of the same stage left.
 
         Args:
-            path: `RunDirectory.spool_file` of the stage.
             requests: the stage's first requests, which identify it.
             versions: those that may have sampled its tokens; the last one samples now.
             gateway_urls: addresses of the gateways, which differ in every start.
