@@ -162,8 +162,7 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(learners.fixed_folders, checkpoint)
-    fixed_setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -224,6 +223,12 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
     if job.cluster is None or not job.fixed_policies:
         replace_job()
     return replace_job
+
+
+def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+    """The fixed policies, whose folders fit the actor."""
+    folders = learners.fixed_folders(checkpoint)
+    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
 
 
 def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
