@@ -65,7 +65,7 @@ class Group:
         session = session_of("study", "1")
         self.connection = LearnerConnection(url, "key", silence_s=120, log_file=self.log, session=session)
         self.connection.ask("open", dump_job(job))
-        self.learner = RemoteLearner(self.connection)
+        self.learner = RemoteLearner(self.connection.ask)
 
     def fresh(self, prompts: Any, tokenizer_of: Path | None) -> RemoteLearner:
         self.connection.ask("fresh", prompts, tokenizer_of)

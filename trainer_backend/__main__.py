@@ -74,10 +74,7 @@ def turnwise(
 def train(
     job: Annotated[list[Path] | None, typer.Argument(help=JOB_HELP + "; not with --resume")] = None,
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="a run to continue; --set changes its job.toml"),
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="a run to continue; --set changes its job.toml")] = None,
     accept_data: Annotated[
         bool,
         typer.Option("--accept-data", help="with --resume: continue although rows of [data] have changed"),
@@ -191,9 +188,7 @@ def new_environment(
 
 
 @app.command("report")
-def write_run_report(
-    run: Annotated[Path, typer.Argument(help="a run directory")],
-) -> None:
+def write_run_report(run: Annotated[Path, typer.Argument(help="a run directory")]) -> None:
     """Write RUN/report/report.html, the run's page as one file."""
     from trainer_backend.pages.report import write_report
 
@@ -204,9 +199,7 @@ def write_run_report(
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="two or more run directories; the first is the baseline",
-        ),
+        typer.Argument(help="two or more run directories; the first is the baseline"),
     ],
     out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
 ) -> None:
@@ -311,10 +304,7 @@ def measure_the_truth(
 @app.command("inspect")
 def inspect_rollout(
     rollout: Annotated[str, typer.Argument(help="its id, or the end of its id, such as train/3/0/1")],
-    run: Annotated[
-        Path | None,
-        typer.Option(help="the run that holds it; absent: those in runs/"),
-    ] = None,
+    run: Annotated[Path | None, typer.Option(help="the run that holds it; absent: those in runs/")] = None,
     full: Annotated[bool, typer.Option(help="show whole prompts, not only their new parts")] = False,
     tokens: Annotated[bool, typer.Option(help="show token ids, and their segments")] = False,
     advantage: Annotated[

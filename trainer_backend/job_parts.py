@@ -48,11 +48,7 @@ _ANY_PORT = 1
 
 @asynccontextmanager
 async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """The launcher that the job names, until the context is left.
-
-    Args:
-        run_id: the name of the run's places.
-        say: is given a line where a place is waited for.
+    """The launcher that the job names, until the context is left; `say` gets a line if a place is waited for.
 
     Raises:
         JobError: there is no Ray, or it is of another version.
@@ -119,14 +115,7 @@ def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, Data
 def planner(
     job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
 ) -> Planner:
-    """
-    Args:
-        actor: its server; None when no policy of the plan is a language model.
-        data: the rows of [data]; None where the job has no such table.
-
-    Raises:
-        ValueError: the job has a data set, and it was not given, or the other way round.
-    """
+    """What plans the rollouts; `actor` is None when no policy of the plan is a language model."""
     fixed, seed = job.fixed_policies, job.job.seed
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
@@ -162,12 +151,7 @@ def task_apps(
     data: DataSet | None = None,
     tell: Tell = log_sentence,
 ) -> AbstractAsyncContextManager[TaskApps]:
-    """See `collect.task_apps`.
-
-    Args:
-        player: a model on a foreign server; the own task app may call it. The operators of other task apps
-            decide that themselves.
-    """
+    """See `collect.task_apps`; a player is a model on a foreign server, which the own task app may call."""
     return open_task_apps(
         job.services,
         log_file,
@@ -198,10 +182,8 @@ def gateways(
 ) -> Iterator[ActorGateways]:
     """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
 
-    Args:
-        fixed: the fixed policies, which children load themselves.
-        tell: is given a line where a server of the actor is lost, and when it is back.
-        launcher: starts the children.
+    Children load the fixed policies themselves; `tell` is given a line where a server of the actor is lost,
+    and when it is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -263,11 +245,8 @@ def gradient_cosines(
 ) -> dict[tuple[str, str], float]:
     """The cosine of each two estimators, by both orders of their names; see `learner.gradients`.
 
-    A model that needs several ranks to be trained needs them here too.
-
-    Args:
-        advantages: by estimator, in the order of the episodes.
-        reporter: hears of the ranks, and of the gradients done.
+    A model that needs several ranks to be trained needs them here too. `advantages` are by estimator, in the
+    order of the episodes.
     """
     tell = partial(reporter.stage, "gradients")
 

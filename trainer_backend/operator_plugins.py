@@ -67,16 +67,13 @@ Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """The name of a function or a class on a board, and its plug.
-
-    Attributes:
-        home: the file or the package that has it, for errors.
-    """
+    """The name of a function or a class on a board, and its plug."""
 
     board: str
     name: str
     plug: OperatorPlug
     home: str = ""
+    """The file or the package that has it, for errors."""
 
 
 def estimator(
@@ -260,10 +257,7 @@ def _floats(rows: Rows) -> list[list[float]]:
 def _refuse_rows(
     name: str, what: str, episodes: Sequence[EpisodeRewards], rows: Sequence[Sequence[float | None]]
 ) -> None:
-    """
-    Args:
-        what: names the rows in errors, with a space before it; empty for the advantages themselves.
-    """
+    # `what` names the rows in errors, with a space before it; empty for the advantages themselves.
     if len(rows) != len(episodes):
         raise AdvantageError(
             f"the estimator {name!r} returned {len(rows)} rows{what} for {len(episodes)} episodes"
@@ -280,10 +274,6 @@ def _refuse_rows(
 def _refuse_numbers(
     name: str, what: str, episode: EpisodeRewards, rows_T: Sequence[Sequence[float | None]]
 ) -> None:
-    """
-    Args:
-        rows_T: the numbers of each decision; None is one that is absent.
-    """
     for t, row in enumerate(rows_T):
         for value in row:
             if value is not None and not math.isfinite(value):
@@ -362,15 +352,8 @@ def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) ->
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FilePlugs:
-    """What the boards have from a file."""
-
-    digest: str
-    plugs: Sequence[_Plug]
-
-
-_BY_FILE: dict[Path, _FilePlugs] = {}
+# The digest of each file, and what the boards have from it.
+_BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
@@ -459,8 +442,7 @@ def _load_packages_once() -> Sequence[_Plug]:
 
 def _load(file: Path, option: str) -> str:
     digest = _digest(file, option)
-    known = _BY_FILE.get(file)
-    if known is not None and known.digest == digest:
+    if file in _BY_FILE and _BY_FILE[file][0] == digest:
         return digest
     _unload(file)
     try:
@@ -474,7 +456,7 @@ def _load(file: Path, option: str) -> str:
         )
     _refuse_names(plugs, _load_packages_once(), f"{option}, {file}")
     _add(plugs)
-    _BY_FILE[file] = _FilePlugs(digest, plugs)
+    _BY_FILE[file] = digest, plugs
     return digest
 
 
@@ -491,8 +473,7 @@ def _add(plugs: Sequence[_Plug]) -> None:
 
 
 def _unload(file: Path) -> None:
-    known = _BY_FILE.pop(file, None)
-    for item in known.plugs if known is not None else ():
+    for item in _BY_FILE.pop(file, ("", ()))[1]:
         del OPEN_BOARDS[item.board][item.name]
 
 
@@ -507,12 +488,9 @@ def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
-    """
-    Args:
-        others: of packages, which are on the boards or will be.
-    """
+    # `others` are of packages, which are on the boards or will be.
     homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
-    of_files = (item for known in _BY_FILE.values() for item in known.plugs)
+    of_files = (item for _, known in _BY_FILE.values() for item in known)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}
     for item in plugs:
         if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):

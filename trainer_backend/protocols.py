@@ -23,36 +23,30 @@ WeightPart = Literal["whole", "base", "adapters"]
 
 @dataclass(frozen=True, slots=True)
 class CreditedEpisode:
-    """An episode that is ready for an update.
-
-    Attributes:
-        rollout_id: its name in errors.
-        segments: its token sequences (core.segments).
-        advantages: [T] of its decisions, or those of its sampled tokens.
-        critic: the critic's targets; None without a critic.
-        policy: the policy that sampled it: the trained one, or a fixed one of the job by its name.
-    """
+    """An episode that is ready for an update."""
 
     rollout_id: str
+    """Its name in errors."""
     segments: Sequence[Segment]
+    """Its token sequences (core.segments)."""
     advantages: OfEpisode
+    """[T] of its decisions, or those of its sampled tokens."""
     critic: CriticTargets | None = None
+    """The critic's targets; None without a critic."""
     policy: str = ACTOR
+    """The policy that sampled it: the trained one, or a fixed one of the job by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of training, stored in a checkpoint's state.json.
-
-    Attributes:
-        iteration: finished iterations; 0 after warm-up.
-        policy_version: number of published weights.
-        updates: optimizer steps of RL.
-    """
+    """The progress of training, stored in a checkpoint's state.json."""
 
     iteration: int = 0
+    """Finished iterations; 0 after warm-up."""
     policy_version: int = 0
+    """Number of published weights."""
     updates: int = 0
+    """Optimizer steps of RL."""
 
 
 # What an accelerator's name is given to a process by.
@@ -61,15 +55,12 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Where a learner computes, for whoever starts servers beside it.
-
-    Attributes:
-        dtype: the precision that its policy is served in, such as "float32".
-        devices: the accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
-    """
+    """Where a learner computes, for whoever starts servers beside it."""
 
     dtype: str
+    """The precision that its policy is served in, such as "float32"."""
     devices: tuple[str, ...] = ()
+    """The accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
 
 
 class Learner(Protocol):

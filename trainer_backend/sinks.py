@@ -68,28 +68,22 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """The run whose rows a sink gets.
-
-    Attributes:
-        folder: the run directory.
-        run_id: the same for every start of the run.
-        job: the whole job as plain values, without its keys.
-    """
+    """The run whose rows a sink gets."""
 
     folder: Path
     run_id: str
+    """The same for every start of the run."""
     job: Mapping[str, Any]
+    """The whole job as plain values, without its keys."""
 
 
 # Opens a sink with its value of [sinks].
 OpenSink = Callable[[Any, SinkRun], Sink]
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def refuse_missing_libraries(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
+def refuse_missing_libraries(
+    table: SinksTable, *, installed: Callable[[str], object] = importlib.util.find_spec
+) -> None:
     """Refuse a job with a sink whose library is missing, before anything is started."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
@@ -124,11 +118,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# A run directory is one run of the W&B project, even after a resume.
-
-
 class Wandb:
-    """Starts the run, or continues it without sending its rows again."""
+    """Starts a run of the W&B project, or continues that of this run directory without sending rows again."""
 
     def __init__(self, keys: WandbKeys, run: SinkRun) -> None:
         import wandb

@@ -41,15 +41,12 @@ _WITH_TORCH = "trainer_backend.learner.factory"
 
 
 class Ended(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-        progress: the last finished iteration, which is saved.
-        stopped: the signal that asked to stop, where a resumed run has something left to do; else empty.
-    """
+    """How a run ended."""
 
     progress: Progress
+    """The last finished iteration, which is saved."""
     stopped: str
+    """The signal that asked to stop, where a resumed run has something left to do; else empty."""
 
 
 async def run_job(
@@ -265,13 +262,8 @@ def shown_by(reporter: Reporter) -> Show:
     """What reports a task app as a process of the run."""
 
     def show(app: App, state: AppState) -> None:
-        reporter.process(
-            app.label,
-            role="task app",
-            state=state,
-            word=app.fault or "",
-            host=urlsplit(app.client.url).netloc,
-        )
+        word, host = app.fault or "", urlsplit(app.client.url).netloc
+        reporter.process(app.label, role="task app", state=state, word=word, host=host)
 
     return show
 

@@ -13,10 +13,7 @@ from typing import Any
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, join_rounds
-from trainer_backend.collect.metrics import (
-    collection_metrics,
-    evaluation_metrics,
-)
+from trainer_backend.collect.metrics import collection_metrics, evaluation_metrics
 from trainer_backend.collect.plan import digest_tasks, retried
 from trainer_backend.collect.work import merge, without
 from trainer_backend.core.advantages.branch import by_parent
@@ -87,15 +84,14 @@ async def train(
                 ends = progress.iteration >= saving.last_iteration or stop.is_set()
                 iteration = None if ends else ahead.take(progress)
                 result = None if iteration is None else await _play(iteration)
-            except LearnerLost:  # and with it the weights that could be saved
+            except TrainerError as error:
+                if not isinstance(error, LearnerLost):  # and with it the weights that could be saved
+                    await _save_last(run, progress)
                 raise
-            except TrainerError:
-                await _save_last(run, progress)
-                raise
-            if iteration is None or result is None:
-                await _save_last(run, progress)
-                return progress
-            if (learned := await _learn_or_reject(ahead, progress, iteration, result)) is None:
+            learned = None
+            if iteration is not None and result is not None:
+                learned = await _learn_or_reject(ahead, progress, iteration, result)
+            if learned is None:
                 await _save_last(run, progress)
                 return progress
             progress = learned
@@ -124,15 +120,12 @@ class Ahead:
     tokens is older than that when k is learned from, whatever is published meanwhile. Iterations are learned
     from in their order, each from exactly its plan.
 
-    Attributes:
-        last_row: when the metrics of the last finished iteration were taken.
-
     Source: DESIGN.md section 8.
     """
 
     def __init__(self, run: Run, stop: asyncio.Event) -> None:
         self.run, self.stop = run, stop
-        self.last_row = Moment(0.0, {})
+        self.last_row = Moment(0.0, {})  # of the last finished iteration
         self._iterations: dict[int, Iteration] = {}
 
     def begin_early(self, progress: Progress) -> None:
@@ -268,7 +261,7 @@ class Iteration:
         return plans_again
 
     async def cancel(self) -> None:
-        """End its collection; nobody is left to be told of an error."""
+        """End its collection; its errors have no reader."""
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
@@ -397,10 +390,9 @@ async def _learn_or_reject(
             raise
     try:
         other = await _play(iteration)
-    except LearnerLost:
-        raise
-    except TrainerError:
-        await _save_last(run, progress)
+    except TrainerError as lost:
+        if not isinstance(lost, LearnerLost):
+            await _save_last(run, progress)
         raise
     return None if other is None else await _learn_or_reject(ahead, progress, iteration, other)
 
@@ -477,12 +469,12 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
 
 
 async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
-    """Have the new weights served, unless a stop comes first; return the error where nobody serves them."""
+    """Have the new weights served, unless a stop comes first; return the error where none serves them."""
     try:
         await until(ahead.stop, ahead.run.server.publish(progress.policy_version))
-    except LearnerLost:
-        raise
     except TrainerError as error:
+        if isinstance(error, LearnerLost):
+            raise
         return error
     return None
 

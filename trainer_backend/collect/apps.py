@@ -38,25 +38,17 @@ def _show_nobody(app: "App", state: State) -> None:
 
 
 class App:
-    """A task app as the trainer knows it.
-
-    Attributes:
-        show: is called when `fault` has changed.
-        retired: whether its name no longer leads to it; once it fails, it is dropped.
-        instance_id: the process that answered last.
-        at_most: rollouts that it runs at a time.
-        weight: its number of unfinished rollouts relative to the other apps.
-    """
+    """A task app as the trainer knows it."""
 
     def __init__(self, client: TaskAppClient, label: str = "", *, fault: str | None = None) -> None:
         self.client = client
         self.label = label or urlsplit(client.url).netloc
         self._fault, self._has_answered = fault, fault is None
-        self.show: Show = _show_nobody
-        self.retired = False
-        self.instance_id = ""
-        self.at_most = _MANY
-        self.weight = 1.0
+        self.show: Show = _show_nobody  # called when `fault` has changed
+        self.retired = False  # whether its name no longer leads to it; once it fails, it is dropped
+        self.instance_id = ""  # the process that answered last
+        self.at_most = _MANY  # rollouts that it runs at a time
+        self.weight = 1.0  # its number of unfinished rollouts relative to the other apps
 
     @property
     def fault(self) -> str | None:
@@ -83,10 +75,6 @@ class App:
         """
         self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
 
-    def judge_anew(self) -> None:
-        """Give new results more weight than old ones, at the start of a collection."""
-        self.weight = (self.weight + 1) / 2
-
     async def look(self, *, attempts: int = 1) -> None:
         """Ask the task app for its process and capacity."""
         about = await self.client.about(attempts=attempts)
@@ -98,12 +86,10 @@ class TaskApps(Sequence[TaskAppClient]):
 
     Args:
         urls: entries of services.task_url.
-        api_key: key of all of them.
         timeout_s: deadline of one request.
         lost_wait_s: how long a collection waits when no task app answers.
         label: name of a single app in metrics, and with numbers of several; absent: host and port.
         tell: receives a sentence when an app is lost, and when it is back.
-        resolve: resolves a name.
         look_up_every_s: maximum age of a resolved name during a collection.
     """
 
@@ -124,7 +110,7 @@ class TaskApps(Sequence[TaskAppClient]):
     def of(
         cls, clients: Iterable[TaskAppClient], *, lost_wait_s: float = 0.0, tell: Tell = log_sentence
     ) -> Self:
-        """Wrap clients that somebody else opened and will close."""
+        """Wrap clients that the caller opened and will close."""
         apps = cls((), SecretStr(""), timeout_s=0.0, lost_wait_s=lost_wait_s, tell=tell)
         apps.members = tuple(App(client) for client in clients)
         return apps
@@ -205,10 +191,8 @@ class TaskApps(Sequence[TaskAppClient]):
 
     def is_twin(self, app: App) -> bool:
         """Return whether another address leads to the same process."""
-        return any(
-            other is not app and other.fault is None and other.instance_id == app.instance_id != ""
-            for other in self.members
-        )
+        others = [other for other in self.members if other is not app and other.fault is None]
+        return any(other.instance_id == app.instance_id != "" for other in others)
 
     def answers(self) -> str:
         """Join the last answers of all apps with a fault."""

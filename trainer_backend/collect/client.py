@@ -64,38 +64,31 @@ class _Capabilities(OpenBody):
 
 
 class About(OpenBody):
-    """The part of GET /info that a trainer uses.
-
-    Attributes:
-        service: `instance_id` names the process: after a restart it is another.
-        limits: `max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may
-            hold, `max_frames` how many pictures it draws in one replay.
-        capabilities: `reward_functions` are those that a rollout can name, with their modes; so are
-            `interactions`; `number_interactions` are those whose ground truth must be a number.
-    """
+    """The part of GET /info that a trainer uses."""
 
     service: _Service
+    """`instance_id` names the process: after a restart it is another."""
     limits: _Limits
+    """`max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may hold,
+    `max_frames` how many pictures it draws in one replay."""
     capabilities: _Capabilities = _Capabilities()
+    """`reward_functions` are those that a rollout can name, with their modes; so are `interactions`;
+    `number_interactions` are those whose ground truth must be a number."""
 
 
 class InstanceInfo(OpenBody):
-    """What the task app says of an environment.
-
-    Attributes:
-        conversation: the task app keeps its history.
-        takes_answers: words without a call are accepted.
-        restorable: it has snapshots; None: the task app is too old to say.
-        reseedable: it can be given other draws after one.
-        state_keys: the names of its state keys.
-        rewards_calls: it is an agent, whose calls may be rewarded one by one.
-    """
+    """What the task app says of an environment."""
 
     conversation: bool = False
+    """The task app keeps its history."""
     takes_answers: bool = True
+    """Words without a call are accepted."""
     restorable: bool | None = None
+    """It has snapshots; None: the task app is too old to say."""
     reseedable: bool = False
+    """It can be given other draws after one."""
     rewards_calls: bool = False
+    """It is an agent, whose calls may be rewarded one by one."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -104,16 +97,11 @@ class _FirstObservation(OpenBody):
 
 
 class Instance(OpenBody):
-    """An environment or policy that `create` made.
-
-    Attributes:
-        id: for `snapshot` and `terminate`.
-        observation: of an environment: `achievements_counts` has a counter of every achievement.
-        info: of an environment.
-    """
+    """An environment or policy that `create` made."""
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
+    """What an environment shows first; `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
 
 
@@ -121,8 +109,6 @@ class TaskAppClient:
     """A client for one task app. Use it as an async context manager.
 
     Args:
-        url: its address, such as http://127.0.0.1:8001
-        api_key: sent as X-API-Key.
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
         most_reply_bytes: a longer reply is an error.
@@ -198,7 +184,6 @@ class TaskAppClient:
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
-        """End an unfinished rollout."""
         await self._answer(OpenBody, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
@@ -261,7 +246,6 @@ class TaskAppClient:
         return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
-        """Let go of what `create` made."""
         await self._answer(OpenBody, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:

@@ -93,7 +93,7 @@ class Collector:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.members))
 
     async def abort(self, run_id: str) -> None:
-        """End rollouts of a killed start of the run at the task apps; nobody waits for them.
+        """End rollouts of a killed start of the run at the task apps; no caller waits for them.
 
         Errors are ignored: a rollout whose gateway is gone ends by itself, only later.
         """
@@ -116,25 +116,17 @@ class Collector:
 
 
 class _Crew:
-    """A lane for each task app, from the first of the collections under way to the end of the last.
-
-    Args:
-        timeout_s: deadline of a collection that is first in line.
-
-    Attributes:
-        over: whether it has ended, or is about to: the next collection needs another.
-    """
+    """A lane for each task app, from the first of the collections under way to the end of the last."""
 
     def __init__(self, apps: TaskApps, work: Work, *, timeout_s: float) -> None:
         self._apps, self._work, self._timeout_s = apps, work, timeout_s
-        self.over = False
+        self.over = False  # whether it has ended, or is about to: the next collection needs another
         self._change, self._is_idle = asyncio.Event(), asyncio.Event()
         self._clocks: dict[Plan, asyncio.TimerHandle] = {}
         self._lanes = [self._lane(app) for app in apps.members]
         self._task = asyncio.create_task(self._run())
 
     def begin(self, plan: Plan) -> None:
-        """Begin to collect a plan."""
         self._work.add(plan)
         self._set_clocks()
 
@@ -164,17 +156,15 @@ class _Crew:
             for plan in [*self._work.plans]:
                 self._work.withdraw(plan, error)
             self._set_clocks()
-            await self._tidy()
-
-    async def _tidy(self) -> None:
-        """Send each task app a last message, within a time limit; without it the app finds out by itself."""
-        lost_too = self._work.any_withdrawn
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await asyncio.gather(*(lane.tidy(lost_too=lost_too) for lane in self._lanes))
+            # A last message to each task app; without it the app finds out by itself.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await asyncio.gather(
+                        *(lane.tidy(lost_too=self._work.any_withdrawn) for lane in self._lanes)
+                    )
 
     async def _serve(self) -> None:
-        """Work until nobody waits for a plan, or no task app answers for too long."""
+        """Work until no caller waits for a plan, or no task app answers for too long."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._run_lane(lane)) for lane in self._lanes]
 

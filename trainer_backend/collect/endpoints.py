@@ -27,33 +27,24 @@ def endpoint(
 ) -> Inference:
     """Return the server that `turnwise eval --model --inference-url --api-key-env` names.
 
-    Args:
-        model: the model's name at the server.
-        url: the server's base URL.
-        key_variable: environment variable that holds the key. If absent, OPENAI_API_KEY is sent to
-            api.openai.com over https only: a key must not reach a foreign host.
+    Without a `key_variable`, OPENAI_API_KEY is sent to api.openai.com over https only: a key must not reach a
+    foreign host.
     """
     if not model or not url:
         flag, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
         if not model and not url:
-            flag = "--api-key-env"
-            missing = "--model and --inference-url"
+            flag, missing = "--api-key-env", "--model and --inference-url"
         raise JobError(f"{flag} needs {missing}: a model's name, and the server that answers for it")
     parts = _split(url, where="--inference-url")
-    if key_variable is not None:
-        return Inference(url, model, key_from(key_variable, where="--api-key-env", environ=environ))
-    if parts.hostname == OPENAI_HOST and parts.scheme == "https":
-        return Inference(url, model, key_from(OPENAI_KEY_VARIABLE, where="--api-key-env", environ=environ))
-    return Inference(url, model, None)
+    if key_variable is None and (parts.hostname, parts.scheme) == (OPENAI_HOST, "https"):
+        key_variable = OPENAI_KEY_VARIABLE
+    if key_variable is None:
+        return Inference(url, model, None)
+    return Inference(url, model, key_from(key_variable, where="--api-key-env", environ=environ))
 
 
 def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.environ) -> SecretStr:
-    """Read a key from an environment variable.
-
-    Args:
-        variable: its name, in capitals.
-        where: begins the error: the flag or TOML key that names the variable.
-    """
+    """Read a key from an environment variable; `where` is the flag or TOML key that names it, for errors."""
     if not VARIABLE_NAME.fullmatch(variable):
         raise JobError(
             f"{where} takes the name of an environment variable, in capitals, such as {OPENAI_KEY_VARIABLE}; "
@@ -78,12 +69,7 @@ def warmup_key(table: WarmupTable | None) -> SecretStr | None:
 
 
 def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
-    """List the hosts named by the user that the job's own task app may call.
-
-    Args:
-        warmup: may name a server.
-        player: the model that plays, if it runs on a foreign server.
-    """
+    """List the hosts that the job's own task app may call: those of the teacher and of a foreign player."""
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
     if isinstance(url, str):

@@ -26,8 +26,7 @@ Messages = Sequence[dict[str, Any]]
 class Room(NamedTuple):
     """The tokens that a first prompt may have: prompt and answer share a limit.
 
-    Attributes:
-        limit, answer: tokens, each with its key in the job, or its keys where they are equal.
+    A key is that of the job, or the keys where they are equal.
     """
 
     limit: int
@@ -52,10 +51,8 @@ class Room(NamedTuple):
         return self.limit - self.answer
 
     def __str__(self) -> str:
-        return (
-            f"{self.tokens:,} tokens fit: {self.limit_key} {self.limit:,} less {self.answer_key} "
-            f"{self.answer:,}"
-        )
+        answer = f"{self.answer_key} {self.answer:,}"
+        return f"{self.tokens:,} tokens fit: {self.limit_key} {self.limit:,} less {answer}"
 
 
 def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
@@ -73,14 +70,11 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompts:
-    """The first prompts of a job's rows.
-
-    Attributes:
-        system: the system message before a prompt that is text alone.
-    """
+    """The first prompts of a job's rows."""
 
     parts: tuple[_Part, ...]
     system: str
+    """The system message before a prompt that is text alone."""
     room: Room
 
     @classmethod
@@ -94,11 +88,8 @@ class FirstPrompts:
             return None
         data, table = source.data, source.table
         held_out_key = "data.path" if table.evaluation_path is None else "data.evaluation_path"
-        parts = (
-            _Part(data.training, "data.path", "training"),
-            _Part(data.evaluation, held_out_key, "held-out"),
-        )
-        return cls(parts, system, Room.of(players))
+        held_out = _Part(data.evaluation, held_out_key, "held-out")
+        return cls((_Part(data.training, "data.path", "training"), held_out), system, Room.of(players))
 
     def report(
         self, find_long: FindLong, tell: Callable[[int, int], None] = lambda done, total: None
@@ -148,13 +139,10 @@ def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     characters = 0
     for row in rows:
         batch.append(row)
-        characters += _characters(row)
+        prompt = row.prompt
+        characters += len(prompt) if isinstance(prompt, str) else sum(len(part["content"]) for part in prompt)
         if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _characters(row: Row) -> int:
-    return len(row.prompt) if isinstance(row.prompt, str) else sum(len(m["content"]) for m in row.prompt)

@@ -59,14 +59,10 @@ class Lane:
             except* TaskAppLost as errors:
                 self._lose(first_of(errors))
         self._apps.forget(self._app)
-        self._work.leave(self.desk)
+        self._work.desks.remove(self.desk)
 
     async def tidy(self, *, lost_too: bool) -> None:
-        """Let the app forget what nobody needs, after the last collection. Errors are ignored.
-
-        Args:
-            lost_too: whether to try an app that does not answer.
-        """
+        """Let the app forget what no plan needs, after the last collection. Errors are ignored."""
         if self._app.fault is None or lost_too:
             await tolerantly(self._let_go())
 
@@ -211,7 +207,7 @@ class Lane:
         await self._let_go()
 
     async def _let_go(self) -> None:
-        """Cancel the rollouts that this app may run for nobody, and let it forget results."""
+        """Cancel the rollouts that this app may run for no plan, and let it forget results."""
         names = sorted(self.desk.stale)
         for first in range(0, len(names), _CANCELS_AT_ONCE):
             async with asyncio.TaskGroup() as group:
@@ -224,10 +220,9 @@ class Lane:
     async def _cancel(self, name: str) -> None:
         try:
             await self._client.cancel(name)
-        except TaskAppLost:
-            raise
-        except TaskAppError:
-            pass  # it does not know the rollout, which is fine
+        except TaskAppError as error:  # otherwise it does not know the rollout, which is fine
+            if isinstance(error, TaskAppLost):
+                raise
 
     async def _ack(self, names: Sequence[str]) -> None:
         try:

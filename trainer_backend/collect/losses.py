@@ -29,16 +29,13 @@ _DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The lost rollouts of a stage.
-
-    Attributes:
-        lost, total: the rollouts that failed for good, and all of the stage.
-        causes: how many each cause has lost, and its words for one of them; the most common one first.
-    """
+    """The lost rollouts of a stage."""
 
     lost: int
+    """Those that failed for good."""
     total: int
     causes: Sequence[tuple[int, str]] = ()
+    """How many each cause has lost, and its words for one of them; the most common one first."""
 
     @property
     def share(self) -> float:
@@ -50,7 +47,7 @@ class Losses:
         return f"{self.lost:,} of {self.total:,}"
 
     def describe(self, stage: str) -> str:
-        """A sentence: `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
+        """Return `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
         return f"{stage}: {self.count} rollouts lost: {self.explain()}"
 
     def explain(self) -> str:
@@ -130,18 +127,15 @@ def refuse_losses(collection: Collection, stage: str, *, most: float = 1.0, log:
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """Reports what the stages of a run lose, and refuses what is no accident.
-
-    Attributes:
-        most: `training.max_lost_share`.
-        log: of the job's own task app.
-        record: keeps the row of a stage that ends the run.
-    """
+    """Reports what the stages of a run lose, and refuses what is no accident."""
 
     say: Callable[[str], None]
     most: float
+    """`training.max_lost_share`."""
     log: Path
+    """The log of the job's own task app."""
     record: Callable[[dict[str, Any]], None]
+    """Keeps the row of a stage that ends the run."""
 
     def report(self, collection: Collection, stage: str) -> None:
         losses = count_losses(collection)

@@ -126,13 +126,12 @@ def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
 
 def collection_metrics(collection: Collection) -> dict[str, Any]:
     """Count the rollouts that came back, the causes of failures, and the work of each task app."""
-    causes = {f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())}
     return {
         "rollout/finished": float(len(collection.rollouts)),
         "rollout/failed": float(len(collection.failed)),
         **count_losses(collection).row(),
         "recovery/rollouts_reused": float(len(collection.reused)),
-        **causes,
+        **{f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())},
         **_app_metrics(collection.apps),
     }
 
@@ -147,9 +146,7 @@ def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
         "app/outages": {name: float(figures.outages) for name, figures in apps.items()},
         "app/answers": {name: float(figures.answers) for name, figures in apps.items()},
         "app/seconds_per_decision": {
-            name: figures.seconds_per_decision
-            for name, figures in apps.items()
-            if figures.seconds_per_decision is not None
+            name: figures.wall_s / figures.decisions for name, figures in apps.items() if figures.decisions
         },
     }
 
@@ -162,9 +159,8 @@ def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Traje
     return trajectories
 
 
-# A definition may explain itself after a colon; the part before it is the outcome's name.
-
-# All rows without a named outcome are older and come from Crafter.
+# A definition may explain itself after a colon; the part before it is the outcome's name. All rows without a
+# named outcome are older and come from Crafter.
 UNIQUE_ACHIEVEMENTS = "unique achievements"
 
 

@@ -61,18 +61,14 @@ NO_OPTIONS = Options()
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """How the episodes of a job are played: the environment, its limits, and how a policy is asked.
-
-    Attributes:
-        servers: by policy, where a language model is asked; empty when no policy of the plan is one.
-        seed: of the job.
-    """
+    """How the episodes of a job are played: the environment, its limits, and how a policy is asked."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable
     held_out: EvaluationTable
     fixed: tuple[RolloutOnlyTable, ...]
     servers: Mapping[str, Inference]
+    """Where a language model is asked, by policy; empty when no policy of the plan is one."""
     seed: int
 
     @property
@@ -143,39 +139,33 @@ def inferences(
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One of the rollouts that play on from a moment.
-
-    Attributes:
-        group_id: of all that play on from there; the rollout's id follows from it and from `sibling`.
-        seed_parts: its sampling seed follows from them.
-        max_decisions: the most that it may take, if that is fewer than its episode has left.
-        snapshot_turns: as in a request, counted from its start.
-    """
+    """One of the rollouts that play on from a moment."""
 
     group_id: str
+    """The group of all that play on from there; the rollout's id follows from it and from `sibling`."""
     sibling: int
     seed_parts: tuple[int | str, ...]
+    """What its sampling seed is derived from."""
     max_decisions: int | None = None
+    """The most that it may take, if that is fewer than its episode has left."""
     snapshot_turns: tuple[int, ...] = ()
+    """As in a request, counted from its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Turns the tables of a job into rollout requests.
-
-    Attributes:
-        run_id: names the run at the task apps; rollout ids begin with it.
-        table: [training].
-        teacher: [warmup]; None: the job has no such table.
-    """
+    """Turns the tables of a job into rollout requests."""
 
     run_id: str
+    """Names the run at the task apps; rollout ids begin with it."""
     players: Players
     source: Source
     allocation: Allocation
     table: TrainingTable
+    """[training]."""
     algorithm: AlgorithmTable
     teacher: WarmupTable | None = None
+    """[warmup]; None: the job has no such table."""
 
     def training(self, iteration: int) -> list[RolloutRequest]:
         """The groups of an iteration: siblings share their origin, and each has its own sampling seed."""
@@ -217,11 +207,7 @@ class Planner:
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
-        """The teacher's episodes, an origin each; `key` is for the server that its config names.
-
-        Args:
-            most: make only so many, the first ones; absent: all.
-        """
+        """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
         table = self.teacher
         if table is None:
             return []

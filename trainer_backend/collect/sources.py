@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 from pydantic import JsonValue, SecretStr
@@ -33,21 +34,17 @@ from trainer_backend.rundir.spool import plan_id
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The common start of a group's siblings.
-
-    Attributes:
-        seed: of the world.
-        row_id: of the row; None without a data set.
-        env_config: the row's part of the environment's config, over rollout.env_config.
-        ground_truth: the row's answer for scoring.
-        interaction: the user in a conversation.
-    """
+    """The common start of a group's siblings."""
 
     seed: int
+    """The world's seed."""
     row_id: str | None = None
+    """The row's id; None without a data set."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
+    """The row's part of the environment's config, over rollout.env_config."""
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
+    """The user in a conversation."""
 
 
 class Source(Protocol):
@@ -93,11 +90,8 @@ class Worlds:
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
         if self.seeds:
             return [Origin(seed) for seed in cycled_worlds(self.job_seed, purpose, self.seeds, numbers)]
-        held_out = self._held_out()
-        groups = range(len(numbers))
-        return [
-            Origin(training_world(self.job_seed, purpose, iteration, group, held_out)) for group in groups
-        ]
+        world = partial(training_world, self.job_seed, purpose, iteration, held_out=self._held_out())
+        return [Origin(world(group)) for group in range(len(numbers))]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
         if not self.seeds:
@@ -176,16 +170,11 @@ class Rows:
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
-        """Return the origin of this row's groups."""
         return origin_of(row, interaction=self.table.interaction)
 
 
 def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
-    """Convert a row to the origin of its group's requests.
-
-    Args:
-        interaction: the user for rows that name none.
-    """
+    """Convert a row to its group's origin; `interaction` is the user for rows that name none."""
     return Origin(
         seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
         row_id=row.id,
@@ -206,11 +195,7 @@ def _env_config(row: Row) -> dict[str, Any]:
     if row.document is None:
         prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
         return {"prompt": prompt}
-    return {
-        "document_content": row.document,
-        "question": row.question,
-        "ground_truth": row.ground_truth,
-    }
+    return {"document_content": row.document, "question": row.question, "ground_truth": row.ground_truth}
 
 
 def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
@@ -237,25 +222,21 @@ def row_of(group_id: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The server that a language-model policy asks, the model's name there, and the key, if it needs one.
-
-    Attributes:
-        max_model_len: tokens of a prompt and its response together; None: not known.
-        asks: further config of the policy, where the server is asked otherwise than a gateway for its actor;
-            `rollout.policy_config` goes over it.
-        other_urls: of servers that answer alike; a rollout asks one of them all.
-    """
+    """The server that a language-model policy asks, the model's name there, and the key, if it needs one."""
 
     url: str
     model: str
     key: SecretStr | None
     max_model_len: int | None = None
+    """Tokens of a prompt and its response together; None: not known."""
     asks: Mapping[str, Any] = field(default_factory=dict)
+    """Further config of the policy, where the server is asked otherwise than a gateway for its actor;
+    `rollout.policy_config` goes over it."""
     other_urls: tuple[str, ...] = ()
+    """Further servers that answer alike; a rollout asks one of them all."""
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all servers."""
         return (self.url, *self.other_urls)
 
     def for_rollout(self, rollout_id: str) -> Self:
@@ -269,19 +250,15 @@ class Inference:
 
 def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling) -> dict[str, Any]:
     """Return the config of a policy that calls a model."""
+    # Bounds of prompt and response together; the lower one is told to a model that may ask for it.
+    lengths = filter(None, (table.max_model_length, inference.max_model_len))
     return {
         "inference_url": inference.url,
         "model": inference.model,
         **sampling.model_dump(exclude={"seed"}),
-        **({"max_model_length": min(_lengths(table, inference))} if table.enable else {}),
+        **({"max_model_length": min(lengths)} if table.enable else {}),
         **inference.asks,
     }
-
-
-def _lengths(table: MultiTurnTable, inference: Inference) -> list[int]:
-    """The bounds of prompt and response together; the lower one is told to a model that may ask for it."""
-    bounds = (table.max_model_length, inference.max_model_len)
-    return [length for length in bounds if length is not None]
 
 
 def sampler_of(request: RolloutRequest) -> str:
@@ -291,19 +268,14 @@ def sampler_of(request: RolloutRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who samples the rollouts of an iteration: the actor, or a fixed policy.
-
-    Attributes:
-        table: None: nobody but the actor samples.
-        fixed: the fixed policies of the job.
-        seed: of the job.
-        history: finished iterations, for a schedule that looks back on them.
-    """
+    """Who samples the rollouts of an iteration: the actor, or a fixed policy."""
 
     table: AllocationTable | None
+    """None: the actor alone samples."""
     fixed: Sequence[RolloutOnlyTable]
     seed: int
     history: Sequence[Past] = ()
+    """Finished iterations, for a schedule that looks back on them."""
 
     @property
     def looks_back(self) -> bool:

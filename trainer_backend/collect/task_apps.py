@@ -43,12 +43,10 @@ class EmbeddedTaskApp:
     """Async context manager around the child process.
 
     Args:
-        log_file: receives its log.
         hosts_to_call: `host:port` of inference servers that it may call, besides servers on this machine.
         plugins: files with the job's own environments and policies.
         interactions: the file of its interactions, or None.
         body_bytes: size limit of a request, unless the variable for it is set.
-        api_key: its key; None: a fresh one.
         variables: further environment variables, which settings of the job become.
     """
 
@@ -132,11 +130,8 @@ async def task_apps(
     """Open the task apps of a job. At least one is up, and each that is up accepts the key.
 
     Args:
-        table: names them, or none.
-        log_file: receives the log of an own task app. The second one's is beside it, with _1 after its name,
-            and so on.
+        log_file: receives the log of an own task app; the second one's has _1 after its name, and so on.
         hosts_to_call: as in `EmbeddedTaskApp`. The operators of other task apps decide that themselves.
-        interactions: the file of an own task app's interactions.
         rows: that are played: the largest has to fit a request.
         tell: receives a sentence when one is lost, and when it is back.
     """
@@ -164,7 +159,7 @@ async def task_apps(
             ]
             await stack.enter_async_context(_side_by_side(own))
             urls = [app.url for app in own]
-            # No waiting for one that is lost: nobody would restart it.
+            # No waiting for one that is lost: it is not started again.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         try:
             yield await stack.enter_async_context(apps)

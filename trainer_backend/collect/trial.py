@@ -22,11 +22,7 @@ from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, T
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.rollout_table import (
-    SAMPLING_KEYS,
-    SET_BY_ROWS,
-    SET_BY_THE_JOB,
-)
+from trainer_backend.job.rollout_table import SAMPLING_KEYS, SET_BY_ROWS, SET_BY_THE_JOB
 from trainer_backend.job.task_app_rules import TASK_APP_RULES, Played
 from trainer_backend.plugins import estimator
 
@@ -39,19 +35,15 @@ _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 @dataclass(frozen=True, slots=True)
 class _StagePolicy:
-    """The policy of a stage, as its first request names it, and the TOML keys behind it.
-
-    Attributes:
-        name_key, config_key: the keys of its name and config in the job.
-        config: the value of config_key.
-        job_keys: further settings from the job, and the key of each.
-    """
+    """The policy of a stage, as its first request names it, and the TOML keys behind it."""
 
     policy: PolicySpec
     name_key: str
     config_key: str
     config: Mapping[str, Any]
+    """The value of `config_key`."""
     job_keys: Mapping[str, str]
+    """Further settings from the job, and the key of each."""
 
     def key_of(self, problem: Problem) -> str:
         """Return the TOML key that a task app's complaint about this policy refers to."""
@@ -232,17 +224,13 @@ async def _try(
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """The check of the job's environment at a task app.
-
-    Attributes:
-        has_interactions: whether interactions answer in it.
-        warnings: where advice of a rule goes.
-    """
+    """The check of the job's environment at a task app."""
 
     planner: Planner
     client: TaskAppClient
     has_interactions: bool
     warnings: list[str]
+    """Receives the advice of rules."""
 
     async def check(self, instance: Instance) -> None:
         """Refuse an environment that the job cannot use as it is configured."""
@@ -279,10 +267,9 @@ class _Environment:
     async def _step(self, instance: Instance) -> None:
         try:
             await self.client.step_idly(instance.id)
-        except (PluginFailed, BackendFailed, TaskAppLost):
-            raise
-        except TaskAppError:
-            pass  # an agent, or an episode of no decision: nothing to try
+        except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try
+            if isinstance(error, PluginFailed | BackendFailed | TaskAppLost):
+                raise
 
 
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:

@@ -32,47 +32,34 @@ Keep = Callable[[Rollout], None]
 
 @dataclass(frozen=True, slots=True)
 class AppFigures:
-    """The work of a task app in a collection.
-
-    Attributes:
-        finished: finished rollouts from it that count.
-        losses: rollouts that were lost with it and requested again.
-        outages: how often it stopped answering.
-        decisions: decisions in its finished rollouts.
-        wall_s: total time of its finished rollouts, which overlap.
-        answers: whether it answered at the end.
-    """
+    """The work of a task app in a collection."""
 
     finished: int = 0
     losses: int = 0
+    """Rollouts that were lost with it and requested again."""
     outages: int = 0
+    """How often it stopped answering."""
     decisions: int = 0
     wall_s: float = 0.0
+    """Total time of its finished rollouts, which overlap."""
     answers: bool = False
-
-    @property
-    def seconds_per_decision(self) -> float | None:
-        """Mean time of a decision, or None without decisions."""
-        return self.wall_s / self.decisions if self.decisions else None
+    """Whether it answered at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """The result of a plan.
-
-    Attributes:
-        rollouts: finished ones, sorted by group and sibling, so the order of arrival has no effect.
-        failed: rollouts that failed for good.
-        failures: counts of failure codes, including retried rollouts.
-        apps: by host and port.
-        reused: ids of rollouts that an earlier start of the run collected.
-    """
+    """The result of a plan."""
 
     rollouts: tuple[Rollout, ...]
+    """The finished ones, sorted by group and sibling, so the order of arrival has no effect."""
     failed: tuple[Rollout, ...] = ()
+    """Those that failed for good."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Counts of failure codes, including retried rollouts."""
     apps: Mapping[str, AppFigures] = field(default_factory=dict)
+    """The work of each task app, by its label."""
     reused: frozenset[str] = frozenset()
+    """Ids of rollouts that an earlier start of the run collected."""
 
     @property
     def all(self) -> tuple[Rollout, ...]:
@@ -103,15 +90,11 @@ class Tally:
         self._finished.append(rollout)
         played = rollout.trajectory
         decisions, wall_s = (len(played.steps), played.wall_s) if played is not None else (0, 0.0)
-        self._add(app, AppFigures(finished=1, decisions=decisions, wall_s=wall_s))
+        self.add_figures(app, AppFigures(finished=1, decisions=decisions, wall_s=wall_s))
         self._tell()
 
-    def add_loss(self, app: App) -> None:
-        self.count_failure(TaskAppLost.code)
-        self._add(app, AppFigures(losses=1))
-
-    def add_outage(self, app: App) -> None:
-        self._add(app, AppFigures(outages=1))
+    def add_figures(self, app: App, figures: AppFigures) -> None:
+        self._apps[app] = _sum(self._apps[app], figures)
 
     def count_failure(self, code: str) -> None:
         self._failures[code] += 1
@@ -127,9 +110,6 @@ class Tally:
             self._failures,
             {app.label: replace(work, answers=app.fault is None) for app, work in self._apps.items()},
         )
-
-    def _add(self, app: App, figures: AppFigures) -> None:
-        self._apps[app] = _sum(self._apps[app], figures)
 
     def _tell(self) -> None:
         if self._progress is not None:
@@ -165,7 +145,7 @@ def join_rounds(rounds: Sequence[Collection]) -> Collection:
     """Join the collections of one iteration, in the order of its rounds."""
     apps: dict[str, AppFigures] = {}
     for part in rounds:
-        apps |= {name: _sum(apps.get(name), figures) for name, figures in part.apps.items()}
+        apps |= {name: _sum(apps.get(name, AppFigures()), figures) for name, figures in part.apps.items()}
     return Collection(
         tuple(rollout for part in rounds for rollout in part.rollouts),
         tuple(rollout for part in rounds for rollout in part.failed),
@@ -183,9 +163,7 @@ def _place(rollout: Rollout) -> tuple[list[tuple[int, str]], int, str]:
     return group, rollout.sibling, rollout.rollout_id
 
 
-def _sum(before: AppFigures | None, after: AppFigures) -> AppFigures:
-    if before is None:
-        return after
+def _sum(before: AppFigures, after: AppFigures) -> AppFigures:
     return AppFigures(
         before.finished + after.finished,
         before.losses + after.losses,
@@ -220,26 +198,21 @@ class QueueEntry:
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """The part of the work at one task app.
-
-    Attributes:
-        entries: the rollouts that it has, by id.
-        unsent: those of them not requested yet.
-        requests: those of them requested, with the instance that accepted; "" before that.
-        stale: rollouts that it may still run or hold, and that other apps have now, or nobody wants.
-        discard: results that it may forget at once.
-        unacked: results that count, which it holds until they are stored.
-        wake: set when there is something to send.
-    """
+    """The part of the work at one task app."""
 
     app: App
     entries: dict[str, QueueEntry] = field(default_factory=dict)
     unsent: dict[str, QueueEntry] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
+    """Those of them requested, with the instance that accepted; "" before that."""
     stale: set[str] = field(default_factory=set)
+    """Rollouts that it may still run or hold, and that other apps have now, or no plan needs."""
     discard: list[str] = field(default_factory=list)
+    """Results that it may forget at once."""
     unacked: list[str] = field(default_factory=list)
+    """Results that count, which it holds until they are stored."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to send."""
 
     @property
     def open(self) -> bool:
@@ -259,7 +232,7 @@ class Desk:
         return self.requests.pop(entry.rollout_id, None) is not None
 
     def stop(self, entry: QueueEntry) -> None:
-        """Take a rollout that nobody needs from this app, which cancels it if it may be running."""
+        """Take a rollout that no plan needs from this app, which cancels it if it may be running."""
         if self.take_back(entry):
             self.stale.add(entry.rollout_id)
             self.wake.set()
@@ -268,19 +241,13 @@ class Desk:
 class Plan:
     """The rollouts of one collection: the queue of those that wait, and the tally of those that ended.
 
-    Args:
-        requests: all of one run.
-        tally: receives the ended rollouts.
-        rank: a lower one is served first.
-
-    Attributes:
-        unfinished: by id.
-        done: set when every rollout has ended, or the collection, by `error` or because it was withdrawn.
+    The requests are all of one run. The plan of the lowest rank is served first.
     """
 
     def __init__(self, requests: Sequence[RolloutRequest], tally: Tally, *, rank: int = 0) -> None:
         self.run_id = requests[0].run_id
         self.tally, self.rank = tally, rank
+        # Set when every rollout has ended, or the collection, by `error` or because it was withdrawn.
         self.done = asyncio.Event()
         self.error: BaseException | None = None
         self.unfinished = {request.rollout_id: QueueEntry(request, self) for request in requests}
@@ -300,12 +267,10 @@ class Plan:
         return bool(self._groups) or any(self._current.values()) or any(self._again.values())
 
     def join(self, desk: Desk) -> None:
-        """Count with a task app."""
         self._current[desk] = deque()
         self.tally.add_app(desk.app)
 
     def put_back(self, entry: QueueEntry) -> None:
-        """Queue a rollout again."""
         self._turns += 1
         entry.turn = self._turns
         self._again.setdefault(entry.failed_at, {})[entry.rollout_id] = entry
@@ -315,10 +280,9 @@ class Plan:
         del self._again[entry.failed_at][entry.rollout_id]
 
     def next_for(self, desk: Desk, *, alone: bool) -> QueueEntry | None:
-        """Take the next rollout for an app. Siblings stay together while other groups wait.
+        """Take the next rollout for an app; siblings stay together while other groups wait.
 
-        Args:
-            alone: whether it is the only app, which gets rollouts that failed there too.
+        An app that is `alone` gets rollouts that failed there, too.
         """
         again = [part for place, part in self._again.items() if part and (alone or place is not desk)]
         if again:
@@ -340,16 +304,12 @@ class Work:
     """The plans of a run that are being collected, and the desks that share them.
 
     Args:
-        run_id: of all plans.
         places: limit of unfinished rollouts at all task apps together.
-
-    Attributes:
-        plans: those with unfinished rollouts, in the order in which they are served.
-        any_withdrawn: whether a plan was withdrawn.
     """
 
     def __init__(self, run_id: str, *, places: float = math.inf) -> None:
         self.run_id = run_id
+        # Those with unfinished rollouts, in the order in which they are served.
         self.plans: list[Plan] = []
         self.desks: list[Desk] = []
         self.any_withdrawn = False
@@ -365,7 +325,8 @@ class Work:
         self.plans.append(plan)
         self.plans.sort(key=lambda plan: plan.rank)
         for desk in self.desks:
-            desk.app.judge_anew()
+            # New results get more weight than those of earlier plans.
+            desk.app.weight = (desk.app.weight + 1) / 2
             plan.join(desk)
         self.deal()
 
@@ -373,7 +334,7 @@ class Work:
         """End the collection of a plan before its last rollout: cancel the rest and drop the results.
 
         Args:
-            error: the reason, if it is one for whoever waits for the plan.
+            error: the reason, if the caller that waits for the plan is to get it.
         """
         if plan not in self.plans:
             return
@@ -396,10 +357,6 @@ class Work:
         self.desks.append(desk)
         for plan in self.plans:
             plan.join(desk)
-
-    def leave(self, desk: Desk) -> None:
-        """Forget a task app that has no rollouts and will take none."""
-        self.desks.remove(desk)
 
     def deal(self) -> None:
         """Let task apps with room take rollouts, until none can or all places are taken.
@@ -443,7 +400,7 @@ class Work:
     def lose_all(self, desk: Desk, *, why: str) -> None:
         """Give all rollouts of a task app that stopped answering to the others, or back to the queue."""
         for plan in self.plans:
-            plan.tally.add_outage(desk.app)
+            plan.tally.add_figures(desk.app, AppFigures(outages=1))
         desk.stale |= set(desk.requests)
         self.lose(desk, list(desk.entries), why=why)
 
@@ -497,7 +454,8 @@ class Work:
     def _lost(self, entry: QueueEntry, desk: Desk, why: str) -> None:
         if desk.take_back(entry):
             entry.losses += 1
-            entry.plan.tally.add_loss(desk.app)
+            entry.plan.tally.count_failure(TaskAppLost.code)
+            entry.plan.tally.add_figures(desk.app, AppFigures(losses=1))
         if entry.losses < _MAX_LOSSES:
             entry.plan.put_back(entry)
         else:
@@ -513,7 +471,7 @@ class Work:
 
     @contextmanager
     def _blame(self, plan: Plan) -> Iterator[None]:
-        """Withdraw a plan at an error of its `progress` or `keep`; the others go on."""
+        """Withdraw a plan at an error of its `progress` or `keep`; the others continue."""
         try:
             yield
         except Exception as error:

@@ -137,11 +137,7 @@ LOCAL = LocalLauncher()
 
 
 class NotReady(Exception):
-    """A process that has no address.
-
-    Attributes:
-        code: its exit code; None: it was not ready in time.
-    """
+    """A process that has no address. `code` is its exit code; None: it was not ready in time."""
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)

@@ -90,9 +90,6 @@ class Host:
     ) -> int:
         """Start a process in place of one that may still run; return its number.
 
-        Args:
-            withheld: variables of this node that it does not get.
-
         Raises:
             NotADirectoryError: the folder of its log is not here.
             OSError: its program cannot be run, or its log cannot be written.
@@ -198,7 +195,7 @@ class Supervisor:
             self._give_back(name)
 
     def _give_back(self, name: str) -> None:
-        """Whoever still waits for this place hears that it is gone."""
+        # A caller that still waits for this place gets an error.
         for host in self._hosts.pop(name, ()):
             ray.kill(host)
         if name in self._groups:
@@ -276,12 +273,11 @@ class RayProcess:
 
 
 class RayLauncher:
-    """Starts roles with resources where Ray has room for them, and the others beside this process.
+    """Starts roles with resources where Ray has room for them, and the others as children of this process.
 
     Args:
         run: names the places of the run.
-        wait_s: how long a place is waited for.
-        say: is given a line when one is.
+        wait_s: how long a place is waited for; `say` is given a line then.
         lease_s: how long places are kept for the run when this process is gone.
     """
 
@@ -385,7 +381,7 @@ class RayLauncher:
         nodes: list[Node] = await asyncio.gather(*(answer(host.node.remote(), _ANSWER_S) for host in hosts))
         refuse_other_release(nodes)
         log_file = role.log_file
-        assert log_file is not None, "nobody would see what a process elsewhere says"
+        assert log_file is not None, "what a process elsewhere says would be lost"
         meeting = (nodes[0].host, nodes[0].port)
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
@@ -407,7 +403,7 @@ class RayLauncher:
 
 
 async def _refuse_nobody(address: str) -> None:
-    """Refuse an address at which nobody listens, which Ray itself would try for minutes."""
+    """Refuse an address at which nothing listens, which Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"
         return
@@ -445,9 +441,7 @@ def bundle_of(resources: Resources) -> dict[str, float]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)
     uses_gpus = resources.device == "cuda" or (resources.device == "auto" and has_gpus)
-    bundle = {"CPU": float(resources.processes)}
-    if uses_gpus:
-        bundle["GPU"] = float(resources.processes)
+    bundle = dict.fromkeys(["CPU", "GPU"] if uses_gpus else ["CPU"], float(resources.processes))
     if fault := never_fits(nodes, bundle, resources.count):
         raise JobError(f"{resources.group} can never be placed by Ray: {fault}")
     return bundle

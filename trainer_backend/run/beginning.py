@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
@@ -54,6 +55,8 @@ from trainer_backend.rundir.spool import (
 if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
     from trainer_backend.run.fixed_policies import FixedPolicies
 
+Result = TypeVar("Result")
+Tell = Callable[[int, int], None]
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
@@ -65,48 +68,37 @@ class Stopped(Exception):
 
 
 class Begun(NamedTuple):
-    """The parts that training goes on with.
-
-    Attributes:
-        fixed: None where this process serves no fixed policies.
-    """
+    """The parts with which training begins or continues."""
 
     learner: Learner
     progress: Progress
     fixed: "FixedPolicies | None"
+    """None where this process serves no fixed policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """How the models of a run are made.
-
-    Attributes:
-        table: [model].
-        learners: makes the learner, in this process or in another.
-        fixed: with [cluster] the folders alone, since the gateways load the policies.
-        max_tokens: that the policy may sample in a decision.
-    """
+    """How the models of a run are made."""
 
     table: ModelTable
     inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
+    """With [cluster] the folders alone, since the gateways load the policies."""
     max_tokens: int
+    """What the policy may sample in a decision."""
 
 
 class Models(NamedTuple):
-    """The models that a run has loaded before it goes on or begins.
-
-    Attributes:
-        learner: None where a preset waits for the prompts that its tokenizer is trained on.
-        fixed: None where this process serves no fixed policies.
-        checkpoint: that the run goes on from; None: it begins.
-    """
+    """The models that a run has loaded before it continues or begins."""
 
     learner: Learner | None
+    """None where a preset waits for the prompts that its tokenizer is trained on."""
     fixed: "FixedPolicies | None"
+    """None where this process serves no fixed policies."""
     progress: Progress
     checkpoint: Path | None = None
+    """The one from which the run continues; None: it begins."""
 
 
 class Beginning:
@@ -141,8 +133,7 @@ class Beginning:
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(self._setup.learners.resumed, checkpoint)
         fixed = await self._load_fixed(learner)
-        for line in continue_record(self._directory, _models_of(fixed)):
-            self._reporter.say(line)
+        self._say_all(continue_record(self._directory, _models_of(fixed)))
         await self._measure_rows(learner)
         return Models(learner, fixed, progress, checkpoint)
 
@@ -167,9 +158,7 @@ class Beginning:
 
     async def _load_fresh(self) -> Models:
         # First: the rows and the job of the start before, which this one replaces, tell what it has stored.
-        line = await asyncio.to_thread(self._keep_stored)
-        if line is not None:
-            self._reporter.say(line)
+        self._say_all([await asyncio.to_thread(self._keep_stored)])
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
         # A mistake in a named model, or a fixed one, shows when it is loaded: before minutes of rollouts, not
@@ -217,12 +206,9 @@ class Beginning:
         )
         self._leave_spools(*_FILES)
         self._reporter.say(f"resumed from {checkpoint}")
-        for line in (
-            self._directory.missing_rows(progress.iteration),
-            told_on_resume(self._planner.algorithm.advantage, checkpoint, critic=self._planner.table.critic),
-        ):
-            if line is not None:
-                self._reporter.say(line)
+        advantage, critic = self._planner.algorithm.advantage, self._planner.table.critic
+        missing = self._directory.missing_rows(progress.iteration)
+        self._say_all([missing, told_on_resume(advantage, checkpoint, critic=critic)])
 
     def _leave_spools(self, *kinds: str) -> None:
         """Set aside what was collected for stages before RL that this start does not play."""
@@ -269,31 +255,30 @@ class Beginning:
         prompts = FirstPrompts.of(self._planner)
         if prompts is None:
             return
-
-        def work(check: Callable[[], None]) -> list[str]:
-            def tell(done: int, total: int) -> None:
-                check()
-                self._reporter.stage("measure rows", done, total)
-
-            return prompts.report(learner.find_long, tell)
-
-        lines = await until_on_thread(self._stop, work)
+        lines = await self._on_thread("measure rows", partial(prompts.report, learner.find_long))
         if lines is None:
             raise Stopped("while the rows were measured; nothing new to save")
-        for line in lines:
+        self._say_all(lines)
+
+    async def _on_thread(self, stage: str, work: Callable[[Tell], Result]) -> Result | None:
+        """The result of `work`, whose progress is reported; None where a stop came first."""
+
+        def with_checks(check: Callable[[], None]) -> Result:
+            def tell(done: int, total: int) -> None:
+                check()
+                self._reporter.stage(stage, done, total)
+
+            return work(tell)
+
+        return await until_on_thread(self._stop, with_checks)
+
+    def _say_all(self, lines: Iterable[str | None]) -> None:
+        for line in filter(None, lines):
             self._reporter.say(line)
 
     async def _warm_up(self, learner: Learner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()
-
-        def work(check: Callable[[], None]) -> dict[str, float]:
-            def tell(done: int, total: int) -> None:
-                check()
-                self._reporter.stage("warm-up", done, total)
-
-            return learner.warm_up(episodes, tell)
-
-        metrics = await until_on_thread(self._stop, work)
+        metrics = await self._on_thread("warm-up", partial(learner.warm_up, episodes))
         if metrics is None:
             raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}

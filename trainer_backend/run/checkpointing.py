@@ -27,7 +27,7 @@ class Saving:
     """The checkpoints of one run.
 
     One is written while the next iteration's rollouts are collected: nothing changes the learner's weights
-    then, so no copy of them is needed. Whoever is about to ask the learner for anything waits for `settled`.
+    then, so no copy of them is needed. A caller that is about to use the learner waits for `settled`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Saving:
         if (writing := self._writing) is None:
             return
         try:
-            # Not cancelled with whoever waits: its thread would go on writing.
+            # Not cancelled with its waiter: its thread would continue to write.
             await asyncio.shield(writing)
         finally:
             if writing.done():

@@ -30,13 +30,7 @@ Kinds = Mapping[str, TypeAdapter[tuple[Any, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """A request for a sample.
-
-    Attributes:
-        likeliest, processed, common_draws: as in `Extras`.
-        stop: strings that end it, in the text that the policy's tokenizer gives.
-        streams: whether each token is told as it comes.
-    """
+    """A request for a sample; fields that `Extras` has too mean the same."""
 
     ids: tuple[int, ...]
     sampling: Sampling
@@ -44,7 +38,9 @@ class EngineCall:
     processed: bool
     common_draws: bool
     stop: tuple[str, ...]
+    """Strings that end it, in the text that the policy's tokenizer gives."""
     streams: bool
+    """Whether each token is sent as it comes."""
 
 
 def _carries(*types: Any) -> TypeAdapter[tuple[Any, ...]]:

@@ -23,6 +23,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from service_kit.errors import ServiceError
@@ -40,7 +41,7 @@ from trainer_backend.learner.loading import new_weights
 from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
 from trainer_backend.run.gateway import BREAKDOWN, REFUSAL
 from trainer_backend.run.policy_server import engine_of_folder
-from trainer_backend.run.process_engine import SETUP, EngineSetup, counts_of
+from trainer_backend.run.process_engine import SETUP, EngineSetup
 
 
 class EngineHost:
@@ -86,7 +87,7 @@ class EngineHost:
             kind = EngineStopped(f"the engine's process met {describe_error(error)}")
             self._line.say(number, "error", ErrorBody.of(kind))
         else:
-            self._line.say(number, "done", result, counts_of(self._engine.counters))
+            self._line.say(number, "done", result, astuple(self._engine.counters))
 
     async def _generate(self, number: int, call: EngineCall) -> Generation:
         extras = Extras(

@@ -38,33 +38,24 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class LocalPolicy:
-    """A fixed policy whose model is in a folder of this machine.
-
-    Attributes:
-        weights: the folder and the fingerprint of its weights, which is the same on any device.
-        policy: serves it.
-        engine: samples for it.
-        sampler_sha256: the fingerprint of the weights that sample, which may be rounded ones.
-        sampler: takes that fingerprint anew.
-        line: describes it to a person.
-    """
+    """A fixed policy whose model is in a folder of this machine."""
 
     name: str
     weights: FixedWeights
+    """The folder and the fingerprint of its weights, which is the same on any device."""
     policy: ServedPolicy
     engine: LocalEngine
     sampler_sha256: str
+    """The fingerprint of the weights that sample, which may be rounded ones."""
     sampler: Callable[[], str]
+    """Takes that fingerprint again."""
     line: str
+    """Describes it to a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """A fixed policy whose model answers at somebody else's server.
-
-    Attributes:
-        policy: serves it: it renders and reads the server's token ids as it does the actor's.
-    """
+    """A fixed policy whose model answers at a foreign server; its token ids are rendered as the actor's."""
 
     table: RolloutOnlyTable
     engine: RemoteEngine
@@ -129,13 +120,9 @@ class FixedPolicies:
         actor: PolicyFacts,
         keys: EngineKeys,
     ) -> "FixedPolicies":
-        """Load the local models, and make clients for the remote ones.
+        """Load the local models, whose folders are given by name, and make clients for the remote ones.
 
-        Args:
-            tables: of all fixed policies.
-            folders: of the local ones, by name (`checked_folders`).
-            actor: must have the same tokens.
-            keys: of the engine of each local one.
+        Each must have the actor's tokens.
         """
         return cls(
             [_load(name, path, actor, keys) for name, path in folders.items()],
@@ -230,11 +217,7 @@ def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> Loca
 
 
 async def describe(fixed: FixedPolicies, tell: Callable[[str], None], *, probes: bool) -> None:
-    """Describe the fixed policies to a person.
-
-    Args:
-        probes: whether the servers of remote ones are tried.
-    """
+    """Describe the fixed policies to a person; `probes`: whether the servers of remote ones are tried."""
     for line in fixed.lines():
         tell(line)
     for item in fixed.remote if probes else ():

@@ -44,13 +44,7 @@ class FixedSetup:
         *,
         probes: bool = True,
     ) -> "FixedPolicies":
-        """Load them, and describe them to a person; try the servers of the remote ones.
-
-        Args:
-            actor: must have the same tokens.
-            inference: the limits of each engine.
-            probes: whether servers are tried.
-        """
+        """Load them within the limits of `inference`, describe them to a person, and try remote servers."""
         from trainer_backend.run.fixed_policies import FixedPolicies, describe
 
         keys = self.share_threads(inference)

@@ -122,22 +122,14 @@ class Gateway:
     """One gateway: its socket, and the process that serves on it, one after another where they die.
 
     Args:
-        role: what its processes have in common for who starts them.
-        setup: what its processes have in common beside that.
+        role: what its processes have in common for who starts them; `setup` has the rest.
         tell: is given a line for each process that dies, and what they have to tell.
         launcher: starts its processes; one that is elsewhere is led to from the socket.
-
-    Attributes:
-        restarts: how many of its processes died and were followed by another.
-        pid: of its process; None before the first one.
-        reporter: is given its process, and each change of it.
-        renew: starts the vLLM server of an address anew.
-        serve_again: has the learner hand the weights out to a server that is about to ask for them.
-        silence_s: a process that serves is wedged if a sign of life takes so long. An engine answers between
-            two of its steps, and a policy that waits for a sample has given up by then.
     """
 
     silence_s = 120.0
+    """A process that serves is wedged if a sign of life takes so long. An engine answers between two of its
+    steps, and a policy that waits for a sample has given up by then."""
 
     def __init__(
         self,
@@ -152,10 +144,11 @@ class Gateway:
         self._forward: PortForward | None = None
         self._load_s = load_s(setup["inference"])
         self._is_elsewhere = False
-        self.restarts = 0
+        self.restarts = 0  # how many of its processes died and were followed by another
         self.pid: int | None = None
         self.reporter: Reporter | None = None
-        self.renew: Tell | None = None
+        self.renew: Tell | None = None  # starts the vLLM server of an address again
+        # Has the learner hand the weights out to a server that is about to ask for them.
         self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
         self._child: Process | None = None
@@ -179,7 +172,7 @@ class Gateway:
             served, code = await self._run_one(self._version)
             self._ready.clear()
             self._totals.start_again()
-            self._last_words = self._last_line()
+            self._last_words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
             if code == REFUSAL:  # another start would be refused too
                 raise JobError(f"{self.name}: {self._last_words}")
             if code == BREAKDOWN:
@@ -296,7 +289,9 @@ class Gateway:
                         await child.end(_STOP_S)
                     elif line.startswith(READY):
                         until_ready.reschedule(None)
-                        await self._lead_to(line.removeprefix(READY))
+                        if self._is_elsewhere:  # it does not listen on the socket
+                            self._forward = self._forward or await PortForward.opened(self._listener.socket)
+                            self._forward.lead_to(line.removeprefix(READY))
                         self._be_ready(version)
                         watch = asyncio.ensure_future(self._kill_if_silent(child))
                     elif line == SERVED:
@@ -371,12 +366,6 @@ class Gateway:
         where = socket if place.host is None else ("--host", place.host)
         return (sys.executable, "-m", _MODULE, self.name, *where)
 
-    async def _lead_to(self, url: str) -> None:
-        """Have the socket lead to a process that does not listen on it."""
-        if self._is_elsewhere:
-            self._forward = self._forward or await PortForward.opened(self._listener.socket)
-            self._forward.lead_to(url)
-
     async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, Any]:
         timeout, child = aiohttp.ClientTimeout(total=timeout_s), self._child
         try:
@@ -404,9 +393,6 @@ class Gateway:
         except TimeoutError:
             return False
         return True
-
-    def _last_line(self) -> str:
-        return last_line(self._log_file)[:_SHOWN] or "(nothing)"
 
 
 def load_s(table: InferenceTable) -> float:

@@ -33,6 +33,7 @@ from service_kit.settings import ConnectionSettings
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.control import Controlled, ControlledGateway
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.versions import PolicyVersion
@@ -76,11 +77,26 @@ class Actor(Controlled, Protocol):
         """Run while the actor is served, and be cancelled at its end."""
 
 
-class FolderActor:
-    """An engine of this process, whose weights come from folders.
+class EngineActor:
+    """An engine of this gateway, whose weights come from folders."""
+
+    _engine: LocalEngine | ProcessEngine
+    policy: ServedPolicy
+
+    def totals(self) -> Mapping[str, float]:
+        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
+
+    async def probe(self) -> None:
+        await self._engine.probe()
+
+
+class FolderActor(EngineActor):
+    """An engine of this process.
 
     Its memory is in the plan of the run: what is free once a learner trains says nothing of what there is.
     """
+
+    _engine: LocalEngine
 
     def __init__(self, setup: GatewaySetup) -> None:
         version = setup.version
@@ -96,18 +112,14 @@ class FolderActor:
         source = await asyncio.to_thread(new_weights, version.folder, self._placement)
         await self._engine.load_weights(version.number, source)
 
-    def totals(self) -> Mapping[str, float]:
-        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
-
-    async def probe(self) -> None:
-        await self._engine.probe()
-
     async def look_after(self) -> None:
         """An engine of this process looks after itself."""
 
 
-class ProcessActor:
-    """An engine in a process of its own, a child of this one, whose weights come from folders."""
+class ProcessActor(EngineActor):
+    """An engine in a process of its own, a child of this one."""
+
+    _engine: ProcessEngine
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
@@ -121,19 +133,13 @@ class ProcessActor:
     async def load(self, version: PolicyVersion) -> None:
         await self._engine.load(version)
 
-    def totals(self) -> Mapping[str, float]:
-        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
-
-    async def probe(self) -> None:
-        await self._engine.probe()
-
     async def look_after(self) -> None:
         self._end_with(await self._engine.ended())
 
     def _end_with(self, code: int | None) -> None:
         """End as the engine's process did, whose last words are in the same log.
 
-        Whoever started this process starts it anew with an engine, unless the engine has refused or failed.
+        The run starts this process again with an engine, unless the engine has refused or failed.
         """
         if code is None:
             return
@@ -148,11 +154,11 @@ class PoolActor:
 
     def __init__(self, setup: GatewaySetup) -> None:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        renew = None if setup.inference.vllm_python is None else _tell_to_renew
-        self._model, self._pool = (
-            setup.model,
-            pool_of(setup.inference, facts, _tell, renew, _tell_to_serve_again),
-        )
+        # The run, whose child such a server is, starts it again.
+        renew = None if setup.inference.vllm_python is None else lambda url: _tell(f"{RENEW}{url}")
+        self._model = setup.model
+        # The run, which has the learner, hands the weights out again.
+        self._pool = pool_of(setup.inference, facts, _tell, renew, lambda: _tell(SERVE_AGAIN))
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
         self._pool.watch(shown_by(_tell_of_process))
 
@@ -238,16 +244,6 @@ def _tell(line: str) -> None:
 def _tell_of_process(name: str, **facts: Any) -> None:
     """Have the run report a process as `Reporter.process` does."""
     _tell(PROCESS + json.dumps({"name": name, **facts}))
-
-
-def _tell_to_renew(url: str) -> None:
-    """Have the run, whose child the server is, start it anew."""
-    _tell(f"{RENEW}{url}")
-
-
-def _tell_to_serve_again() -> None:
-    """Have the run, which has the learner, hand the weights out again."""
-    _tell(SERVE_AGAIN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -42,10 +42,7 @@ RESTARTS = "gateway_restarts"
 class Gateways:
     """Implements `protocols.InferenceServer` over gateways that are processes of their own.
 
-    Args:
-        inference: how the actor is asked there.
-        weights: write the learner's versions, or have them sent.
-        servers: vLLM servers that the run starts itself, which the gateways have among them.
+    They share the vLLM servers that the run starts itself.
     """
 
     def __init__(
@@ -153,28 +150,20 @@ class ActorGateways(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the gateways of a run serve.
-
-    Attributes:
-        has_adapters: whether only adapters are trained ([lora]).
-        by_broadcast: whether the learner sends new weights to vLLM servers, tensor by tensor.
-    """
+    """What the gateways of a run serve."""
 
     job_name: str
     model: ModelTable
     inference: InferenceTable
     has_adapters: bool
     by_broadcast: bool
+    """Whether the learner sends new weights to vLLM servers, tensor by tensor."""
 
 
 class GatewayProcesses:
-    """The gateways of a run with [cluster], before they are started.
+    """The gateways of a run with [cluster], one for each listener, before they are started.
 
-    Args:
-        fixed: the fixed policies, of which each gateway loads its own copies.
-        listeners: the sockets, one for each.
-        tell: is given a line for each gateway that dies.
-        launcher: starts them, and vLLM servers of the run's own.
+    Each loads its own copies of the fixed policies; `tell` is given a line for each that dies.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.losses import count_losses
 from trainer_backend.collect.metrics import collection_metrics, outcome_over_worlds
 from trainer_backend.collect.sources import sampler_of
@@ -38,6 +37,8 @@ from trainer_backend.protocols import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
 
+_BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
+
 
 class Moment(NamedTuple):
     """Seconds of the monotonic clock, and the counts of inference at that time."""
@@ -47,31 +48,25 @@ class Moment(NamedTuple):
 
 
 async def moment(server: InferenceServer) -> Moment:
-    """The moment of now."""
     return Moment(time.monotonic(), await server.totals())
 
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """Stops 2 to 10 of an iteration: collected, credited, stored.
-
-    Attributes:
-        branches: rollouts that were played on from decisions of the collected ones; they are measured with,
-            and not trained on.
-        refilled: groups that were asked for beyond the plan, in place of flat ones.
-        start: when its rollouts were asked for.
-        collect_spans, credit_spans: when its rounds were collected and credited.
-        mixture: metrics by policy (`IterationMetrics.by_policy`).
-    """
+    """Stops 2 to 10 of an iteration: collected, credited, stored."""
 
     collection: Collection
     branches: Collection
+    """Rollouts that play on from decisions of the collected ones, to measure with and not to train on."""
     credited: Credited
     start: Moment
+    """When its rollouts were asked for."""
     collect_spans: Sequence[Span]
     credit_spans: Sequence[Span]
     mixture: Mapping[str, float]
+    """Metrics by policy (`IterationMetrics.by_policy`)."""
     refilled: int = 0
+    """Groups that were asked for beyond the plan, in place of flat ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ class IterationMetrics:
             **branched,
             **result.mixture,
             **(inference_metrics(since.totals, now.totals) if own else {}),
-            **(_by_turn(episodes) if episodes else {}),
+            **({name: compute(episodes) for name, compute in _BY_TURN.items()} if episodes else {}),
             "group/refilled": float(result.refilled),
             "time/collect_s": collect_s,
             "time/credit_s": sum(span.seconds for span in result.credit_spans),
@@ -144,10 +139,8 @@ class IterationMetrics:
         if alpha is None:
             return {}
         planned = Counter(map(sampler_of, requests))
-        by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
-            ACTOR: [],
-            **{table.name: [] for table in self.policies.fixed},
-        }
+        names = (ACTOR, *(table.name for table in self.policies.fixed))
+        by_policy: dict[str, list[tuple[Rollout, Credit]]] = {name: [] for name in names}
         for rollout, credit in zip(rollouts, credits, strict=True):
             by_policy[self.policies.policy_by(rollout)].append((rollout, credit))
         metrics = {
@@ -163,13 +156,6 @@ class IterationMetrics:
                 **{metric_of(policy, name): value for name, value in _means(played).items()},
             }
         return metrics
-
-
-def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
-    return {
-        "decision/unique_by_turn": unique_by_turn(episodes),
-        "decision/ach_by_turn": ach_by_turn(episodes),
-    }
 
 
 def _reused_decisions(result: IterationResult) -> int:
@@ -194,11 +180,7 @@ def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
-    """Return the metrics of conversations; empty where none were played.
-
-    Args:
-        failures: of all rollouts of the plan, by code.
-    """
+    """Return the metrics of conversations; empty where none were played. `failures` counts all, by code."""
     trajectories = [item.trajectory for item in rollouts if item.trajectory is not None]
     answered = interaction_metrics(trajectories)
     failed = failure_metrics(failures)
@@ -257,9 +239,6 @@ def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collect
     """Refuse a round of rollouts in which a fixed policy did not play its part.
 
     Nothing replaces a fixed policy, since that would change the job.
-
-    Args:
-        collection: the rollouts of the requests.
 
     Raises:
         NothingToLearnFrom: a fixed policy finished none of its rollouts, because it did not answer as it
@@ -355,7 +334,6 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
 
 
 def _name(rollout_id: str) -> str:
-    """The id without the attempt."""
     return rollout_id.partition(":")[0]
 
 

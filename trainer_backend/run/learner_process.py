@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import httpx
 
@@ -232,22 +232,18 @@ class LearnerConnection:
 
 
 def _last_words(log_file: Path | None) -> str:
-    """The end of a sentence about a process that has ended; empty where somebody else has its log."""
+    """The end of a sentence about a process that has ended; empty where its log is elsewhere."""
     if log_file is None:
         return ""
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
 class _Progress:
-    """Passes the progress of a call on, until that raises.
-
-    Attributes:
-        error: what was raised; the call is to end then.
-    """
+    """Passes the progress of a call on, until that raises."""
 
     def __init__(self, tell: Tell | None) -> None:
         self._tell = tell
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what was raised; the call is to end then
 
     def is_unwelcome(self, done: int, total: int) -> bool:
         """Whether the call is to end."""
@@ -262,26 +258,22 @@ class _Progress:
 class RemoteLearner:
     """Implements `protocols.Learner` at a learner's process."""
 
-    def __init__(self, connection: LearnerConnection) -> None:
-        self._ask = connection.ask
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask  # as `LearnerConnection.ask`
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Tell) -> dict[str, float]:
-        metrics: dict[str, float] = self._ask("warm_up", list(episodes), tell=tell)
-        return metrics
+        return cast(dict[str, float], self._ask("warm_up", list(episodes), tell=tell))
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        values: dict[str, OfEpisode] = self._ask("values", dict(episodes))
-        return values
+        return cast(dict[str, OfEpisode], self._ask("values", dict(episodes)))
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        scores: dict[str, ScoredTokens] = self._ask("score", dict(episodes))
-        return scores
+        return cast(dict[str, ScoredTokens], self._ask("score", dict(episodes)))
 
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
     ) -> dict[str, float]:
-        metrics: dict[str, float] = self._ask("update", list(episodes), iteration, policy_version)
-        return metrics
+        return cast(dict[str, float], self._ask("update", list(episodes), iteration, policy_version))
 
     def save(self, folder: Path, progress: Progress) -> None:
         self._ask("save", folder, progress)
@@ -290,24 +282,19 @@ class RemoteLearner:
         self._ask("publish", folder, part)
 
     def offer(self, peer: str) -> tuple[str, int]:
-        address: tuple[str, int] = self._ask("offer", peer)
-        return address
+        return cast(tuple[str, int], self._ask("offer", peer))
 
     def broadcast(self, expected: int, wait_s: float, tell: Tell) -> int:
-        served: int = self._ask("broadcast", expected, wait_s, tell=tell)
-        return served
+        return cast(int, self._ask("broadcast", expected, wait_s, tell=tell))
 
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
-        long: list[LongPrompt] = self._ask("find_long", [list(item) for item in conversations], most)
-        return long
+        return cast(list[LongPrompt], self._ask("find_long", [list(item) for item in conversations], most))
 
     def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        logprobs: list[float] = self._ask("logprobs_of", list(ids))
-        return logprobs
+        return cast(list[float], self._ask("logprobs_of", list(ids)))
 
     def hardware(self) -> Hardware:
-        hardware: Hardware = self._ask("hardware")
-        return hardware
+        return cast(Hardware, self._ask("hardware"))
 
 
 class LearnerProcess:
@@ -316,19 +303,18 @@ class LearnerProcess:
     Args:
         job: as TOML, which the process is sent.
         directory: of the run; the process must see it under the same path.
-        launcher: starts the process, or knows its address.
         reporter: is given its process, and hears of its end when that comes, also between two calls; the next
             call raises LearnerLost.
         device: the machine of it needs one.
-        wait_s: how long a learner of somebody else's may take to answer (cluster.wait_s).
+        wait_s: how long a learner that the run does not start may take to answer (cluster.wait_s).
 
     Raises (on entry):
         JobError: the device that the job names is not there, the process is of another release, or does not
             see the run's directory.
-        LearnerFailed: the process did not start, or nobody answers at its address in time.
+        LearnerFailed: the process did not start, or its address gave no answer in time.
         LearnerBusy: it works for another run.
         LearnerLost: a signal ended it, or it was silent.
-        NotPlaced: nobody has had room for it in time.
+        NotPlaced: there was no room for it in time.
     """
 
     def __init__(
@@ -402,7 +388,7 @@ class LearnerProcess:
         return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
 
     async def _meet(self, connection: "LearnerConnection") -> None:
-        """Wait until a learner of somebody else's answers; refuse one of another release."""
+        """Wait until a learner that runs elsewhere answers; refuse one of another release."""
         is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
         while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
@@ -441,20 +427,17 @@ class LearnerProcess:
         await self._end(error)
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        folders: dict[str, Path] = self._ask("fixed_folders", checkpoint)
-        return folders
+        return cast(dict[str, Path], self._ask("fixed_folders", checkpoint))
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        plan: str = self._ask("plan_memory", checkpoint, list(fixed))
-        return plan
+        return cast(str, self._ask("plan_memory", checkpoint, list(fixed)))
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> RemoteLearner:
         self._ask("fresh", list(prompts), tokenizer_of)
-        return self._learner()
+        return RemoteLearner(self._ask)
 
     def resumed(self, checkpoint: Path) -> tuple[RemoteLearner, Progress]:
-        progress: Progress = self._ask("resumed", checkpoint)
-        return self._learner(), progress
+        return RemoteLearner(self._ask), cast(Progress, self._ask("resumed", checkpoint))
 
     def gradient_cosines(
         self,
@@ -463,21 +446,13 @@ class LearnerProcess:
         advantages: Mapping[str, Sequence[OfEpisode]],
         tell: Tell,
     ) -> list[tuple[str, str, float]]:
-        """As `LocalFactory` has it."""
         given = {name: list(of_episodes) for name, of_episodes in advantages.items()}
-        assert self._connection is not None
-        cosines: list[tuple[str, str, float]] = self._connection.ask(
-            "gradient_cosines", checkpoint, list(episodes), given, tell=tell
-        )
-        return cosines
+        cosines = self._ask("gradient_cosines", checkpoint, list(episodes), given, tell=tell)
+        return cast(list[tuple[str, str, float]], cosines)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _ask(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
         assert self._connection is not None
-        return self._connection.ask(name, *arguments)
-
-    def _learner(self) -> RemoteLearner:
-        assert self._connection is not None
-        return RemoteLearner(self._connection)
+        return self._connection.ask(name, *arguments, tell=tell)
 
     async def _address(self, process: Process) -> str:
         limit_s = _START_S if self._table.ranks == 1 else _RANKS_START_S
@@ -489,7 +464,7 @@ class LearnerProcess:
             raise kind(f"the learner's process {error}", hint=f"Its log is {self._log_file}.") from error
 
     async def _tell_of_its_end(self, process: Process) -> None:
-        """Read what libraries print, which nobody needs and which would block it, until it ends."""
+        """Read what libraries print, which is not needed and would block it, until it ends."""
         code = await process.ended()
         self._exit_code.set_result(code)
         if not self._end_is_known:

@@ -51,7 +51,6 @@ class WeightRoute(NamedTuple):
     """How new weights reach an engine that is not this process's."""
 
     directory: RunDirectory
-    """The folder of the run."""
     broadcasts: bool
     """The learner sends them, instead of writing them there."""
 
@@ -160,16 +159,11 @@ class PolicyServer:
 
     Args:
         job_name: policies are called after it: `{job}/actor`.
-        listener: where the gateway listens.
         table: [inference], with the threads of one engine.
         key: what callers must know; None: a fresh one; "none": this machine asks without one.
         weights: where versions are written for an engine that loads them, or who sends them; None: an engine
             of this process copies them.
         tell: is given a line for each vLLM server that is lost or serves again.
-        gateway_limits: of the gateway.
-
-    Attributes:
-        inference: how the actor is asked, once it is served.
     """
 
     def __init__(
@@ -210,9 +204,8 @@ class PolicyServer:
         self, learner: LocalLearner, fixed: FixedPolicies | None = None
     ) -> AsyncIterator["ActorServer"]:
         """Serve the learner's policy, and fixed policies, until the context is left."""
-        fixed = fixed or FixedPolicies()
+        fixed, source = fixed or FixedPolicies(), self._source(learner)
         others = fixed.policies
-        source = self._source(learner)
         policy = ServedPolicy(source.engine, learner.tokenizer)
         with self.gateway(policy, others):
             watch = asyncio.ensure_future(source.look_after())
@@ -235,13 +228,7 @@ class PolicyServer:
 
 
 class FolderPolicy:
-    """The model of a folder as it is played, not trained: one copy, without optimizer or adapters.
-
-    Args:
-        table: [model], which says how the model is spoken to and where it computes.
-        server: serves it, within its limits.
-        folder: a model folder, such as a checkpoint of a run; its weights are read here.
-    """
+    """The model of a folder as it is played, not trained: one copy, without optimizer or adapters."""
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
@@ -269,7 +256,7 @@ class FolderPolicy:
 async def first_breakdown(
     policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
 ) -> str:
-    """Wait until an engine can answer nobody any more, or is not looked after; return the reason.
+    """Wait until an engine can answer no request any more, or is not looked after; return the reason.
 
     Args:
         watches: look after engines; one that ends with an error leaves them alone.
@@ -299,12 +286,7 @@ async def first_breakdown(
 def engine_of_folder(
     table: ModelTable, folder: Path, keys: EngineKeys, *, version: int = 0
 ) -> tuple[LocalEngine, Tokenizer]:
-    """An engine that begins with the weights of a model folder, and the folder's tokenizer.
-
-    Args:
-        table: [model], which says how the model is spoken to and where it computes.
-        version: the policy version of those weights.
-    """
+    """An engine with the weights of a model folder, under this version, and the folder's tokenizer."""
     model, tokenizer = load_named(in_folder(table, folder))
     refuse_unsupported(model, longest=keys.max_model_len)
     served = folder_to_serve(model, folder, place(table.device))

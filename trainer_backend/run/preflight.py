@@ -24,9 +24,7 @@ def checked_folders(
 ) -> dict[str, Path]:
     """By name, the model folder of each fixed policy that is served from this machine.
 
-    Args:
-        tables: of all fixed policies.
-        checkpoint: the actor's, where its run goes on; None: the model of [model].
+    The actor is that of the checkpoint, where its run continues, or else the model of [model].
     """
     folders = {table.name: _folder(table) for table in tables if not table.is_remote}
     for table in tables:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -41,15 +41,12 @@ _GRACE_S = 10.0
 
 
 class EngineSetup(Body):
-    """What an engine's process computes.
-
-    Attributes:
-        version: the one that it begins with.
-    """
+    """What an engine's process computes."""
 
     model: ModelTable
     keys: EngineKeys
     version: PolicyVersion
+    """The version with which it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,7 @@ class _Waiting:
 
 
 class ProcessEngine:
-    """A `FrozenEngine` whose process is a child of this one. It belongs to one event loop.
-
-    Attributes:
-        counters: of the engine, as the last answer told them.
-    """
+    """A `FrozenEngine` whose process is a child of this one. It belongs to one event loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._version = setup, setup.version.number
@@ -75,9 +68,9 @@ class ProcessEngine:
         self._waiting: dict[int, _Waiting] = {}
         self._breakdown: Future[str] = Future()
         self._listening: asyncio.Future[None] | None = None
-        self._gone: str | None = "it was not started"  # why nobody answers
+        self._gone: str | None = "it was not started"  # why it does not answer
         self._is_closed = False
-        self.counters = EngineCounters()
+        self.counters = EngineCounters()  # as the last answer told them
 
     @property
     def version(self) -> int:
@@ -215,7 +208,7 @@ class ProcessEngine:
             self.counters = EngineCounters(*carried[1])
         waiting = self._waiting.get(number)
         if waiting is None or waiting.future.done():
-            return  # nobody waits any more
+            return  # no call waits for it any more
         if kind == "token":
             if waiting.on_token is not None:
                 waiting.on_token(carried[0])
@@ -229,8 +222,3 @@ class ProcessEngine:
         for waiting in self._waiting.values():
             if not waiting.future.done():
                 waiting.future.set_exception(EngineStopped(f"the engine does not run: {self._gone}"))
-
-
-def counts_of(counters: EngineCounters) -> tuple[float, ...]:
-    """The counters in their order."""
-    return tuple(asdict(counters).values())

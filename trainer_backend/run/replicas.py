@@ -20,13 +20,7 @@ _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 
 
 class ReplicaPublisher:
-    """Gives the learner's weights to the replicas of the actor.
-
-    Args:
-        directory: of the run, for versions and logs.
-        tell: is given a line for each replica that is lost or serves again.
-        broadcasts: the learner sends its weights, and writes no versions.
-    """
+    """Gives the learner's weights to the replicas of the actor; `tell` is given lines about these."""
 
     def __init__(
         self,
@@ -77,11 +71,7 @@ class ReplicaPublisher:
 
 
 def shown_by(report: Callable[..., None]) -> Show:
-    """What reports a replica as a process of the run.
-
-    Args:
-        report: is called as `protocols.Reporter.process`.
-    """
+    """What reports a replica as a process of the run; `report` is called as `protocols.Reporter.process`."""
 
     def show(replica: Replica, version: int | None) -> None:
         word = replica.last_error if replica.state == "lost" else ""
@@ -106,25 +96,16 @@ def pool_of(
     """
     engines = [
         VllmEngine(
-            url,
-            stop_ids=facts.stop_ids,
-            vocabulary=facts.vocabulary,
-            max_model_len=table.max_model_len,
-            wait_s=table.replica_wait_s,
-            weight_update=table.weight_update,
-            ask=ask,
+            url, stop_ids=facts.stop_ids, vocabulary=facts.vocabulary, max_model_len=table.max_model_len,
+            wait_s=table.replica_wait_s, weight_update=table.weight_update, ask=ask,
         )
         for url in table.urls
-    ]
+    ]  # fmt: skip
     return ReplicaPool(engines, wait_s=table.replica_patience_s, tell=tell, renew=renew)
 
 
 def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
-    """A version as replicas load it, with the canary that its scored prompt is.
-
-    Args:
-        model: says where the learner computes, and so how exactly.
-    """
+    """A version as replicas load it, with the canary that its scored prompt is."""
     prompt = version.prompt
     assert prompt is not None, "the learner scores one for every server that is not ours"
     limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16

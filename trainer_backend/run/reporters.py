@@ -37,14 +37,7 @@ _CRASHED = "crashed"
 
 
 class RecordingReporter:
-    """A `protocols.Reporter` around another one. May be called from several threads.
-
-    Args:
-        clock: seconds that only grow.
-
-    Attributes:
-        left_behind: run id of the start before, for which task apps may still work; or empty.
-    """
+    """A `protocols.Reporter` around another one. May be called from several threads."""
 
     def __init__(
         self, directory: RunDirectory, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
@@ -54,16 +47,12 @@ class RecordingReporter:
         self._failed: set[str] = set()
         self._written_s = clock()
         before = read_state(directory.path) or RunState("starting", 0, starts=0)
+        # The run id of the start before, for which task apps may still work; or empty. It stands in the state
+        # until `runs_as`: a start that fails before it has aborted those rollouts leaves them to the next.
         self.left_behind = before.run_id
-        # The old run id stands until `runs_as`: a start that fails before it has aborted those rollouts must
-        # leave them to the next one.
+        starts = before.starts + 1
         self._state = RunState(
-            "starting",
-            os.getpid(),
-            before.iteration,
-            since=now(),
-            starts=before.starts + 1,
-            run_id=before.run_id,
+            "starting", os.getpid(), before.iteration, since=now(), starts=starts, run_id=before.run_id
         )
         self._write()
 
@@ -92,22 +81,19 @@ class RecordingReporter:
     def runs_as(self, run_id: str) -> None:
         """Record the run id of this start, after an attempt to abort the previous start's rollouts."""
         with self._lock:
-            self._change(self._state.state, run_id=run_id)
-            self._write()
+            self._change(run_id=run_id)
 
     def starts_again(self) -> None:
         """Record another start by this process: it counts as a resume, and has left rollouts behind."""
         with self._lock:
             self.left_behind = self._state.run_id
             starts = self._state.starts + 1
-            self._change("starting", stage="", done=0, total=0, starts=starts, processes=(), notes=())
-            self._write()
+            self._change(state="starting", stage="", done=0, total=0, starts=starts, processes=(), notes=())
 
     def goes_on_from(self, iteration: int) -> None:
         """Record the iteration of the checkpoint that a resumed run begins with."""
         with self._lock:
-            self._change(self._state.state, iteration=iteration)
-            self._write()
+            self._change(iteration=iteration)
 
     def say(self, text: str) -> None:
         self._reporter.say(text)
@@ -117,8 +103,7 @@ class RecordingReporter:
         self._reporter.note(text)
         self.log(text)
         with self._lock:
-            self._change(self._state.state, notes=(*self._state.notes, text))
-            self._write()
+            self._change(notes=(*self._state.notes, text))
 
     def log(self, text: str) -> None:
         """Write a line to run.log alone."""
@@ -129,17 +114,14 @@ class RecordingReporter:
         state: StateName = "evaluating" if name.startswith("evaluate") else "training"
         with self._lock:
             same = (state, name) == (self._state.state, self._state.stage)
-            self._change(state, stage=name, done=done, total=total)
-            if not same or self._clock() - self._written_s >= _EVERY_S:
-                self._write()
+            self._change(is_small=same, state=state, stage=name, done=done, total=total)
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         self._reporter.metrics(row, line)
         self.log(line)
         with self._lock:
             if row["iteration"] != self._state.iteration:
-                self._change(self._state.state, iteration=row["iteration"])
-                self._write()
+                self._change(iteration=row["iteration"])
 
     def process(
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
@@ -156,9 +138,7 @@ class RecordingReporter:
             )  # fmt: skip
             if state == GONE:
                 del records[role, name]
-            self._change(self._state.state, processes=tuple(records.values()))
-            if state != before.state or self._clock() - self._written_s >= _EVERY_S:
-                self._write()
+            self._change(is_small=state == before.state, processes=tuple(records.values()))
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
         """Record the last state, and in run.log why it came to that; a later call changes nothing.
@@ -169,14 +149,18 @@ class RecordingReporter:
         with self._lock:
             if self._state.state in FINAL:
                 return
-            self._change(state, stage="", done=0, total=0, code=code, detail=detail)
-            self._write()
+            self._change(state=state, stage="", done=0, total=0, code=code, detail=detail)
             if detail:  # the terminal shows it by other means; the next start replaces state.json
                 self.log(f"failed: {detail}" if state == "failed" else detail)
 
-    def _change(self, state: StateName, **others: Any) -> None:
-        since = self._state.since if state == self._state.state else now()
-        self._state = replace(self._state, state=state, since=since, **others)
+    def _change(self, *, is_small: bool = False, **values: Any) -> None:
+        """Change the state and write it; a small change at once only where none was written for a while."""
+        before = self._state
+        self._state = replace(before, **values)
+        if self._state.state != before.state:
+            self._state = replace(self._state, since=now())
+        if not is_small or self._clock() - self._written_s >= _EVERY_S:
+            self._write()
 
     def _write(self) -> None:
         self._written_s = self._clock()

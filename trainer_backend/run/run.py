@@ -155,10 +155,7 @@ async def collected(
     """
     reused = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in reused]
-
-    def tell_all(done: int, total: int) -> None:
-        tell(done + len(reused), total + len(reused))
-
-    keep = None if spool is None else spool.keep
-    collection = await until(stop, collector.collect(rest, tell_all, keep))
+    count, keep = len(reused), None if spool is None else spool.keep
+    collecting = collector.collect(rest, lambda done, total: tell(done + count, total + count), keep)
+    collection = await until(stop, collecting)
     return None if collection is None else with_earlier(collection, list(reused.values()))

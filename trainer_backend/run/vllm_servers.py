@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,7 @@ _KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
     """Check each server of inference.urls, or the environment of those that the run starts.
 
-    Args:
-        broadcasts: the learner sends them its weights.
-
-    Returns:
-        A line about each.
+    Returns a line about each; `broadcasts`: the learner sends them its weights.
 
     Raises:
         JobError: one does not answer in time, or cannot be trained with.
@@ -155,9 +152,6 @@ class VllmServers:
         log_files: of each server.
         hardware: the learner's.
         tell: is given a line for each server that is ready or has ended.
-
-    Attributes:
-        urls: of each, whether it runs or not.
     """
 
     def __init__(
@@ -172,7 +166,10 @@ class VllmServers:
         device: str = "auto",
     ) -> None:
         self._table, self._folder, self._dtype, self._tell = table, folder, hardware.dtype, tell
-        self._launcher, of_one = launcher, _devices_of_one(table.vllm)
+        # The accelerators of one server, by vLLM's parallel sizes.
+        sizes = {key.replace("-", "_"): value for key, value in table.vllm.items()}
+        of_one = prod(size for key in _PARALLEL if isinstance(size := sizes.get(key), int))
+        self._launcher = launcher
         each = visible_devices(hardware.devices, len(log_files), of_one)
         self._resources = Resources("vllm", len(log_files), of_one, device)
         self._servers = list(map(_Server, count(), _free_ports(len(log_files)), log_files, each))
@@ -200,7 +197,7 @@ class VllmServers:
         self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
 
     def renew(self, url: str) -> None:
-        """Kill a server that runs and does not serve; it is then started anew, as one that died."""
+        """Kill a server that runs and does not serve; it is then started again, as one that died."""
         for server in self._servers:
             if server.url == url and server.child is not None:
                 self._tell(f"vLLM server {url} does not come back, and is killed")
@@ -309,13 +306,12 @@ def own_servers(
     """The servers that the run starts itself; None where it was given addresses.
 
     Args:
-        launcher: starts them; where it chooses machines, it chooses their accelerators too.
         device: that of [model].
         broadcasts: the learner sends them its weights.
     """
     if table.urls:
         return None
-    if launcher is not LOCAL:
+    if launcher is not LOCAL:  # where it chooses machines, it chooses their accelerators too
         hardware = replace(hardware, devices=())
     if broadcasts:
         table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
@@ -357,15 +353,6 @@ def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str
         return [None] * servers
     names = [devices[-1 - place % len(devices)] for place in range(servers * each)]
     return [",".join(names[start : start + each]) for start in range(0, servers * each, each)]
-
-
-def _devices_of_one(table: Mapping[str, Any]) -> int:
-    """The accelerators of one server, by vLLM's parallel sizes."""
-    devices = 1
-    for key, value in table.items():
-        if key.replace("-", "_") in _PARALLEL and isinstance(value, int):
-            devices *= value
-    return devices
 
 
 def _environment() -> dict[str, str]:

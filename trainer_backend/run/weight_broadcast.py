@@ -27,10 +27,6 @@ class WeightBroadcast(WeightFolders):
     A folder is written at the first version alone, RUN/weights/model: for its config and tokenizer, and for
     the run's own servers to start from. A server that comes back while the learner changes its weights gets
     those of the next publish.
-
-    Args:
-        path: where that folder is written.
-        table: the servers.
     """
 
     def __init__(self, learner: Learner, path: Path, table: InferenceTable) -> None:
@@ -126,12 +122,7 @@ class _Enough(Exception):
 def delivery_of(
     learner: Learner, path: Path, table: InferenceTable, *, broadcasts: bool, has_adapters: bool
 ) -> WeightFolders:
-    """How versions reach vLLM servers.
-
-    Args:
-        path: the folder of the versions.
-        table: the servers, those that the run starts among them.
-    """
+    """How versions, whose folder is `path`, reach the vLLM servers of the table."""
     if broadcasts:
         return WeightBroadcast(learner, path, table)
     tokens = table.max_model_len - 1

@@ -20,9 +20,7 @@ class WeightFolders:
     before.
 
     Args:
-        path: the folder of the versions.
-        prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none is
-            needed.
+        prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none.
         has_adapters: whether a version is a folder of adapters; the model that they are over is then written
             once, at the first version.
     """
@@ -37,7 +35,7 @@ class WeightFolders:
     async def write(self, number: int) -> PolicyVersion:
         """Write the policy of now under this version.
 
-        No thread can be cancelled: whoever cancels this waits, since after a stop the learner is saved.
+        No thread can be cancelled: its canceller waits, since after a stop the learner is saved.
         """
         writing = asyncio.ensure_future(asyncio.to_thread(self._write, number))
         try:

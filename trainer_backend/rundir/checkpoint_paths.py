@@ -31,7 +31,6 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Return whether the folder holds a finished checkpoint."""
     return (checkpoint / STATE_FILE).exists()
 
 
@@ -74,10 +73,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def model_in(folder: Path) -> Path:
-    """Return the model that a user means by a folder:
-
-    A run's best checkpoint, otherwise the folder itself.
-    """
+    """Return the model that a user means by a folder: a run's best checkpoint, or the folder itself."""
     if run_of(folder) != folder:
         # Under its own name: errors and files tell which iteration it is of.
         return folder.parent / os.readlink(folder) if folder.name == BEST and folder.is_symlink() else folder
@@ -147,5 +143,4 @@ def _folders(checkpoints: Path) -> list[Path]:
 
 
 def iteration_of(folder: Path) -> int:
-    """Return the iteration of a checkpoint's folder."""
     return int(folder.name.rpartition("_")[2])

@@ -24,6 +24,7 @@ _BY_POSITION = b"turnwise.by_position"
 _UNTIL = "until"
 _SCHEMA = pa.schema([*((name, pa.string()) for name in RowIdentity._fields), (_UNTIL, pa.int64())])
 _MOST_NAMED = 3
+_DIFFERENT = "held-out rows of one id have different content"
 
 
 class Earlier(NamedTuple):
@@ -180,11 +181,7 @@ def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
     leaked = max(_count_leaked(first, other), _count_leaked(other, first))
     return [
         *(["one run names its rows by position, so no rows can be paired"] if cannot else []),
-        *(
-            [f"{len(differ)} held-out rows of one id have different content, and are not paired"]
-            if differ
-            else []
-        ),
+        *([f"{len(differ)} {_DIFFERENT}, and are not paired"] if differ else []),
         *([f"one run trained on what {leaked} held-out rows of the other ask"] if leaked else []),
     ]
 

@@ -28,9 +28,9 @@ class FixedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """The model name of a fixed policy at somebody else's server, and the server's URL without the query.
+    """The model name of a fixed policy at a foreign server, whose weights cannot be known, and the server.
 
-    The weights behind the name cannot be known.
+    The URL has no query.
     """
 
     model: str

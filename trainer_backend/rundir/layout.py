@@ -68,12 +68,10 @@ class RunDirectory:
         return self.path / "task_app.log"
 
     def gateway_log(self, number: int) -> Path:
-        """The log of a gateway that is a process of its own."""
         return self.path / f"gateway_{number}.log"
 
     @property
     def learner_log(self) -> Path:
-        """The log of the learner's own process."""
         return self.path / "learner.log"
 
     def vllm_log(self, number: int) -> Path:
@@ -126,11 +124,11 @@ class RunDirectory:
         return any(self.rollouts.glob("*")) or any(self.checkpoints.glob("*"))
 
     def job(self) -> JobConfig:
-        """Read the resolved job of this run; whoever looks at a run executes no code that its job names."""
+        """Read the resolved job of this run; no code that the job names runs, as a reader needs none."""
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> LoadedJob:
-        """Read the job with some keys changed, for who plays on with all its code: a resume, the truth."""
+        """Read the job with some keys changed, to play on with all its code: a resume, the truth."""
         if (self.path / _IMPORTED).exists():
             raise RunDirectoryError(
                 f"{self.path} holds captures that were imported, and nothing that could be played on"
@@ -138,7 +136,7 @@ class RunDirectory:
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> LoadedJob:
-        """Read the same for who credits stored rollouts, and starts no task app with its files."""
+        """Read the same to credit stored rollouts, without a task app that has its files."""
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
         if loaded.config.job.name != name:
             raise JobError(
@@ -152,11 +150,9 @@ class RunDirectory:
         replace_text(self.path / _IMPORTED, "")
 
     def replace_job(self, job: JobConfig) -> None:
-        """Write the job with which the run continues."""
         replace_text(self.path / "job.toml", dump_job(job))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append a row and flush it to disk."""
         append_line(self.metrics_file, row, durable=True)
 
     def append_last_stage(self, row: dict[str, Any]) -> None:
@@ -168,7 +164,7 @@ class RunDirectory:
         return read_lines(self.metrics_file)
 
     def is_finished(self, iterations: int) -> bool:
-        """Return whether it has ended with so many iterations: a start would find nothing to do."""
+        """Whether it has ended with so many iterations: a start would find nothing to do."""
         status, newest = state.read_status(self.path), latest_checkpoint(self.checkpoints)
         if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
             return False
@@ -197,10 +193,7 @@ class RunDirectory:
     ) -> None:
         """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
-        Args:
-            tell: receives a sentence about each file of rollouts that cannot be used.
-            max_staleness: of the job; so many iterations beyond the next one may have rollouts already.
-            policy_version: of the checkpoint; None: no rollout can be of a later one.
+        The other arguments are those of `tidy_spools`.
         """
         self.forget_after(iteration)
         tidy_spools(
@@ -263,10 +256,7 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
 
 
 def _free_folder(base: Path) -> Path:
-    """Create and return `base`, or base-2, base-3 ... if taken.
-
-    Creating instead of looking gives two runs that start together one folder each.
-    """
+    """Create `base`, or base-2, base-3 ... if taken; two runs that start together get one folder each."""
     with write_errors(base):
         for number in count(1):
             path = base if number == 1 else base.with_name(f"{base.name}-{number}")

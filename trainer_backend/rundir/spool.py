@@ -77,7 +77,6 @@ class Spool:
         """Open the spool of a stage, with the rollouts that earlier starts of the same stage left.
 
         Args:
-            path: `RunDirectory.spool_file` of the stage.
             requests: the stage's first requests, which identify it.
             versions: those that may have sampled its tokens; the last one samples now.
             gateway_urls: addresses of the gateways, which differ in every start.
@@ -113,10 +112,7 @@ class Spool:
 
     def keep(self, rollout: Rollout) -> None:
         """Append a finished rollout. It survives a kill; after a power cut it may be requested again."""
-        if self._held is not None:
-            self._held.append(rollout)
-        else:
-            self._append(rollout)
+        (self._append if self._held is None else self._held.append)(rollout)
 
     def _append(self, rollout: Rollout) -> None:
         if not self._is_begun and self.path.exists():
@@ -213,12 +209,7 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str])
 
 def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> dict[str, str]:
     """Return digests by plan id, equal for equal requests, whatever the start and the gateways. Pure."""
-    return {
-        plan_id(request.rollout_id): blake2b(
-            _text_of_request(request, gateway_urls), digest_size=16
-        ).hexdigest()
-        for request in requests
-    }
+    return {plan_id(request.rollout_id): plan_digest([request], gateway_urls) for request in requests}
 
 
 def tidy_spools(

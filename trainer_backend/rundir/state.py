@@ -49,35 +49,30 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The content of state.json.
-
-    Attributes:
-        pid: the process that wrote it.
-        iteration: the last finished one; 0 before the first.
-        stage: the current stage as the terminal names it, such as `collect 3`; empty between stages.
-        done, total: progress of the stage.
-        code, detail: of the error after a failure, else empty.
-        since: when `state` last changed; UTC, ISO 8601.
-        starts: how often the run was started or resumed, this start included.
-        run_id: the id of this start at task apps; before its first request, the id of the previous start
-            (empty: there was none).
-        processes: those of this start that were reported, in the order of their first report.
-        notes: what this start does more slowly than it could, and why: a sentence each.
-    """
+    """The content of state.json."""
 
     state: StateName
     pid: int
+    """The process that wrote it."""
     iteration: int = 0
+    """The last finished one; 0 before the first."""
     stage: str = ""
+    """The current stage as the terminal names it, such as `collect 3`; empty between stages."""
     done: int = 0
     total: int = 0
     code: str = ""
+    """The code of the error after a failure, else empty; so is `detail`."""
     detail: str = ""
     since: str = ""
+    """When `state` last changed; UTC, ISO 8601."""
     starts: int = 1
+    """How often the run was started or resumed, this start included."""
     run_id: str = ""
+    """The id of this start at task apps; before its first request, that of the start before, if any."""
     processes: tuple[ProcessRecord, ...] = ()
+    """Those of this start that were reported, in the order of their first report."""
     notes: tuple[str, ...] = ()
+    """What this start does more slowly than it could, and why: a sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +148,8 @@ FULL = 5
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Temporary shortages of the machine or its disk, whichever file was opened.
-_PASSING = _NO_ROOM | {
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EAGAIN,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
+_OF_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+_PASSING = _NO_ROOM | _OF_MACHINE | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 
 
 def is_final(error: ServiceError) -> bool:

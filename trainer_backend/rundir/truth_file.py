@@ -74,11 +74,7 @@ def play_of(table: RolloutTable) -> dict[str, Any]:
 
 
 class TruthFile:
-    """Measured decisions, each of which is on disk once it is added: a kill loses those that are open.
-
-    Attributes:
-        truths: by rollout id and turn, in the order of the file.
-    """
+    """Measured decisions, each of which is on disk once it is added: a kill loses those that are open."""
 
     def __init__(self, path: Path, setting: TruthSetting, truths: list[TrueAdvantage]) -> None:
         self.path, self.setting = path, setting

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer_backend.job.load import load_job
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.new_job import load_new_job
-from trainer_backend.sinks import SinksTable, is_installed, refuse_missing_libraries, scalars
+from trainer_backend.sinks import SinksTable, refuse_missing_libraries, scalars
 
 WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}
 FIRST = {"kind": "iteration", "iteration": 1, "loss/entropy": 2.0, "decision/unique_by_turn": [0.5, 0.25]}
@@ -163,7 +164,7 @@ def test_a_missing_library_is_told_with_what_to_install():
         refuse_missing_libraries(SinksTable(tensorboard=True), installed=none)
 
 
-@pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")
+@pytest.mark.skipif(find_spec("wandb"), reason="wandb is installed")
 def test_a_new_job_is_not_begun_without_the_library_of_its_sink(tmp_path: Path):
     path = tmp_path / "job.toml"
     path.write_text('[model]\npreset = "tiny-0.3m"\n[sinks]\nwandb = { project = "p" }\n')
@@ -178,7 +179,7 @@ def test_every_key_of_the_table_has_its_sink_and_its_extra():
     assert all(f'\n{name} = ["{name}>=' in extras for name in plugins.SINKS)
 
 
-@pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
+@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 def test_wandb_keeps_an_offline_run(tmp_path: Path):
     # A process of its own: wandb leaves threads and a service behind that would outlive the test.
     job = tiny_job(sinks__wandb={"project": "turnwise-test", "mode": "offline"})
@@ -211,7 +212,7 @@ def offline(path: Path, rows: list[dict[str, Any]]) -> None:
     print("\n".join(reporter.lines))
 
 
-@pytest.mark.skipif(not is_installed("trackio"), reason="trackio is not installed")
+@pytest.mark.skipif(not find_spec("trackio"), reason="trackio is not installed")
 def test_trackio_holds_each_row_once_also_of_a_resumed_run(tmp_path: Path):
     # A process of its own: trackio reads its folder at import, and leaves threads behind.
     job = tiny_job(sinks__trackio={"project": "turnwise-test"})
