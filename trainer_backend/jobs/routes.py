@@ -12,8 +12,8 @@ from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
 from trainer_backend.jobs.service import find_job, refuse_foreign, service_of
-from trainer_backend.jobs.submission import resolution, submission_of, submit
-from trainer_backend.jobs.views import JobList, JobView, job_view, list_view
+from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
+from trainer_backend.jobs.views import JobList, JobView, job_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState
 
@@ -81,7 +81,8 @@ async def create_job(
 ) -> Any:
     """Post a job: its TOML, or JSON with its tables. It is trained in its turn, in a process of its own."""
     service = service_of(request)
-    submission = submission_of(await request.body(), request.headers.get("content-type", ""))
+    body, media_type = await request.body(), request.headers.get("content-type", "")
+    submission = Submission(body, digest_of(body), media_type=media_type)
     if query.dry_run:
         resolved = await resolution(service, submission)
         answer = Resolved(toml=resolved.toml, warnings=resolved.warnings)
@@ -109,7 +110,8 @@ async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> J
     page = await service.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
     )
-    return await service.ask(list_view, page.items, page.cursor)
+    views = await service.ask(lambda: tuple(map(job_view, page.items)))
+    return JobList(jobs=views, next_cursor=page.cursor)
 
 
 @router.get("/jobs/{job_id}")

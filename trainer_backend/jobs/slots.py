@@ -11,8 +11,8 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from trainer_backend.jobs.processes import JobProcess, LastWords
-from trainer_backend.jobs.states import Ending, is_crash
-from trainer_backend.rundir.state import FAULTY
+from trainer_backend.jobs.states import Ending, is_stop
+from trainer_backend.rundir.state import DONE, FAULTY, REFUSED
 from trainer_backend.store.database import StoreUnavailable
 
 
@@ -62,7 +62,7 @@ class Slot:
             iteration = words.state.iteration if words.state is not None else 0
             if iteration > self.iteration:
                 self.crashes, self.faults, self.iteration = 0, 0, iteration
-            self.crashes += is_crash(exit_code)
+            self.crashes += exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
             self.faults += exit_code == FAULTY
             self.ending = Ending(
                 exit_code, words.state, self.crashes, words.error, code, self.faults, words.line

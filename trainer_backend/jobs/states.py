@@ -59,10 +59,6 @@ def is_stop(exit_code: int) -> bool:
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
-def is_crash(exit_code: int) -> bool:
-    return exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
-
-
 def stays(job: JobRow, exit_code: int) -> bool:
     """Return whether a job keeps its state although its process ended during the service's stop.
 
@@ -152,9 +148,7 @@ def refuse_external(job: JobRow, verb: str) -> None:
 
 
 def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
-    """Return the changes that a verb makes; None if the job is in that state already, so requests may
-    repeat.
-    """
+    """Return the changes that a verb makes; None if the job has that state, so requests may repeat."""
     refuse_external(job, verb)
     if verb == "pause":
         return _pause(job)

@@ -1,7 +1,7 @@
 """Jobs in the store: creation, compare-and-set changes, claims, and the transitions between states."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -42,14 +42,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """The values of a new job.
-
-    Attributes:
-        config: the resolved TOML, without secrets.
-        home: the service that runs it.
-        run_dir: absolute; None until the job has one.
-        idempotency_key, body_hash: the client's key for its request, and a digest of the request's body.
-    """
+    """The values of a new job; tables.Job describes them."""
 
     name: str
     config: str
@@ -58,7 +51,7 @@ class NewJob:
     state: JobState = "queued"
     run_dir: Path | None = None
     run_id: str | None = None
-    tags: tuple[tuple[str, str], ...] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
     idempotency_key: str | None = None
     body_hash: str | None = None
 
@@ -72,27 +65,12 @@ def job_of_request(store: Store, home: str, key: str, body_hash: str) -> JobRow 
 def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
     """Return the job, and whether this call created it (False: an earlier identical request did)."""
     job_id = uuid4().hex
-    values = {
-        "id": job_id,
-        "name": new.name,
-        "state": new.state,
-        "wanted": "run",
-        "config": new.config,
-        "run_dir": None if new.run_dir is None else str(new.run_dir),
-        "run_id": new.run_id,
-        "origin": new.origin,
-        "home": new.home,
-        "idempotency_key": new.idempotency_key,
-        "body_hash": new.body_hash,
-        "tags": dict(new.tags),
-        "attempt": 0,
-        "created": store.clock(),
-        "version": 1,
-    }
+    run_dir = None if new.run_dir is None else str(new.run_dir)
+    values = asdict(new) | {"id": job_id, "run_dir": run_dir, "wanted": "run", "attempt": 0, "version": 1}
+    values["created"] = store.clock()
     try:
         with store.write() as connection:
-            earlier = _of_request(connection, new)
-            if earlier is not None:
+            if (earlier := _of_request(connection, new)) is not None:
                 return earlier, False
             connection.execute(insert(Job).values(values))
             return _one(connection, job_id), True
@@ -144,8 +122,7 @@ def find(
         cursor: the cursor of the previous page.
     """
     query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
-    allowed = tuple(states)
-    if allowed:
+    if allowed := tuple(states):
         query = query.where(Job.state.in_(allowed))
     if home is not None:
         query = query.where(Job.home == home)
@@ -173,10 +150,10 @@ def number_of(cursor: str) -> int:
 
 
 def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
-    """Change a job if nobody has changed it since `job` was read (compare-and-set on its version).
+    """Change a job unless it has changed since `job` was read (compare-and-set on its version).
 
     Raises:
-        JobChanged: somebody else changed it; read it again and decide anew.
+        JobChanged: it has; read it again and decide again.
         JobConflict: its state cannot be followed by the new one (`_AFTER`).
         UnknownJob: it was deleted.
     """
@@ -300,10 +277,7 @@ def refuse_unended(job: JobRow) -> None:
 
 
 def refuse_leap(job: JobRow, state: JobState) -> None:
-    """Refuse a transition that is not in `_AFTER`.
-
-    A run of another process (origin cli) may take any state.
-    """
+    """Refuse a transition that is not in `_AFTER`. A run of another process (origin cli) may take any."""
     if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
         return
     after = ", ".join(sorted(_AFTER[job.state])) or "none"
