@@ -24,7 +24,7 @@ from trainer_backend.rundir import lock
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import OWNERS_ALONE
 from trainer_backend.store.database import open_store
-from trainer_backend.store.job_rows import put_rows, read_rows
+from trainer_backend.store.jobs import put_rows, read_rows
 
 JOBS, RUNS = "jobs.jsonl", "runs"
 # What a run directory holds of the moment: who trains in it, and files that are being written.
