@@ -69,7 +69,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve; if it has too many points, the mean, minimum and maximum of intervals, else all three equal."""
+    """A curve; with too many points the mean, minimum and maximum of intervals, else all three equal."""
 
     iterations_N: tuple[int, ...]
     """The last of each interval, ascending."""
@@ -80,7 +80,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl. `number` increases with every row of the store, so live pages resume from it."""
+    """A row of metrics.jsonl. `number` increases with every row of the store: live pages resume from it."""
 
     number: int
     kind: str

@@ -7,9 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.core.statistics import Interval
+from trainer_backend.evaluation.beside_published import Group as PublishedGroup
+from trainer_backend.evaluation.published_crafter import Figure
 from trainer_backend.evaluation.result import EvaluationResult
 from trainer_backend.pages.compare import Side, doubts, setting_differences, summary_columns, summary_rows
-from trainer_backend.terminal.published_tables import published
 
 _ROWS = 10
 
@@ -19,7 +20,12 @@ def tables(result: EvaluationResult, *, with_published: bool = False) -> Group:
 
     Cells are Text, because rich reads brackets in strings as markup.
     """
-    details: list[RenderableType] = [_rates(result), "", _turns(result), ""] if result.unique else []
+    details: list[RenderableType] = []
+    if result.unique:
+        rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
+        for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
+            rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
+        details = [rates, "", _turns(result), ""]
     rows = list(published(result)) if with_published else []
     return Group(_setting(result), "", *details, *_worst_rows(result), *rows, _figures(result))
 
@@ -70,13 +76,6 @@ def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
         yield f"solved in any of {result.repeats}", _interval(result.solved_in_any, "{:.1%}")
     if result.unique is not None and result.unique != result.outcome:
         yield "unique achievements", _interval(result.unique, "{:.2f}")
-
-
-def _rates(result: EvaluationResult) -> Table:
-    rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
-    for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
-        rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
-    return rates
 
 
 def _turns(result: EvaluationResult) -> Table:
@@ -148,3 +147,50 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+_COLUMNS = (("score", "score %"), ("reward", "reward"), ("progress", "progress %"))
+
+
+def published(result: EvaluationResult) -> Iterator[RenderableType]:
+    """Yield a table per group of published rows with the same protocol, then the addresses of their sources.
+
+    The reasons why a group is not comparable come first.
+    """
+    sources = list(dict.fromkeys((row.source, row.url) for group in result.published for row in group.rows))
+    for group in result.published:
+        yield Text(f"published: {group.title}", style="bold")
+        for difference in group.differences:
+            yield Text(f"- {difference}")
+        yield _published_table(result, group, sources)
+        yield ""
+    for number, (title, url) in enumerate(sources, start=1):
+        yield Text(f"[{number}] {title}" + (f": {url}" if url else ""))
+    if sources:
+        yield ""
+
+
+def _published_table(
+    result: EvaluationResult, group: PublishedGroup, sources: list[tuple[str, str]]
+) -> Table:
+    columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in group.rows)]
+    table = Table("agent", *(title for _, title in columns), "learned from", "", box=None, pad_edge=False)
+    means = (result.crafter_score, result.env_reward, result.progress)
+    ours = dict(zip((name for name, _ in _COLUMNS), means, strict=True))
+    name = "this evaluation" if group.comparable else "this, NOT comparable"
+    table.add_row(Text(name, style="bold"), *(_mean(ours[column]) for column, _ in columns), "", "")
+    for row in group.rows:
+        cells = [_published_figure(getattr(row, column)) for column, _ in columns]
+        mark = f"[{sources.index((row.source, row.url)) + 1}]"
+        table.add_row(Text(row.agent), *cells, row.learned_from, Text(mark))
+    return table
+
+
+def _published_figure(figure: Figure | None) -> str:
+    if figure is None:
+        return "-"
+    return str(figure.value) if figure.spread is None else f"{figure.value} ± {figure.spread}"
+
+
+def _mean(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.mean:.1f}"
