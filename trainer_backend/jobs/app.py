@@ -26,7 +26,7 @@ from service_kit.problems import (
 from service_kit.release import version
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
-from trainer_backend.jobs import control, events, launcher, login, routes, run_routes
+from trainer_backend.jobs import events, launcher, login, routes, run_routes
 from trainer_backend.jobs.login import LOGIN
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.slots import wait_for_threads
@@ -70,7 +70,6 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     app.state.service = service
     for router in (
         routes.router,
-        control.router,
         run_routes.router,
         events.router,
         launcher.router,

@@ -62,7 +62,7 @@ class DataDir:
             raise JobError(
                 f"job {job.id} was posted when the service had {min(map(str, withdrawn))}, and it has "
                 "it no more",
-                hint="Start it with that --plugins again and resume the job, or post it anew.",
+                hint="Start it with that --plugins again and resume the job, or post it again.",
             )
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)
@@ -76,7 +76,7 @@ class DataDir:
         if job.run_id is not None:
             raise RunDirectoryError(
                 f"job {job.id} trained in {path}, and its run is not there any more (no run.json)",
-                hint="Put the run directory back and resume the job, or post it anew.",
+                hint="Put the run directory back and resume the job, or post it again.",
             )
         _refuse_to_overwrite(path)
         return create_run(config, path)
@@ -245,7 +245,7 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
 
 @contextmanager
 def _exclusive(job: JobRow, path: Path) -> Iterator[None]:
-    """Hold the run's lock, so that nobody trains in it and the sweeper does not delete it yet."""
+    """Hold the run's lock, so that no other process trains in it and the sweeper does not delete it yet."""
     trainer = holder(path)
     if trainer is not None:
         raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")

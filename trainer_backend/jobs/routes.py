@@ -1,4 +1,4 @@
-"""Routes of jobs (create, check, list, show, delete) and of the service itself (health, info, metrics)."""
+"""Routes of jobs, and of the service itself (health, info, metrics)."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,8 +11,9 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
-from trainer_backend.jobs.service import find_job, refuse_foreign, service_of
-from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
+from trainer_backend.jobs.service import Service, find_job, refuse_foreign, service_of
+from trainer_backend.jobs.states import Verb
+from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
 from trainer_backend.jobs.views import JobList, JobView, job_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState
@@ -143,6 +144,32 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
     finally:  # even if the request timed out: the deletion may have started
         service.sweeper.wake()
     service.changed(job.id)
+
+
+@router.post("/jobs/{job_id}/pause")
+async def pause_job(request: Request, job_id: str) -> JobView:
+    """Save finished work and end the process; the job is `pausing` until then.
+
+    A queued job waits for `resume`.
+    """
+    return await _apply(service_of(request), "pause", job_id)
+
+
+@router.post("/jobs/{job_id}/resume")
+async def resume_job(request: Request, job_id: str) -> JobView:
+    """Queue a paused, failed or cancelled job again; it continues from its newest checkpoint."""
+    return await _apply(service_of(request), "resume", job_id)
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel_job(request: Request, job_id: str) -> JobView:
+    """End a job for good; it is `cancelling` until its process has saved. Its results stay."""
+    return await _apply(service_of(request), "cancel", job_id)
+
+
+async def _apply(service: Service, verb: Verb, job_id: str) -> JobView:
+    job = await apply_verb(service, verb, await find_job(service, job_id))
+    return await service.ask(job_view, job)
 
 
 info_router = APIRouter(tags=["service"])

@@ -83,15 +83,12 @@ def open_service(
         try:
             news = News()
             watcher = Watcher(store, data, news, tidies=settings.jobs, answer_s=settings.store_s)
-            supervisor = (
-                Supervisor(store, data, news, watcher, settings, command=command) if settings.jobs else None
-            )
+            supervisor = None
+            if settings.jobs:
+                supervisor = Supervisor(store, data, news, watcher, settings, command=command)
             key = settings.api_key
-            keys = Keys([] if key is None else [key], variable=TRAINER_KEY)
-            sessions = LoginSessions(key)
-            yield Service(
-                settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys, sessions
-            )
+            keys = Keys([] if key is None else [key], variable=TRAINER_KEY), LoginSessions(key)
+            yield Service(settings, store, data, news, watcher, Sweeper(data), checks, supervisor, *keys)
         finally:
             store.close()
 
@@ -107,9 +104,7 @@ def app_of(service: Service) -> TrainerApp:
 
 
 def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
-    """Build a server that ends event streams when it stops; a second signal kills jobs that are still
-    stopping.
-    """
+    """Build a server that ends event streams when it stops; a second signal kills jobs that still stop."""
     service: Service = app.state.service
     supervisor = service.supervisor
 

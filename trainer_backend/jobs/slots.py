@@ -37,6 +37,7 @@ class Slot:
     ending: Ending | None = None
     """How its process ended, until that is stored."""
     not_before_s: float = 0.0
+    """When the next process starts, after a crash."""
     lock_deadline_s: float = math.inf
     crashes: int = 0
     """Crashes without an iteration in between."""
@@ -68,10 +69,6 @@ class Slot:
                 exit_code, words.state, self.crashes, words.error, code, self.faults, words.line
             )
         return self.ending
-
-    def wait_for_restart(self, until_s: float) -> None:
-        """Record that the process is gone and that the next one starts at `until_s`."""
-        self.process, self.ending, self.not_before_s = None, None, until_s
 
 
 Arguments = ParamSpec("Arguments")

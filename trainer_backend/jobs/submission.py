@@ -10,9 +10,9 @@ import structlog
 
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
-from trainer_backend.jobs.control import apply_verb
 from trainer_backend.jobs.posted import Resolution, check, may_name, resolve
-from trainer_backend.jobs.service import Service, find_job
+from trainer_backend.jobs.service import Service, find_job, refuse_foreign
+from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
 from trainer_backend.pages.stored import Frames
 from trainer_backend.store import jobs
@@ -90,6 +90,17 @@ async def submit(
     job, is_new = await service.ask(jobs.create, service.store, new)
     service.changed(job.id)
     return job, is_new, (*resolved.warnings, *trial_warnings)
+
+
+async def apply_verb(service: Service, verb: Verb, job: JobRow) -> JobRow:
+    """Write a verb into a job's row and return the row; the supervisor acts on it."""
+    refuse_foreign(service, job)
+    now = service.store.clock()
+    row = await service.ask(
+        jobs.change, service.store, job.id, lambda current: changes_for(verb, current, now)
+    )
+    service.changed(job.id)
+    return row
 
 
 _log = structlog.get_logger("trainer")
