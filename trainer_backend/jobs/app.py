@@ -53,11 +53,7 @@ class TrainerApp(FastAPI):
 
 
 def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerApp:
-    """Build the app. Nothing runs before its lifespan starts.
-
-    Args:
-        pages: routers of the dashboard; the API's description omits them.
-    """
+    """Build the app, with the dashboard's routers `pages`. Nothing runs before its lifespan starts."""
     app = TrainerApp(
         title="Turnwise trainer",
         version=version(),
@@ -68,15 +64,8 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
         lifespan=_lifespan,
     )
     app.state.service = service
-    for router in (
-        routes.router,
-        run_routes.router,
-        events.router,
-        launcher.router,
-        routes.info_router,
-        login.router,
-        *pages,
-    ):
+    routers = (routes.router, run_routes.router, events.router, launcher.router, routes.info_router)
+    for router in (*routers, login.router, *pages):
         app.include_router(router)
     install_problem_handlers(app)
     app.add_exception_handler(TrainerError, _problem)

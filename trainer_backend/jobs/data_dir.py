@@ -152,11 +152,9 @@ def _refuse_unusable(folder: Path, *, writes: bool) -> None:
 
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
-    """Open the data directory, creating it if needed; only one service at a time runs jobs in it.
+    """Open the data directory, creating it if needed.
 
-    Args:
-        runs_jobs: False for a service that only shows runs; any number of these may share the folder.
-        plugins: of the operator (DataDir.plugins).
+    One service at a time `runs_jobs` in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
     _refuse_unusable(folder, writes=runs_jobs)

@@ -30,12 +30,7 @@ _LAST_S = 1.0
 
 
 def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
-    """Serve until the process is stopped.
-
-    Args:
-        say: receives lines for the user.
-        command: the command that starts a job.
-    """
+    """Serve until the process is stopped; `say` receives lines for the user, `command` starts a job."""
     configure_logs(settings.log_level, form=settings.log_format)
     load_packages()
     load_plugins(settings.plugins, option="--plugins")  # a fault ends the start, and not the first job

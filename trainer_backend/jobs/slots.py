@@ -82,7 +82,6 @@ class Line:
     for the stuck one, within the same deadline, and takes no thread from other callers.
 
     Args:
-        name: the name of its thread.
         shown: the store's address for messages.
         answer_s: the deadline; while the previous call still runs, it covers both.
     """

@@ -69,12 +69,9 @@ def stays(job: JobRow, exit_code: int) -> bool:
 
 
 def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
-    """Return the outcome for a job whose process ended.
+    """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
-    Args:
-        job: its current row; `wanted` may have changed while the process was ending.
-        restarts: how often a job is restarted that crashes without an iteration in between.
-        first_wait_s: before the first restart.
+    `wanted` of the job's current row may have changed while the process was ending.
     """
     code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late

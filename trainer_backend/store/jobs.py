@@ -116,11 +116,9 @@ def find(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[JobRow]:
-    """Return a page of at most `limit` jobs, newest first.
+    """Return a page of at most `limit` jobs, newest first: the one after the previous page's `cursor`.
 
-    Args:
-        states, home, origin: filters; empty or None: any.
-        cursor: the cursor of the previous page.
+    The filters `states`, `home` and `origin` let all jobs through where they are empty or None.
     """
     query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
     if allowed := tuple(states):
@@ -177,13 +175,10 @@ def _compare_and_set(connection: Connection, job: JobRow, changes: Changes) -> J
 
 
 def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-    """Read a job, decide, and change it in one transaction.
+    """Read a job, decide, and change it in one transaction; return the job afterwards.
 
     Args:
         decide: returns the changes for the current job, or None for no change. If it raises, nothing changes.
-
-    Returns:
-        The job afterwards.
     """
     with store.write() as connection:
         job = _one(connection, job_id, lock=True)
@@ -201,16 +196,8 @@ def claim(store: Store, home: str) -> JobRow | None:
             return None
         job = job_row(row)
         try:
-            return transition(
-                store,
-                job,
-                state="running",
-                attempt=job.attempt + 1,
-                started=job.started or store.clock(),
-                ended=None,
-                code=None,
-                detail=None,
-            )
+            begun: Changes = {"attempt": job.attempt + 1, "started": job.started or store.clock()}
+            return transition(store, job, state="running", ended=None, code=None, detail=None, **begun)
         except (JobChanged, UnknownJob):
             continue  # another process claimed this job
 
@@ -261,11 +248,8 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
-        return (
-            "failed",
-            "killed",
-            f"{_GONE}{describe_place(status.state)}; turnwise train --resume continues it",
-        )
+        detail = f"{_GONE}{describe_place(status.state)}; turnwise train --resume continues it"
+        return "failed", "killed", detail
     if status.state is None:  # written by a version without a state file
         return "paused", None, None
     return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None

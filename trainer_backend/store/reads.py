@@ -29,11 +29,9 @@ _CHECKPOINT = [getattr(Checkpoint, name) for name in CheckpointRow.__slots__]
 def summaries(
     store: Store, jobs: Sequence[JobRow], names: Sequence[str], *, sums: Collection[str] = ()
 ) -> tuple[RunSummary, ...]:
-    """Summarise the runs of jobs, in the order of the jobs: last iteration, numbers of their last rows.
+    """Summarise the runs of jobs, in the order of the jobs.
 
-    Args:
-        names: of the numbers of the last rows.
-        sums: names of the numbers that are summed over all rows.
+    A summary has the last iteration, the numbers `names` of the last rows, and `sums` over all rows.
     """
     numbers = [job.number for job in jobs]
     last_iterations = (
@@ -121,21 +119,17 @@ def series(
         names: a name that ends with `/*` matches every name with that prefix (`eval/success_rates/*`).
         points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
     """
+    starts = tuple(name[:-1] for name in names if name.endswith("/*"))
     with store.read() as connection:
         jobs = job_numbers(connection, job_ids)
         query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
-        curves = {row.number: row for row in connection.execute(query) if _matches(row.name, names)}
+        rows = connection.execute(query)
+        curves = {row.number: row for row in rows if row.name in names or row.name.startswith(starts)}
         curves_by_number = _points(connection, list(curves), points)
     result: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
     for number in sorted(curves_by_number, key=lambda number: curves[number].name):
         result[jobs[curves[number].job]][curves[number].name] = curves_by_number[number]
     return result
-
-
-def _matches(name: str, names: Iterable[str]) -> bool:
-    return any(
-        name == pattern or (pattern.endswith("/*") and name.startswith(pattern[:-1])) for pattern in names
-    )
 
 
 def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[int, Series]:

@@ -21,16 +21,11 @@ from trainer_backend.store.tables import Checkpoint, SyncedFile, job_number
 
 
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
-    """Copy a run directory into the store, and apply [retention] to both.
+    """Copy a run directory into the store, and apply [retention] to both; return whether anything was new.
 
     Each file has a transaction of its own: after an interruption the next sync does the rest. A file that
-    cannot be read does not hold up the others.
-
-    Args:
-        tidies: whether to delete old files; False for a service that only shows runs.
-
-    Returns:
-        Whether anything was new.
+    cannot be read does not hold up the others. `tidies`: old files are deleted; a service that only shows runs
+    keeps them.
     """
     with store.read() as connection:
         query = select(SyncedFile.name, *MARK).where(SyncedFile.job == job_number(connection, job_id))

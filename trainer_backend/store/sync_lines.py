@@ -65,8 +65,14 @@ Put = Callable[[Connection, int, NewLines], None]
 
 def sync_lines(store: Store, job_id: str, path: Path, marks: Mapping[str, FileMark], put: Put) -> bool:
     """Copy the new lines of a file into the store with `put`; return whether there were any."""
-    if _unchanged(path, marks.get(path.name)):
-        return False
+    known = marks.get(path.name)
+    try:
+        facts = path.stat()
+        if known is not None and (facts.st_size, facts.st_mtime_ns) == (known.size, known.modified_ns):
+            return False
+    except FileNotFoundError:
+        if known is None:
+            return False
     with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         # Read again: a concurrent sync may have finished first.
@@ -79,14 +85,6 @@ def sync_lines(store: Store, job_id: str, path: Path, marks: Mapping[str, FileMa
         put(connection, job, new)
         _remember(connection, job, path.name, mark, new)
     return bool(new.rows) or new.whole
-
-
-def _unchanged(path: Path, mark: FileMark | None) -> bool:
-    try:
-        facts = path.stat()
-    except FileNotFoundError:
-        return mark is None
-    return mark is not None and (facts.st_size, facts.st_mtime_ns) == (mark.size, mark.modified_ns)
 
 
 def _new_lines(path: Path, mark: FileMark | None) -> NewLines | None:

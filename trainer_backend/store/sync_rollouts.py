@@ -26,8 +26,7 @@ def sync_rollouts(
 ) -> bool:
     """Copy a run's rollout files into the store, and remove rows whose files are deleted or expired.
 
-    Args:
-        tidies: whether to delete files that [retention] does not keep.
+    `tidies`: files that [retention] does not keep are deleted first.
     """
     retention = retention_of(run)
     files = rollout_files(run)

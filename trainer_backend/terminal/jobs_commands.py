@@ -195,12 +195,7 @@ _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 
 def follow(
-    client: JobsClient,
-    job: str,
-    out: Console,
-    err: Console,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
+    client: JobsClient, job: str, out: Console, err: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> str:
     """Print events; return the job's final state, or `deleted`."""
     path, after, waits = f"/jobs/{job}/events", None, iter(_WAITS_S)
