@@ -137,7 +137,8 @@ def facets(store: Store, job_id: str) -> Facets:
                 if value is not None:
                     counter[value] = counter.get(value, 0) + count
     iterations = (min(spans), max(spans)) if spans else None
-    return Facets(*(dict(sorted(counter.items())) for counter in counts), iterations=iterations)
+    stages, policies, statuses, failures, stops = (dict(sorted(counter.items())) for counter in counts)
+    return Facets(stages, policies, statuses, failures, stops, iterations)
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:

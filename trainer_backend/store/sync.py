@@ -24,8 +24,8 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
     """Copy a run directory into the store, and apply [retention] to both; return whether anything was new.
 
     Each file has a transaction of its own: after an interruption the next sync does the rest. A file that
-    cannot be read does not hold up the others. `tidies`: old files are deleted; a service that only shows runs
-    keeps them.
+    cannot be read does not hold up the others. `tidies`: old files are deleted, which a service that
+    only shows runs leaves.
     """
     with store.read() as connection:
         query = select(SyncedFile.name, *MARK).where(SyncedFile.job == job_number(connection, job_id))
