@@ -196,8 +196,9 @@ def claim(store: Store, home: str) -> JobRow | None:
             return None
         job = job_row(row)
         try:
-            begun: Changes = {"attempt": job.attempt + 1, "started": job.started or store.clock()}
-            return transition(store, job, state="running", ended=None, code=None, detail=None, **begun)
+            changes: Changes = {"state": "running", "ended": None, "code": None, "detail": None}
+            changes |= {"attempt": job.attempt + 1, "started": job.started or store.clock()}
+            return transition(store, job, **changes)
         except (JobChanged, UnknownJob):
             continue  # another process claimed this job
 
