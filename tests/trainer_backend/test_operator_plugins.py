@@ -263,7 +263,7 @@ def test_a_posted_job_runs_no_file_but_the_operators(tmp_path):
         {**MODEL, "algorithm": {"advantage": "mine"}},
         Bounds(data_dir=tmp_path / "runs", plugins=(own,)),
     )
-    assert posted.loaded.config.job.trainer_plugins == (own,)
+    assert posted[0].config.job.trainer_plugins == (own,)
 
 
 def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeypatch):
@@ -306,7 +306,7 @@ def test_a_posted_job_takes_the_file_as_it_is_and_runs_none_that_was_withdrawn(t
     own.write_text(MINE.format(ONES))
     bounds = Bounds(data_dir=tmp_path / "runs", plugins=(own,))
     posted = {**MODEL, "job": {"trainer_plugins_sha256": ["of an earlier run"]}}
-    config = dump_job(validate_job(posted, bounds).loaded.config)
+    config = dump_job(validate_job(posted, bounds)[0].config)
     own.write_text(trap(tmp_path))
     waiting = posted_row(run_dir=str(bounds.data_dir / "mine"), config=config)
     with open_data_dir(bounds.data_dir, runs_jobs=True, plugins=(own,)) as data:

@@ -26,7 +26,7 @@ from service_kit.problems import (
 from service_kit.release import version
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
-from trainer_backend.jobs import control, events, launcher, login, routes, run_routes
+from trainer_backend.jobs import events, launcher, login, routes, run_routes
 from trainer_backend.jobs.login import LOGIN
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.slots import wait_for_threads
@@ -53,11 +53,7 @@ class TrainerApp(FastAPI):
 
 
 def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerApp:
-    """Build the app. Nothing runs before its lifespan starts.
-
-    Args:
-        pages: routers of the dashboard; the API's description omits them.
-    """
+    """Build the app, with the dashboard's routers `pages`. Nothing runs before its lifespan starts."""
     app = TrainerApp(
         title="Turnwise trainer",
         version=version(),
@@ -68,16 +64,8 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
         lifespan=_lifespan,
     )
     app.state.service = service
-    for router in (
-        routes.router,
-        control.router,
-        run_routes.router,
-        events.router,
-        launcher.router,
-        routes.info_router,
-        login.router,
-        *pages,
-    ):
+    routers = (routes.router, run_routes.router, events.router, launcher.router, routes.info_router)
+    for router in (*routers, login.router, *pages):
         app.include_router(router)
     install_problem_handlers(app)
     app.add_exception_handler(TrainerError, _problem)

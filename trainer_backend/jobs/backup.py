@@ -24,7 +24,7 @@ from trainer_backend.rundir import lock
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import OWNERS_ALONE
 from trainer_backend.store.database import open_store
-from trainer_backend.store.job_rows import put_rows, read_rows
+from trainer_backend.store.jobs import put_rows, read_rows
 
 JOBS, RUNS = "jobs.jsonl", "runs"
 # What a run directory holds of the moment: who trains in it, and files that are being written.
@@ -156,23 +156,18 @@ def _extract(archive: IO[bytes], folder: Path) -> list[dict[str, Any]]:
                 source = tar.extractfile(entry) if entry.isreg() else None
                 if source is None:
                     continue
+                path = PurePosixPath(entry.name)
                 if entry.name == JOBS:
                     rows = [json.loads(line) for line in source.read().splitlines()]
+                elif path.is_absolute() or ".." in path.parts or path.parts[:1] != (RUNS,):
+                    raise ValueError(f"{entry.name!r} is no path below {RUNS}/")
                 else:
-                    _write(source, folder / _safe(entry.name), entry.mtime)
+                    _write(source, folder / path, entry.mtime)
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise JobError(f"this is no archive of `turnwise backup`, or only a part of one: {error}") from error
     if rows is None:
         raise JobError(f"this is no archive of `turnwise backup`: it has no {JOBS}")
     return rows
-
-
-def _safe(name: str) -> PurePosixPath:
-    """The path of an entry, which lies below `runs`."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or path.parts[:1] != (RUNS,):
-        raise ValueError(f"{name!r} is no path below {RUNS}/")
-    return path
 
 
 def _write(source: IO[bytes], target: Path, modified_s: float) -> None:

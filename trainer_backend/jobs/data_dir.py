@@ -62,7 +62,7 @@ class DataDir:
             raise JobError(
                 f"job {job.id} was posted when the service had {min(map(str, withdrawn))}, and it has "
                 "it no more",
-                hint="Start it with that --plugins again and resume the job, or post it anew.",
+                hint="Start it with that --plugins again and resume the job, or post it again.",
             )
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)
@@ -76,7 +76,7 @@ class DataDir:
         if job.run_id is not None:
             raise RunDirectoryError(
                 f"job {job.id} trained in {path}, and its run is not there any more (no run.json)",
-                hint="Put the run directory back and resume the job, or post it anew.",
+                hint="Put the run directory back and resume the job, or post it again.",
             )
         _refuse_to_overwrite(path)
         return create_run(config, path)
@@ -152,11 +152,9 @@ def _refuse_unusable(folder: Path, *, writes: bool) -> None:
 
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
-    """Open the data directory, creating it if needed; only one service at a time runs jobs in it.
+    """Open the data directory, creating it if needed.
 
-    Args:
-        runs_jobs: False for a service that only shows runs; any number of these may share the folder.
-        plugins: of the operator (DataDir.plugins).
+    One service at a time `runs_jobs` in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
     _refuse_unusable(folder, writes=runs_jobs)
@@ -245,7 +243,7 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
 
 @contextmanager
 def _exclusive(job: JobRow, path: Path) -> Iterator[None]:
-    """Hold the run's lock, so that nobody trains in it and the sweeper does not delete it yet."""
+    """Hold the run's lock, so that no other process trains in it and the sweeper does not delete it yet."""
     trainer = holder(path)
     if trainer is not None:
         raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")

@@ -22,7 +22,7 @@ from starlette.responses import StreamingResponse
 
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
-from trainer_backend.jobs.run_routes import Piece, next_piece
+from trainer_backend.jobs.run_routes import Piece, read_piece
 from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.views import JobView, job_view
 from trainer_backend.rundir.state import LOG_FILE
@@ -82,11 +82,10 @@ async def stream_job_events(
     job = await find_job(service, job_id)
     if service.streams >= service.settings.max_streams:
         raise TooManyStreams(f"{service.streams} event streams are open, the most that this service holds")
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
         _count_stream(service, _stream(service, job.id, place)),
         media_type="text/event-stream",
-        headers=headers,
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
@@ -151,7 +150,7 @@ class _News:
 def _look(service: Service, job_id: str, place: Place) -> _News:
     job = jobs.get(service.store, job_id)  # first: once it has ended, everything else is complete
     rows = reads.metric_lines(service.store, job_id, after=place.row, limit=_MOST_ROWS)
-    log = next_piece(Path(job.run_dir, LOG_FILE), place.byte) if job.run_dir else Piece()
+    log = read_piece(Path(job.run_dir, LOG_FILE), place.byte) if job.run_dir else Piece()
     return _News(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
 
 

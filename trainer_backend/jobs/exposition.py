@@ -41,7 +41,15 @@ class _Snapshot:
 def page(service: Service, *, version: str, accept: str) -> Response:
     """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
     snapshot = _snapshot(service)
-    return metrics_response(lambda: _everything(service, snapshot, version), accept=accept)
+
+    def everything() -> Iterator[Metric]:
+        about = {"version": version, "home": service.data.home}
+        yield InfoMetricFamily(_PREFIX, "Which trainer this is.", about)
+        yield from _now(service, snapshot)
+        yield from _so_far(service)
+        yield from _of_runs(snapshot)
+
+    return metrics_response(everything, accept=accept)
 
 
 def _snapshot(service: Service) -> _Snapshot:
@@ -69,13 +77,6 @@ def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     except UnknownJob:  # deleted meanwhile
         return {}
     return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
-
-
-def _everything(service: Service, snapshot: _Snapshot, version: str) -> Iterator[Metric]:
-    yield InfoMetricFamily(_PREFIX, "Which trainer this is.", {"version": version, "home": service.data.home})
-    yield from _now(service, snapshot)
-    yield from _so_far(service)
-    yield from _of_runs(snapshot)
 
 
 def _now(service: Service, snapshot: _Snapshot) -> Iterator[Metric]:

@@ -216,7 +216,10 @@ async def create_rl_job(
         task_url=body.data.endpoint_base_url,
         model=body.data.model or body.data.base_model,
     )
-    warnings = (*_not_read(body), *not_read)
+    warnings = (*(f"{name} is not read" for name in sorted(body.model_extra or ())),)
+    if body.compute:
+        warnings += ("compute is for other backends and is not read",)
+    warnings += not_read
     submission = Submission(tables, digest_of(await request.body()), body.tags)
     if query.dry_run:
         resolved = await resolution(service, submission)
@@ -247,11 +250,3 @@ async def verify_task_app(request: Request, body: Verify) -> Verified:
 async def _view(service: Service, job: JobRow) -> dict[str, Any]:
     view = await service.ask(job_view, job)
     return {**dict(view), "job_id": job.id, "status": job.state}
-
-
-def _not_read(body: LauncherJob) -> Iterator[str]:
-    """Name the ignored fields beside `data`."""
-    for name in sorted(body.model_extra or ()):
-        yield f"{name} is not read"
-    if body.compute:
-        yield "compute is for other backends and is not read"

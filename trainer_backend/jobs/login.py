@@ -68,9 +68,7 @@ def _form(request: Request, next: str, *, refused: str = "", status: int = 200) 
 
 
 def own_path(path: str) -> str:
-    """Return the path if it is one of this service, never another host's (`//host`, `/\\host`); otherwise
-    `/`.
-    """
+    """Return the path if it is one of this service, not of another host (`//host`, `/\\host`), else `/`."""
     parts = urlsplit(path)
     plain = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if plain and not parts.netloc and not parts.scheme else "/"

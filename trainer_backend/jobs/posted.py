@@ -1,6 +1,6 @@
 """Posted jobs: parsing of their JSON or TOML, validation, and the operator's bounds.
 
-Everybody with the service's key may train. Nobody may read the operator's files, run own code, send the
+Each holder of the service's key may train. None may read the operator's files, run own code, send the
 operator's keys to another host, or listen on an address of choice. Errors never repeat a key.
 """
 
@@ -32,9 +32,8 @@ from trainer_backend.sinks import SinksTable
 
 # The keys of a TOML text with their lines, found in one pass and linear time. Pure.
 #
-# This runs before the parser, on text from anybody, and accepts anything, even invalid TOML: a dotted key
-# of a
-# thousand parts would cost the parser a thousand tables.
+# This runs before the parser, on text from anybody, and accepts anything, even invalid TOML: a dotted key of
+# a thousand parts would cost the parser a thousand tables.
 
 _BLANK = re.compile(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
 # A part of a dotted key. All repetitions are possessive, so that there is no backtracking.
@@ -76,7 +75,7 @@ class Statement:
 def statements(text: str) -> Iterator[Statement]:
     """Yield the statements in the order of the text."""
     table, line, previous, place = "", 1, 0, 0
-    while (place := _end(_BLANK, text, place)) < len(text):
+    while (blank := _BLANK.match(text, place)) and (place := blank.end()) < len(text):
         line += text.count("\n", previous, place)
         previous = place
         header = text[place] == "["
@@ -145,11 +144,6 @@ def _rest(text: str, place: int) -> tuple[int, int]:
     return len(text), most_dots + 1
 
 
-def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
-    match = pattern.match(text, place)
-    return match.end() if match else place
-
-
 WHERE = "the posted job"
 # Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
@@ -163,15 +157,6 @@ _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 _FOLDERS = 3
 _LONGEST_PATH = 4_096  # Linux
 _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot be written again
-
-
-@dataclass(frozen=True, slots=True)
-class ValidJob:
-    """A valid job."""
-
-    loaded: LoadedJob
-    tags: Mapping[str, str]
-    """The tags in [tags] and in the request."""
 
 
 def document_of(text: str) -> dict[str, Any]:
@@ -190,9 +175,7 @@ def document_of(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is too deep or too large, or holds too long a number, before anything walks
-    it.
-    """
+    """Refuse what is too deep or too large, or holds too long a number, before anything walks it."""
     values = 0
     for name, table in document.items():
         level, depth = [table], 0
@@ -224,15 +207,22 @@ def _too_deep(what: str) -> str:
 
 def validate_job(
     document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None
-) -> ValidJob:
+) -> tuple[LoadedJob, dict[str, str]]:
     """Validate a posted document, after filling in the operator's addresses where it names none.
 
     A relative path is looked up in the allowed roots in order, then in the service's working directory.
+
+    Returns:
+        The job, and its tags: those in [tags], replaced by those of the request, `tags`.
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
     all_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
-    _refuse_key(own)
+    if "task_api_key" in _table(own.get("services", {}), "services"):
+        raise JobError(
+            f"{WHERE}: services.task_api_key is a key, and a posted job may hold none: the service has its "
+            "own for its task apps (ENVIRONMENT_API_KEY)"
+        )
     _fill_in(own, bounds)
     draft = parse_job(own, where=WHERE).config
     for key, path in paths_of(draft):
@@ -247,7 +237,7 @@ def validate_job(
     if findings:
         raise join_findings((f"{WHERE}: {finding}" for finding in findings), len(findings))
     refuse_missing_parts(loaded)
-    return ValidJob(loaded, all_tags)
+    return loaded, all_tags
 
 
 def paths_of(config: JobConfig) -> Iterator[tuple[str, Path]]:
@@ -260,14 +250,6 @@ def paths_of(config: JobConfig) -> Iterator[tuple[str, Path]]:
                 for item in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(item, Path) and (table_name, name) != ("job", "runs_dir"):
                         yield f"{table_name}.{name}", item
-
-
-def _refuse_key(document: Mapping[str, Any]) -> None:
-    if "task_api_key" in _table(document.get("services", {}), "services"):
-        raise JobError(
-            f"{WHERE}: services.task_api_key is a key, and a posted job may hold none: the service has its "
-            "own for its task apps (ENVIRONMENT_API_KEY)"
-        )
 
 
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
@@ -370,7 +352,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """A learner of somebody else is sent the operator's key; a Ray starts what it is told to."""
+    """A foreign learner is sent the operator's key; a Ray starts what it is told to."""
     if config.cluster is None or config.cluster.launcher == "local":
         return
     key, address = "learner.url", config.learner.url
@@ -506,7 +488,7 @@ class Resolution:
     name: str
     toml: str
     """The job with every default filled in."""
-    tags: tuple[tuple[str, str], ...]
+    tags: Mapping[str, str]
     warnings: tuple[str, ...]
     """Likely mistakes in it."""
 
@@ -519,26 +501,24 @@ def resolve(
     Args:
         content: the body of a request, or the tables of a job.
         media_type: the body's Content-Type header, or nothing.
-        tags: tags beside those of the job.
+        tags: replace those of the job with the same name.
     """
     if isinstance(content, bytes):
-        tables, own_tags = _read(content, media_type.partition(";")[0].strip().lower())
-        job = validate_job(tables, bounds, {**own_tags, **tags})
-    else:
-        job = validate_job(content, bounds, tags)
-    config = job.loaded.config
-    return Resolution(config.job.name, dump_job(config), tuple(job.tags.items()), tuple(job.loaded.warnings))
+        content, own_tags = _read(content, media_type.partition(";")[0].strip().lower())
+        tags = {**own_tags, **tags}
+    job, all_tags = validate_job(content, bounds, tags)
+    return Resolution(job.config.job.name, dump_job(job.config), all_tags, tuple(job.warnings))
 
 
 def check(content: bytes, bounds: Bounds) -> Checked:
     """Check the TOML of a job as POST /jobs would, without storing or starting anything."""
     text = text_of(content)
     try:
-        warnings = validate_job(document_of(text), bounds).loaded.warnings
+        job, _ = validate_job(document_of(text), bounds)
     except TrainerError as error:
         lines = [line.removeprefix(f"{WHERE}: ") for line in str(error).splitlines()]
         return Checked(ok=False, findings=_findings("error", [line for line in lines if line], text))
-    return Checked(ok=True, findings=_findings("warning", warnings, text))
+    return Checked(ok=True, findings=_findings("warning", job.warnings, text))
 
 
 def _findings(
@@ -559,12 +539,14 @@ def text_of(body: bytes) -> str:
 
 
 def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the tables of a job, and the tags beside them."""
+    """Return the tables of a job, and the tags that stand next to them."""
     if media_type == _JSON:
-        body_job = _json_body(body)
-        text = None if body_job.toml is None else text_of(body_job.toml.encode())
-        document = document_of(text) if text is not None else body_job.config
-        return document or {}, body_job.tags
+        try:
+            job = PostedJob.model_validate(read_json(body))
+        except ValueError as error:
+            raise ApiError(_message(error), where="body") from error
+        tables = job.config if job.toml is None else document_of(text_of(job.toml.encode()))
+        return tables or {}, job.tags
     if media_type in _TOML or media_type.startswith("text/"):
         return document_of(text_of(body)), {}
     if media_type == _FORM:
@@ -580,15 +562,8 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
     )
 
 
-def _json_body(body: bytes) -> PostedJob:
-    """Parse a JSON body; an error names the wrong key."""
-    try:
-        return PostedJob.model_validate(read_json(body))
-    except ValueError as error:
-        raise ApiError(_message(error), where="body") from error
-
-
 def _message(error: ValueError) -> str:
+    """Name the wrong key of a JSON body."""
     if not isinstance(error, ValidationError):
         return str(error)
     finding = error.errors(include_url=False)[0]

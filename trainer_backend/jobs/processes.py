@@ -36,16 +36,11 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 
 class JobProcess(Child):
-    """The process of a job.
+    """The process of a job."""
 
-    Attributes:
-        is_stopping: whether a signal to stop was sent.
-        late: whether it had to be killed after that.
-        log_start: the bytes of process.log that earlier processes of the job wrote.
-    """
-
-    is_stopping = late = False
-    log_start = 0
+    is_stopping = False  # whether a signal to stop was sent
+    late = False  # whether it had to be killed after that
+    log_start = 0  # the bytes of process.log that earlier processes of the job wrote
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
@@ -80,29 +75,20 @@ async def start_process(
     """Start the process of a job. It ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
         start = log.tell()  # before it shares the position
-        process = await JobProcess.start(
-            command(run_dir),
-            stdout=log,
-            stderr=log,
-            env=environment,
-        )
+        process = await JobProcess.start(command(run_dir), stdout=log, stderr=log, env=environment)
         process.log_start = start
     return process
 
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """What a process wrote (job_process.py) before it ended; what earlier ones of the job wrote is left out.
-
-    Attributes:
-        state: its last state; None: it wrote none.
-        error: the error that it printed at its end; None: it printed none.
-        line: the last line that it printed, or the one with which Python tells a crash; may be empty.
-    """
+    """What a process wrote (job_process.py) before it ended, without what the job's earlier ones wrote."""
 
     state: RunState | None = None
     error: str | None = None
+    """The error that it printed at its end."""
     line: str = ""
+    """The last line that it printed, or the one with which Python tells a crash; may be empty."""
 
 
 def last_words(job: JobRow, process: JobProcess) -> LastWords:

@@ -1,4 +1,4 @@
-"""Routes of jobs (create, check, list, show, delete) and of the service itself (health, info, metrics)."""
+"""Routes of jobs, and of the service itself (health, info, metrics)."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,9 +11,10 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
-from trainer_backend.jobs.service import find_job, refuse_foreign, service_of
-from trainer_backend.jobs.submission import resolution, submission_of, submit
-from trainer_backend.jobs.views import JobList, JobView, job_view, list_view
+from trainer_backend.jobs.service import Service, find_job, refuse_foreign, service_of
+from trainer_backend.jobs.states import Verb
+from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
+from trainer_backend.jobs.views import JobList, JobView, job_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState
 
@@ -81,7 +82,8 @@ async def create_job(
 ) -> Any:
     """Post a job: its TOML, or JSON with its tables. It is trained in its turn, in a process of its own."""
     service = service_of(request)
-    submission = submission_of(await request.body(), request.headers.get("content-type", ""))
+    body, media_type = await request.body(), request.headers.get("content-type", "")
+    submission = Submission(body, digest_of(body), media_type=media_type)
     if query.dry_run:
         resolved = await resolution(service, submission)
         answer = Resolved(toml=resolved.toml, warnings=resolved.warnings)
@@ -109,7 +111,8 @@ async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> J
     page = await service.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
     )
-    return await service.ask(list_view, page.items, page.cursor)
+    views = await service.ask(lambda: tuple(map(job_view, page.items)))
+    return JobList(jobs=views, next_cursor=page.cursor)
 
 
 @router.get("/jobs/{job_id}")
@@ -141,6 +144,32 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
     finally:  # even if the request timed out: the deletion may have started
         service.sweeper.wake()
     service.changed(job.id)
+
+
+@router.post("/jobs/{job_id}/pause")
+async def pause_job(request: Request, job_id: str) -> JobView:
+    """Save finished work and end the process; the job is `pausing` until then.
+
+    A queued job waits for `resume`.
+    """
+    return await _apply(service_of(request), "pause", job_id)
+
+
+@router.post("/jobs/{job_id}/resume")
+async def resume_job(request: Request, job_id: str) -> JobView:
+    """Queue a paused, failed or cancelled job again; it continues from its newest checkpoint."""
+    return await _apply(service_of(request), "resume", job_id)
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel_job(request: Request, job_id: str) -> JobView:
+    """End a job for good; it is `cancelling` until its process has saved. Its results stay."""
+    return await _apply(service_of(request), "cancel", job_id)
+
+
+async def _apply(service: Service, verb: Verb, job_id: str) -> JobView:
+    job = await apply_verb(service, verb, await find_job(service, job_id))
+    return await service.ask(job_view, job)
 
 
 info_router = APIRouter(tags=["service"])

@@ -97,7 +97,9 @@ async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery,
 def _log(job: JobRow, query: LogQuery) -> Log:
     if job.run_dir is None:
         return Log(lines=(), next_offset=0)
-    piece = last_piece(Path(job.run_dir, _FILES.get(query.part, f"{query.part}.log")), query.offset)
+    piece = read_piece(
+        Path(job.run_dir, _FILES.get(query.part, f"{query.part}.log")), query.offset, last=True
+    )
     if query.part == "run":
         lines = [Line(time=line.time, text=line.text) for line, _ in piece.log_lines()]
     else:
@@ -133,19 +135,11 @@ class Piece:
                 yield line_of(row), end
 
 
-def next_piece(path: Path, offset: int) -> Piece:
-    """Read the first lines from a byte on; a file that became shorter was rewritten and is read from its
-    start.
+def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:
+    """Read the first or the last lines of what a file has from a byte on.
+
+    A file that became shorter was rewritten and is read from its start.
     """
-    return _piece(path, offset, last=False)
-
-
-def last_piece(path: Path, offset: int) -> Piece:
-    """Read the last lines of a file, at most from a byte on."""
-    return _piece(path, offset, last=True)
-
-
-def _piece(path: Path, offset: int, *, last: bool) -> Piece:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

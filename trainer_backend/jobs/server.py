@@ -30,12 +30,7 @@ _LAST_S = 1.0
 
 
 def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
-    """Serve until the process is stopped.
-
-    Args:
-        say: receives lines for the user.
-        command: the command that starts a job.
-    """
+    """Serve until the process is stopped; `say` receives lines for the user, `command` starts a job."""
     configure_logs(settings.log_level, form=settings.log_format)
     load_packages()
     load_plugins(settings.plugins, option="--plugins")  # a fault ends the start, and not the first job
@@ -83,15 +78,12 @@ def open_service(
         try:
             news = News()
             watcher = Watcher(store, data, news, tidies=settings.jobs, answer_s=settings.store_s)
-            supervisor = (
-                Supervisor(store, data, news, watcher, settings, command=command) if settings.jobs else None
-            )
+            supervisor = None
+            if settings.jobs:
+                supervisor = Supervisor(store, data, news, watcher, settings, command=command)
             key = settings.api_key
-            keys = Keys([] if key is None else [key], variable=TRAINER_KEY)
-            sessions = LoginSessions(key)
-            yield Service(
-                settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys, sessions
-            )
+            keys = Keys([] if key is None else [key], variable=TRAINER_KEY), LoginSessions(key)
+            yield Service(settings, store, data, news, watcher, Sweeper(data), checks, supervisor, *keys)
         finally:
             store.close()
 
@@ -107,9 +99,7 @@ def app_of(service: Service) -> TrainerApp:
 
 
 def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
-    """Build a server that ends event streams when it stops; a second signal kills jobs that are still
-    stopping.
-    """
+    """Build a server that ends event streams when it stops; a second signal kills jobs that still stop."""
     service: Service = app.state.service
     supervisor = service.supervisor
 

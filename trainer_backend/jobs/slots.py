@@ -11,8 +11,8 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from trainer_backend.jobs.processes import JobProcess, LastWords
-from trainer_backend.jobs.states import Ending, is_crash
-from trainer_backend.rundir.state import FAULTY
+from trainer_backend.jobs.states import Ending, is_stop
+from trainer_backend.rundir.state import DONE, FAULTY, REFUSED
 from trainer_backend.store.database import StoreUnavailable
 
 
@@ -37,6 +37,7 @@ class Slot:
     ending: Ending | None = None
     """How its process ended, until that is stored."""
     not_before_s: float = 0.0
+    """When the next process starts, after a crash."""
     lock_deadline_s: float = math.inf
     crashes: int = 0
     """Crashes without an iteration in between."""
@@ -62,16 +63,12 @@ class Slot:
             iteration = words.state.iteration if words.state is not None else 0
             if iteration > self.iteration:
                 self.crashes, self.faults, self.iteration = 0, 0, iteration
-            self.crashes += is_crash(exit_code)
+            self.crashes += exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
             self.faults += exit_code == FAULTY
             self.ending = Ending(
                 exit_code, words.state, self.crashes, words.error, code, self.faults, words.line
             )
         return self.ending
-
-    def wait_for_restart(self, until_s: float) -> None:
-        """Record that the process is gone and that the next one starts at `until_s`."""
-        self.process, self.ending, self.not_before_s = None, None, until_s
 
 
 Arguments = ParamSpec("Arguments")
@@ -85,7 +82,6 @@ class Line:
     for the stuck one, within the same deadline, and takes no thread from other callers.
 
     Args:
-        name: the name of its thread.
         shown: the store's address for messages.
         answer_s: the deadline; while the previous call still runs, it covers both.
     """

@@ -1,6 +1,7 @@
 """The states of a job: after its process ended, after a verb, and while another process trains. Pure."""
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -59,10 +60,6 @@ def is_stop(exit_code: int) -> bool:
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
-def is_crash(exit_code: int) -> bool:
-    return exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
-
-
 def stays(job: JobRow, exit_code: int) -> bool:
     """Return whether a job keeps its state although its process ended during the service's stop.
 
@@ -72,12 +69,9 @@ def stays(job: JobRow, exit_code: int) -> bool:
 
 
 def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
-    """Return the outcome for a job whose process ended.
+    """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
-    Args:
-        job: its current row; `wanted` may have changed while the process was ending.
-        restarts: how often a job is restarted that crashes without an iteration in between.
-        first_wait_s: before the first restart.
+    `wanted` of the job's current row may have changed while the process was ending.
     """
     code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late
@@ -96,7 +90,7 @@ def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: floa
     if job.state == "pausing":  # resumed while it was pausing
         return Outcome({"state": "queued"})
     if is_stop(ending.exit_code):
-        detail = "its process was told to stop by somebody else; what was finished is saved"
+        detail = "its process was told to stop from outside; what was finished is saved"
         return Outcome({"state": "paused", "wanted": "pause", "code": "stopped", "detail": detail})
     if ending.exit_code == FAULTY and ending.faults >= MOST_FAULTS:
         detail = f"{detail} (twice after the same iteration, so it is not tried again)"
@@ -146,58 +140,43 @@ def refuse_external(job: JobRow, verb: str) -> None:
     if job.origin == "cli":
         raise JobConflict(
             f"job {job.id} is a run of `turnwise train`, and not this service's to {verb}",
-            hint=f"Its run directory is {job.run_dir}: whoever has started it stops it, goes on with it "
+            hint=f"Its run directory is {job.run_dir}: who started it stops it, continues it "
             "(turnwise train --resume) or removes it there.",
         )
 
 
+_WAITS: Changes = {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
+_CANCELLED: Changes = {"state": "cancelled", "wanted": "cancel"}
+_CANCELLING: Changes = {"state": "cancelling", "wanted": "cancel"}
+# The changes that a verb makes in each state, which may be none; in the other states it is refused. A job
+# that is resumed while it is pausing continues once its process has saved and ended.
+_VERBS: Mapping[Verb, Mapping[str, Changes]] = {
+    "pause": {
+        "queued": {"state": "paused", "wanted": "pause"},
+        "running": {"state": "pausing", "wanted": "pause"},
+        "pausing": {"wanted": "pause"},
+        "paused": {},
+    },
+    "resume": {
+        **{"queued": {}, "running": {}, "pausing": {"wanted": "run"}},
+        **{"paused": _WAITS, "failed": _WAITS, "cancelled": _WAITS},
+    },
+    "cancel": {
+        **{"queued": _CANCELLED, "paused": _CANCELLED, "failed": _CANCELLED},
+        **{"running": _CANCELLING, "pausing": _CANCELLING, "cancelling": {}, "cancelled": {}},
+    },
+}
+
+
 def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
-    """Return the changes that a verb makes; None if the job is in that state already, so requests may
-    repeat.
-    """
+    """Return the changes that a verb makes; None if the job has that state, so requests may repeat."""
     refuse_external(job, verb)
-    if verb == "pause":
-        return _pause(job)
-    return _resume(job) if verb == "resume" else _cancel(job, now)
-
-
-def _pause(job: JobRow) -> Changes | None:
-    match job.state:
-        case "queued":
-            return {"state": "paused", "wanted": "pause"}
-        case "running":
-            return {"state": "pausing", "wanted": "pause"}
-        case "pausing":
-            return None if job.wanted == "pause" else {"wanted": "pause"}
-        case "paused":
-            return None
-    raise _no_effect("pause", job)
-
-
-def _resume(job: JobRow) -> Changes | None:
-    match job.state:
-        case "queued" | "running":
-            return None
-        case "pausing":  # it continues once its process has saved and ended
-            return None if job.wanted == "run" else {"wanted": "run"}
-        case "paused" | "failed" | "cancelled":
-            return {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
-    raise _no_effect("resume", job)
-
-
-def _cancel(job: JobRow, now: datetime) -> Changes | None:
-    match job.state:
-        case "queued" | "paused" | "failed":
-            return {"state": "cancelled", "wanted": "cancel", "ended": now}
-        case "running" | "pausing":
-            return {"state": "cancelling", "wanted": "cancel"}
-        case "cancelling" | "cancelled":
-            return None
-    raise _no_effect("cancel", job)
-
-
-def _no_effect(verb: Verb, job: JobRow) -> JobConflict:
-    return JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
+    if job.state not in _VERBS[verb]:
+        raise JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
+    changes = _VERBS[verb][job.state]
+    if not changes or changes == {"wanted": job.wanted}:
+        return None
+    return {**changes, "ended": now} if changes is _CANCELLED else changes
 
 
 def changes_for_external(job: JobRow, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:

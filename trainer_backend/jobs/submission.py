@@ -10,9 +10,9 @@ import structlog
 
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
-from trainer_backend.jobs.control import apply_verb
 from trainer_backend.jobs.posted import Resolution, check, may_name, resolve
-from trainer_backend.jobs.service import Service, find_job
+from trainer_backend.jobs.service import Service, find_job, refuse_foreign
+from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
 from trainer_backend.pages.stored import Frames
 from trainer_backend.store import jobs
@@ -33,14 +33,9 @@ class Submission:
     digest: str
     """Digest of the body; an Idempotency-Key with another digest is refused."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """Tags beside those of the job."""
+    """These replace the job's own tags of the same name."""
     media_type: str = ""
     """Content-Type of the body."""
-
-
-def submission_of(body: bytes, media_type: str) -> Submission:
-    """Wrap the unparsed body of a request."""
-    return Submission(body, digest_of(body), media_type=media_type)
 
 
 def digest_of(body: bytes) -> str:
@@ -55,18 +50,13 @@ async def resolution(service: Service, submission: Submission) -> Resolution:
     )
 
 
-async def no_trial(toml: str) -> tuple[str, ...]:
-    """Skip the trial; a mismatch with a task app then shows when the job starts."""
-    return ()
-
-
 async def submit(
-    service: Service, submission: Submission, key: str | None, trial: Trial = no_trial
+    service: Service, submission: Submission, key: str | None, trial: Trial | None = None
 ) -> tuple[JobRow, bool, tuple[str, ...]]:
     """Check a job and store it; return the job, whether this request made it, and its warnings.
 
     A repeated request gets the job of the accepted one, even if the queue is full now, files are gone, or the
-    rules for posted jobs have changed.
+    rules for posted jobs have changed. Without a trial, a task app's refusal shows when the job starts.
     """
     if service.supervisor is None:
         raise RunsNoJobs(
@@ -78,10 +68,13 @@ async def submit(
             jobs.job_of_request, service.store, service.data.home, key, submission.digest
         )
         if earlier is not None:
-            return earlier, False, await _warnings_again(service, submission)
+            try:
+                return earlier, False, (await resolution(service, submission)).warnings
+            except TrainerError:  # the same job would be refused now
+                return earlier, False, ()
     resolved = await resolution(service, submission)
     # The trial takes seconds; the count below includes jobs posted meanwhile.
-    trial_warnings = await trial(resolved.toml)
+    trial_warnings = () if trial is None else await trial(resolved.toml)
     queued = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if queued >= service.settings.max_queued:
         raise QueueFull(f"{queued} jobs wait for their turn, the most that this service takes")
@@ -99,12 +92,15 @@ async def submit(
     return job, is_new, (*resolved.warnings, *trial_warnings)
 
 
-async def _warnings_again(service: Service, submission: Submission) -> tuple[str, ...]:
-    """Return the warnings of an accepted job, or none if the same job would be refused now."""
-    try:
-        return (await resolution(service, submission)).warnings
-    except TrainerError:
-        return ()
+async def apply_verb(service: Service, verb: Verb, job: JobRow) -> JobRow:
+    """Write a verb into a job's row and return the row; the supervisor acts on it."""
+    refuse_foreign(service, job)
+    now = service.store.clock()
+    row = await service.ask(
+        jobs.change, service.store, job.id, lambda current: changes_for(verb, current, now)
+    )
+    service.changed(job.id)
+    return row
 
 
 _log = structlog.get_logger("trainer")
@@ -133,7 +129,8 @@ class JobsForPages:
         return page.Findings(errors=of("error"), warnings=of("warning"))
 
     async def submit(self, text: str, form: str) -> JobRow:
-        submission = submission_of(_bytes_of(text), "application/toml")
+        body = _bytes_of(text)
+        submission = Submission(body, digest_of(body), media_type="application/toml")
         # The text is part of the key: going back and sending another text makes another job.
         key = f"form-{form}-{submission.digest[:16]}" if form else None
         job, _, _ = await submit(self._service, submission, key)
@@ -152,15 +149,12 @@ def dashboard_of(service: Service) -> page.Dashboard:
     """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
     settings = service.settings
+    # The form opens with the job of the command, which needs no other file.
+    first = ("turnwise init", job_text(Choices().values()))
     return page.Dashboard(
-        service.store, jobs, service.store.clock, (_written_by_init(), *examples_in(settings.roots)),
+        service.store, jobs, service.store.clock, (first, *examples_in(settings.roots)),
         frames=Frames(may_run=lambda file: may_name("services.task_plugins", file, settings)),
     )  # fmt: skip
-
-
-def _written_by_init() -> tuple[str, str]:
-    """The job that the form opens with: that of the command, which needs no other file."""
-    return "turnwise init", job_text(Choices().values())
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:

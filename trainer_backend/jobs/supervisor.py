@@ -150,16 +150,13 @@ class Supervisor:
             self.figures.faults += 1
             slot = self.slots.get(job_id)
             if slot is None or not slot.lives:
-                await self._give_up(job_id, error)
-
-    async def _give_up(self, job_id: str, error: Exception) -> None:
-        detail = f"{type(error).__name__} in the service; its log has more (job_fault)"
-        try:
-            await self._fail(job_id, "crashed", detail)
-        except StoreUnavailable:
-            raise
-        except Exception:
-            log.exception("job_fault", job=job_id)
+                detail = f"{type(error).__name__} in the service; its log has more (job_fault)"
+                try:
+                    await self._fail(job_id, "crashed", detail)
+                except StoreUnavailable:
+                    raise
+                except Exception:
+                    log.exception("job_fault", job=job_id)
 
     def _let_go(self, job_id: str) -> None:
         """Free the slot of a deleted job, or else stop its process, whose end frees the slot."""
@@ -173,7 +170,8 @@ class Supervisor:
         slot = self.slots.get(row.id)
         if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
             self.slots.pop(row.id, None)
-            await self._books.end_without_process(row.id)
+            now = self._books.clock()
+            await self._books.change(row.id, lambda job: without_process(job, now))
         else:
             slot.process.stop(self._grace_s)
 
@@ -198,9 +196,8 @@ class Supervisor:
             trainer = await self._line.ask(holder, run.path)
             if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
                 detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
-                await self._books.change(
-                    row.id, lambda job: None if job.detail == detail else _waiting(detail)
-                )
+                waiting: Changes = {"code": "waiting", "detail": detail}
+                await self._books.change(row.id, lambda job: None if job.detail == detail else waiting)
                 return
             await self._line.ask(refuse_if_locked, run.path)
             environment = await self._line.ask(environment_of, row.config)
@@ -249,9 +246,7 @@ class Supervisor:
             await self._line.ask(record_death, row, ending)
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
-        except (
-            StoreUnavailable
-        ) as error:  # or the run is so large that this takes longer: the watcher continues
+        except StoreUnavailable as error:  # or the run is so large: the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
         log.info("job_ended", job=job_id, exit_code=exit_code, state=outcome.state, detail=outcome.detail)
@@ -263,19 +258,17 @@ class Supervisor:
             self.slots.pop(job_id)
         else:
             self.figures.restarts += 1
-            slot.wait_for_restart(self._now() + restart_in_s)
+            slot.process, slot.ending, slot.not_before_s = None, None, self._now() + restart_in_s
         return row
 
     async def _fail(self, job_id: str, code: str, detail: str) -> None:
-        await self._books.fail(job_id, code, detail)
+        ended = self._books.clock()
+        failed: Changes = {"state": "failed", "ended": ended, "code": code, "detail": detail}
+        await self._books.change(job_id, lambda job: failed)
         self.slots.pop(job_id, None)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _waiting(detail: str) -> Changes:
-    return {"code": "waiting", "detail": detail}
 
 
 _MOST_ACTIVE = 1000
@@ -288,11 +281,12 @@ class Books:
 
     Raises (every method):
         StoreUnavailable: the store did not answer in time; the change may still happen later.
-        UnknownJob: somebody else deleted the job.
+        UnknownJob: the job was deleted meanwhile.
     """
 
     def __init__(self, store: Store, home: str, news: News, settings: SupervisorSettings, line: Line) -> None:
         self._store, self._home, self._news, self._settings, self._line = store, home, news, settings, line
+        self.clock = store.clock
 
     async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
         """Return the jobs in these states, oldest first."""
@@ -316,16 +310,6 @@ class Books:
         row = await self._line.ask(jobs.change, self._store, job_id, decide)
         self._news.tell(job_id)
         return row
-
-    async def end_without_process(self, job_id: str) -> None:
-        """End a job that was about to end and has no process."""
-        await self.change(job_id, lambda job: without_process(job, self._store.clock()))
-
-    async def fail(self, job_id: str, code: str, detail: str) -> None:
-        def decide(job: JobRow) -> Changes:
-            return {"state": "failed", "ended": self._store.clock(), "code": code, "detail": detail}
-
-        await self.change(job_id, decide)
 
     async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
         """Store how a job's process, or its attempted start, ended.

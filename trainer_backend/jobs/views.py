@@ -63,22 +63,10 @@ def job_view(job: JobRow) -> JobView:
     return JobView(**{**row, "tags": dict(job.tags), "progress": _progress(job)})
 
 
-def list_view(jobs: tuple[JobRow, ...], cursor: str | None) -> JobList:
-    """Build the view of a page of jobs."""
-    return JobList(jobs=tuple(job_view(job) for job in jobs), next_cursor=cursor)
-
-
 def _progress(job: JobRow) -> Progress | None:
     state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
     if state is None:
         return None
+    same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
     stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
-    return Progress(
-        state=stage_state,
-        iteration=state.iteration,
-        iterations=iterations_of(job.config),
-        stage=state.stage,
-        done=state.done,
-        total=state.total,
-        since=state.since,
-    )
+    return Progress(state=stage_state, iterations=iterations_of(job.config), **same)

@@ -99,10 +99,8 @@ class Watcher:
     """Watches run directories in one event loop; `run` it until cancelled.
 
     Args:
-        look_s: interval of looks at active runs.
-        find_s: interval of looks at all runs.
-        tidies: whether to delete files that [retention] does not keep; False for a service that only shows
-            runs.
+        look_s: interval of looks at active runs; `find_s`: at all runs.
+        tidies: whether to delete files that [retention] does not keep, as a service that runs jobs does.
         answer_s: deadline of the store; a longer look may be stuck, or syncing a large run.
     """
 
@@ -121,7 +119,7 @@ class Watcher:
         self._look_s, self._find_s, self._answer_s = look_s, find_s, answer_s
         self._tidies = tidies
         self._thread = ThreadPoolExecutor(1, "watcher")
-        self._beside = Line("watcher-asks", store.shown, answer_s)
+        self._line = Line("watcher-asks", store.shown, answer_s)
         self._sync_prints: dict[str, tuple[int, ...]] = {}
         self._page_prints: dict[str, tuple[int, ...]] = {}
         self._unread: set[str] = set()
@@ -133,7 +131,7 @@ class Watcher:
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
         """The threads that must end before the store is closed."""
-        return self._thread, self._beside.thread
+        return self._thread, self._line.thread
 
     async def run(self) -> None:
         """Look at the runs until cancelled."""
@@ -161,18 +159,14 @@ class Watcher:
         look = loop.run_in_executor(self._thread, partial(self.look, everything=everything))
         try:
             while not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
-                await self._ask_beside()
+                try:
+                    await self._line.ask(jobs.find, self._store, limit=1)
+                    self._store_answered()
+                except StoreUnavailable as error:
+                    self.store_failed(error)
             return look.result()
         finally:
             look.cancel()
-
-    async def _ask_beside(self) -> None:
-        try:
-            await self._beside.ask(jobs.find, self._store, limit=1)
-        except StoreUnavailable as error:
-            self.store_failed(error)
-        else:
-            self._store_answered()
 
     def store_failed(self, error: StoreUnavailable) -> None:
         """Note that the store does not answer; the log says so once, until it answers again."""
@@ -205,14 +199,14 @@ class Watcher:
 
     def _rows(self, *, everything: bool) -> list[JobRow]:
         states = () if everything else tuple(ACTIVE)
-        rows: list[JobRow] = []
-        cursor: str | None = None
-        while True:
-            page = jobs.find(self._store, states=states, home=self._data.home, cursor=cursor, limit=_PAGE)
+        page = jobs.find(self._store, states=states, home=self._data.home, limit=_PAGE)
+        rows = [*page.items]
+        while page.cursor is not None:
+            page = jobs.find(
+                self._store, states=states, home=self._data.home, cursor=page.cursor, limit=_PAGE
+            )
             rows += page.items
-            cursor = page.cursor
-            if cursor is None:
-                return rows
+        return rows
 
     def _boundary(self, row: JobRow) -> bool:
         """Return whether a job has news; an unforeseen error with one job does not hold up the others."""
@@ -302,15 +296,7 @@ def _external_job(path: Path, home: str) -> NewJob:
         name = tomli.loads(text)["job"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"{path}/job.toml cannot be read: {error}") from error
-    return NewJob(
-        name=str(name),
-        config=text,
-        home=home,
-        origin="cli",
-        state="paused",
-        run_dir=path,
-        run_id=run.run_id,
-    )
+    return NewJob(str(name), text, home, origin="cli", state="paused", run_dir=path, run_id=run.run_id)
 
 
 def _end(status: RunStatus, path: Path, now: datetime) -> datetime:

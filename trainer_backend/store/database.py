@@ -5,7 +5,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,7 +59,7 @@ class JobConflict(StoreError, code="job_conflict", status=409, title="The job's 
 
 
 class JobChanged(JobConflict, code="job_changed", title="The job was changed meanwhile"):
-    """Somebody else changed the job after it was read. Read it again."""
+    """The job has changed since it was read. Read it again."""
 
 
 _BUSY_S = 15.0  # how long a SQLite writer waits for another writer
@@ -93,45 +93,37 @@ class Store:
     clock: Callable[[], datetime] = utc_now
     """The source of every stored time."""
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
+    def read(self) -> AbstractContextManager[Connection]:
         """Open a transaction that reads one state of the store."""
-        with self._errors(), self.engine.connect() as connection:
-            connection = connection.execution_options(**_ONE_STATE.get(self.engine.dialect.name, {}))
-            with connection.begin():
-                yield connection
+        return self._transaction(**_ONE_STATE.get(self.engine.dialect.name, {}))
 
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self) -> AbstractContextManager[Connection]:
         """Open a transaction that is committed whole or not at all.
 
         SQLite takes its only write lock at the beginning. If it asked for the lock after a read, SQLite would
         refuse at once, whatever the waiting time.
         """
-        with self._errors(), self.engine.connect() as connection:
-            connection = connection.execution_options(writes=True)
-            with connection.begin():
-                yield connection
+        return self._transaction(writes=True)
 
-    @contextmanager
-    def migration(self) -> Iterator[Connection]:
+    def migration(self) -> AbstractContextManager[Connection]:
         """Open a write transaction for `migrate`, without foreign keys in SQLite.
 
         With foreign keys, copying a table in order to change it would delete every row that refers to it.
         """
-        with self._errors(), self.engine.connect() as connection:
-            connection.detach()  # the pool must not reuse a connection with these settings
-            connection = connection.execution_options(writes=True, migrates=True)
-            with connection.begin():
-                yield connection
+        return self._transaction(writes=True, migrates=True)
 
     def close(self) -> None:
         self.engine.dispose()
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _transaction(self, **options: Any) -> Iterator[Connection]:
         try:
-            yield
+            with self.engine.connect() as connection:
+                if "migrates" in options:
+                    connection.detach()  # the pool must not reuse a connection with these settings
+                connection = connection.execution_options(**options)
+                with connection.begin():
+                    yield connection
         except (IntegrityError, DataError):
             raise  # a defect of this program, not of the database
         except (DBAPIError, PoolTimeout) as error:
@@ -278,7 +270,11 @@ def migrate(connection: Connection, shown: str, revision: str = "head", *, lock_
         config.attributes["connection"] = connection
         revisions = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
         now = MigrationContext.configure(connection).get_current_revision()
-        _refuse_newer(revisions, now, shown)
+        if now is not None and now not in revisions:
+            raise StoreError(
+                f"the store {shown} has version {now!r}, and this Turnwise knows up to {revisions[0]!r}",
+                hint="A newer Turnwise made it: install that one, or name another --database-url.",
+            )
         target = revisions[0] if revision == "head" else revision
         if now == target:
             return
@@ -297,11 +293,3 @@ def _lock_errors(shown: str, lock_s: float) -> Iterator[None]:
             f"the store {shown} must be migrated, and others have held its tables for {lock_s:g} s",
             hint="Wait until another service has migrated it, or stop services of an earlier version.",
         ) from error
-
-
-def _refuse_newer(newest_first: list[str], now: str | None, shown: str) -> None:
-    if now is not None and now not in newest_first:
-        raise StoreError(
-            f"the store {shown} has version {now!r}, and this Turnwise knows up to {newest_first[0]!r}",
-            hint="A newer Turnwise made it: install that one, or name another --database-url.",
-        )

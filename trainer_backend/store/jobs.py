@@ -1,15 +1,16 @@
 """Jobs in the store: creation, compare-and-set changes, claims, and the transitions between states."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, DateTime, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from trainer_backend.errors import JobError
 from trainer_backend.rundir.state import RunStatus, describe_place
 from trainer_backend.store.database import (
     IdempotencyConflict,
@@ -20,7 +21,7 @@ from trainer_backend.store.database import (
     UnknownJob,
 )
 from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
-from trainer_backend.store.tables import Job, fits
+from trainer_backend.store.tables import Job, UtcDateTime, fits
 
 _COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
 
@@ -42,14 +43,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """The values of a new job.
-
-    Attributes:
-        config: the resolved TOML, without secrets.
-        home: the service that runs it.
-        run_dir: absolute; None until the job has one.
-        idempotency_key, body_hash: the client's key for its request, and a digest of the request's body.
-    """
+    """The values of a new job; tables.Job describes them."""
 
     name: str
     config: str
@@ -58,7 +52,7 @@ class NewJob:
     state: JobState = "queued"
     run_dir: Path | None = None
     run_id: str | None = None
-    tags: tuple[tuple[str, str], ...] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
     idempotency_key: str | None = None
     body_hash: str | None = None
 
@@ -72,27 +66,12 @@ def job_of_request(store: Store, home: str, key: str, body_hash: str) -> JobRow 
 def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
     """Return the job, and whether this call created it (False: an earlier identical request did)."""
     job_id = uuid4().hex
-    values = {
-        "id": job_id,
-        "name": new.name,
-        "state": new.state,
-        "wanted": "run",
-        "config": new.config,
-        "run_dir": None if new.run_dir is None else str(new.run_dir),
-        "run_id": new.run_id,
-        "origin": new.origin,
-        "home": new.home,
-        "idempotency_key": new.idempotency_key,
-        "body_hash": new.body_hash,
-        "tags": dict(new.tags),
-        "attempt": 0,
-        "created": store.clock(),
-        "version": 1,
-    }
+    run_dir = None if new.run_dir is None else str(new.run_dir)
+    values = asdict(new) | {"id": job_id, "run_dir": run_dir, "wanted": "run", "attempt": 0, "version": 1}
+    values["created"] = store.clock()
     try:
         with store.write() as connection:
-            earlier = _of_request(connection, new)
-            if earlier is not None:
+            if (earlier := _of_request(connection, new)) is not None:
                 return earlier, False
             connection.execute(insert(Job).values(values))
             return _one(connection, job_id), True
@@ -137,15 +116,12 @@ def find(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[JobRow]:
-    """Return a page of at most `limit` jobs, newest first.
+    """Return a page of at most `limit` jobs, newest first: the one after the previous page's `cursor`.
 
-    Args:
-        states, home, origin: filters; empty or None: any.
-        cursor: the cursor of the previous page.
+    The filters `states`, `home` and `origin` let all jobs through where they are empty or None.
     """
     query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
-    allowed = tuple(states)
-    if allowed:
+    if allowed := tuple(states):
         query = query.where(Job.state.in_(allowed))
     if home is not None:
         query = query.where(Job.home == home)
@@ -173,10 +149,10 @@ def number_of(cursor: str) -> int:
 
 
 def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
-    """Change a job if nobody has changed it since `job` was read (compare-and-set on its version).
+    """Change a job unless it has changed since `job` was read (compare-and-set on its version).
 
     Raises:
-        JobChanged: somebody else changed it; read it again and decide anew.
+        JobChanged: it has; read it again and decide again.
         JobConflict: its state cannot be followed by the new one (`_AFTER`).
         UnknownJob: it was deleted.
     """
@@ -199,13 +175,10 @@ def _compare_and_set(connection: Connection, job: JobRow, changes: Changes) -> J
 
 
 def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-    """Read a job, decide, and change it in one transaction.
+    """Read a job, decide, and change it in one transaction; return the job afterwards.
 
     Args:
         decide: returns the changes for the current job, or None for no change. If it raises, nothing changes.
-
-    Returns:
-        The job afterwards.
     """
     with store.write() as connection:
         job = _one(connection, job_id, lock=True)
@@ -223,16 +196,9 @@ def claim(store: Store, home: str) -> JobRow | None:
             return None
         job = job_row(row)
         try:
-            return transition(
-                store,
-                job,
-                state="running",
-                attempt=job.attempt + 1,
-                started=job.started or store.clock(),
-                ended=None,
-                code=None,
-                detail=None,
-            )
+            changes: Changes = {"state": "running", "ended": None, "code": None, "detail": None}
+            changes |= {"attempt": job.attempt + 1, "started": job.started or store.clock()}
+            return transition(store, job, **changes)
         except (JobChanged, UnknownJob):
             continue  # another process claimed this job
 
@@ -283,11 +249,8 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
-        return (
-            "failed",
-            "killed",
-            f"{_GONE}{describe_place(status.state)}; turnwise train --resume continues it",
-        )
+        detail = f"{_GONE}{describe_place(status.state)}; turnwise train --resume continues it"
+        return "failed", "killed", detail
     if status.state is None:  # written by a version without a state file
         return "paused", None, None
     return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None
@@ -300,11 +263,50 @@ def refuse_unended(job: JobRow) -> None:
 
 
 def refuse_leap(job: JobRow, state: JobState) -> None:
-    """Refuse a transition that is not in `_AFTER`.
-
-    A run of another process (origin cli) may take any state.
-    """
+    """Refuse a transition that is not in `_AFTER`. A run of another process (origin cli) may take any."""
     if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
         return
     after = ", ".join(sorted(_AFTER[job.state])) or "none"
     raise JobConflict(f"job {job.id} is {job.state} and cannot become {state}; what may follow: {after}")
+
+
+# A row's place in its own store: its number, and the service that runs it.
+_PLACE = ("number", "home")
+
+
+def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
+    """Read the jobs of a service in their order as JSON for a backup, without their place in this store."""
+    with store.read() as connection:
+        found = connection.execute(select(Job.__table__).where(Job.home == home).order_by(Job.number))
+        rows = [dict(row) for row in found.mappings()]
+    for row in rows:
+        for name in _PLACE:
+            del row[name]
+        for name, value in row.items():
+            row[name] = value.isoformat() if isinstance(value, datetime) else value
+    return rows
+
+
+def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
+    """Put jobs into a store in their order, for a service; return what `finish` does.
+
+    Args:
+        finish: called before the rows are committed; if it raises, none is there.
+
+    Raises:
+        JobError: the store has one of them.
+    """
+    moments = [
+        column.name for column in Job.__table__.columns if isinstance(column.type, UtcDateTime | DateTime)
+    ]
+    with store.write() as connection:
+        known = set(connection.scalars(select(Job.id)))
+        for row in rows:
+            if row["id"] in known:
+                raise JobError(
+                    f"the store {store.shown} has job {row['id']} already",
+                    hint="A backup is restored into a database that does not have its jobs.",
+                )
+            times = {name: datetime.fromisoformat(row[name]) for name in moments if row[name] is not None}
+            connection.execute(insert(Job).values({**row, **times, "home": home}))
+        return finish()

@@ -10,19 +10,28 @@ from operator import itemgetter
 from sqlalchemy import Connection, Subquery, and_, func, select
 
 from trainer_backend.store.database import Store
-from trainer_backend.store.job_numbers import job_number, job_numbers
 from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
-from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow, fits
+from trainer_backend.store.tables import (
+    Checkpoint,
+    Curve,
+    Iteration,
+    Metric,
+    MetricRow,
+    fits,
+    job_number,
+    job_numbers,
+)
+
+_LINE = [getattr(MetricRow, name) for name in MetricLine.__slots__]
+_CHECKPOINT = [getattr(Checkpoint, name) for name in CheckpointRow.__slots__]
 
 
 def summaries(
     store: Store, jobs: Sequence[JobRow], names: Sequence[str], *, sums: Collection[str] = ()
 ) -> tuple[RunSummary, ...]:
-    """Summarise the runs of jobs, in the order of the jobs: last iteration, numbers of their last rows.
+    """Summarise the runs of jobs, in the order of the jobs.
 
-    Args:
-        names: of the numbers of the last rows.
-        sums: names of the numbers that are summed over all rows.
+    A summary has the last iteration, the numbers `names` of the last rows, and `sums` over all rows.
     """
     numbers = [job.number for job in jobs]
     last_iterations = (
@@ -110,21 +119,17 @@ def series(
         names: a name that ends with `/*` matches every name with that prefix (`eval/success_rates/*`).
         points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
     """
+    starts = tuple(name[:-1] for name in names if name.endswith("/*"))
     with store.read() as connection:
         jobs = job_numbers(connection, job_ids)
         query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
-        curves = {row.number: row for row in connection.execute(query) if _matches(row.name, names)}
+        rows = connection.execute(query)
+        curves = {row.number: row for row in rows if row.name in names or row.name.startswith(starts)}
         curves_by_number = _points(connection, list(curves), points)
     result: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
     for number in sorted(curves_by_number, key=lambda number: curves[number].name):
         result[jobs[curves[number].job]][curves[number].name] = curves_by_number[number]
     return result
-
-
-def _matches(name: str, names: Iterable[str]) -> bool:
-    return any(
-        name == pattern or (pattern.endswith("/*") and name.startswith(pattern[:-1])) for pattern in names
-    )
 
 
 def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[int, Series]:
@@ -155,31 +160,21 @@ def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
     """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
-    table = MetricRow
     if not fits(after):
         return ()  # no row number is that high
+    query = select(*_LINE).where(MetricRow.number > after).order_by(MetricRow.number).limit(limit)
+    if kind is not None:
+        query = query.where(MetricRow.kind == kind)
     with store.read() as connection:
-        query = (
-            select(table.number, table.kind, table.iteration, table.row)
-            .where(table.job == job_number(connection, job_id), table.number > after)
-            .order_by(table.number)
-            .limit(limit)
-        )
-        if kind is not None:
-            query = query.where(table.kind == kind)
+        query = query.where(MetricRow.job == job_number(connection, job_id))
         return tuple(MetricLine(*row) for row in connection.execute(query))
 
 
 def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
     """Return the rows of the last iterations, oldest first."""
-    table = MetricRow
+    query = select(*_LINE).where(MetricRow.kind == kind).order_by(MetricRow.iteration.desc()).limit(limit)
     with store.read() as connection:
-        query = (
-            select(table.number, table.kind, table.iteration, table.row)
-            .where(table.job == job_number(connection, job_id), table.kind == kind)
-            .order_by(table.iteration.desc())
-            .limit(limit)
-        )
+        query = query.where(MetricRow.job == job_number(connection, job_id))
         return tuple(MetricLine(*row) for row in reversed(connection.execute(query).all()))
 
 
@@ -190,7 +185,7 @@ def lines_above_zero(
     table = MetricRow
     with store.read() as connection:
         query = (
-            select(table.number, table.kind, table.iteration, table.row)
+            select(*_LINE)
             .join(Curve, and_(Curve.job == table.job, Curve.kind == table.kind))
             .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == table.iteration))
             .where(table.job == job_number(connection, job_id), Curve.name.in_(names), Metric.value > 0)
@@ -213,16 +208,9 @@ def last_lines(
     table = MetricRow
     with store.read() as connection:
         jobs = job_numbers(connection, job_ids)
-        last = _last_of(jobs, kinds)
-        query = select(table.job, table.number, table.kind, table.iteration, table.row).join(
-            last,
-            and_(
-                last.c.job == table.job,
-                last.c.kind == table.kind,
-                last.c.iteration == table.iteration,
-            ),
-        )
-        rows = connection.execute(query).all()
+        last = _last_of(jobs, kinds).c
+        same = and_(last.job == table.job, last.kind == table.kind, last.iteration == table.iteration)
+        rows = connection.execute(select(table.job, *_LINE).where(same)).all()
     lines: dict[str, dict[str, MetricLine]] = {job_id: {} for job_id in job_ids}
     for job, *line in rows:
         lines[jobs[job]][line[1]] = MetricLine(*line)
@@ -231,11 +219,6 @@ def last_lines(
 
 def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints of a run, oldest first."""
-    table = Checkpoint
     with store.read() as connection:
-        query = (
-            select(table.folder, table.iteration, table.best, table.bytes)
-            .where(table.job == job_number(connection, job_id))
-            .order_by(table.iteration)
-        )
-        return tuple(CheckpointRow(*row) for row in connection.execute(query))
+        query = select(*_CHECKPOINT).where(Checkpoint.job == job_number(connection, job_id))
+        return tuple(CheckpointRow(*row) for row in connection.execute(query.order_by(Checkpoint.iteration)))

@@ -10,18 +10,10 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
-from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits
+from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
-_SORTS: Mapping[str, Any] = {
-    "newest": Rollout.number,
-    "outcome_reward": Rollout.outcome_reward,
-    "reward": Rollout.reward,
-    "unique_achievements": Rollout.unique_achievements,
-    "decisions": Rollout.decisions,
-}
 _FROM_FILE: Mapping[str, Any] = {"file": SyncedFile.name, "decisions_stored": SyncedFile.decisions}
 _COLUMNS: list[Any] = [
     _FROM_FILE[name] if name in _FROM_FILE else getattr(Rollout, name) for name in RolloutRow.__slots__
@@ -60,7 +52,8 @@ def rollouts(
     Args:
         cursor: the cursor of the previous page, for the same filter and order.
     """
-    by = _SORTS[sort]
+    column = "number" if sort == "newest" else sort
+    by = getattr(Rollout, column)
     with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
         if cursor is not None:
@@ -68,10 +61,10 @@ def rollouts(
         order = (by.desc(), Rollout.number.desc()) if descending else (by.asc(), Rollout.number.asc())
         query = query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
         rows = [RolloutRow(*row) for row in connection.execute(query)]
-    more = len(rows) > limit
-    end = rows[limit - 1] if more else None
-    value = None if end is None else getattr(end, "number" if sort == "newest" else sort)
-    return Page(tuple(rows[:limit]), None if end is None else _cursor(value, end.number))
+    if len(rows) <= limit:
+        return Page(tuple(rows), None)
+    end = rows[limit - 1]
+    return Page(tuple(rows[:limit]), _cursor(getattr(end, column), end.number))
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> int:
@@ -143,11 +136,9 @@ def facets(store: Store, job_id: str) -> Facets:
             for counter, value in zip(counts, values, strict=True):
                 if value is not None:
                     counter[value] = counter.get(value, 0) + count
-    stages, policies, statuses, failure_codes, stop_reasons = (
-        dict(sorted(counter.items())) for counter in counts
-    )
     iterations = (min(spans), max(spans)) if spans else None
-    return Facets(stages, policies, statuses, failure_codes, stop_reasons, iterations)
+    stages, policies, statuses, failures, stops = (dict(sorted(counter.items())) for counter in counts)
+    return Facets(stages, policies, statuses, failures, stops, iterations)
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:

@@ -34,10 +34,7 @@ class RetentionTable(Table):
 
 
 def retention_of(run: Path) -> RetentionTable:
-    """Read [retention] of a run's job.
-
-    The rest of job.toml may be of an earlier version and is not checked.
-    """
+    """Read [retention] of a run's job; the rest may be of an earlier version and is not checked."""
     path = run / "job.toml"
     try:
         document = tomli.loads(read_text(path))
@@ -54,9 +51,7 @@ def newest_iteration(files: "list[RolloutFile]") -> int:
 def keeps_decisions(table: RetentionTable, file: "RolloutFile", *, newest: int, now_ns: int) -> bool:
     """Return whether the store keeps the decisions of a file.
 
-    Args:
-        newest: the last iteration of the run.
-        now_ns: the current time in nanoseconds since 1970, like file times.
+    `newest` is the run's last iteration; `now_ns` counts nanoseconds since 1970, like file times.
     """
     count, days = table.decisions_iterations, table.decisions_days
     young = days is None or now_ns - file.modified_ns <= days * _DAY_NS

@@ -29,16 +29,7 @@ class Page(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """A job at the time it was read.
-
-    Attributes:
-        number: position in the order of creation.
-        config: the resolved TOML, without secrets.
-        home: the service that runs it.
-        version: number of changes so far; compare-and-set uses it.
-        attempt: number of processes started for it so far.
-        code, detail: why it failed or was stopped: a code for programs, and a sentence.
-    """
+    """A job at the time it was read; tables.Job describes its fields."""
 
     number: int
     id: str
@@ -62,33 +53,26 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A line in the list of runs.
-
-    Attributes:
-        iteration: the last finished one; 0 before the first.
-        finished: end of that iteration; None before the first.
-        latest, evaluated: the requested numbers of the last rows of kind iteration and evaluation, by name.
-        sums: the requested sums over all rows, by name.
-    """
+    """A line in the list of runs: the requested numbers by name."""
 
     job: JobRow
     iteration: int
+    """The last finished one; 0 before the first."""
     finished: datetime | None
+    """End of that iteration; None before the first."""
     latest: Mapping[str, float]
+    """Of the last row of kind iteration; `evaluated`: of kind evaluation."""
     evaluated: Mapping[str, float]
     sums: Mapping[str, float] = field(default_factory=dict)
+    """Over all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve, reduced to intervals where it has too many points.
-
-    Attributes:
-        iterations_N: the last iteration of each interval, ascending.
-        values_N, low_N, high_N: mean, minimum and maximum of each interval; all equal without reduction.
-    """
+    """A curve; with too many points the mean, minimum and maximum of intervals, else all three equal."""
 
     iterations_N: tuple[int, ...]
+    """The last of each interval, ascending."""
     values_N: tuple[float, ...]
     low_N: tuple[float, ...]
     high_N: tuple[float, ...]
@@ -96,10 +80,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl.
-
-    `number` increases with every row of the store, so live pages resume from it.
-    """
+    """A row of metrics.jsonl. `number` increases with every row of the store: live pages resume from it."""
 
     number: int
     kind: str

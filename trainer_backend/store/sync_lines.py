@@ -15,8 +15,15 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import object_of
 from trainer_backend.rundir.spool import duplicate_error, plan_id
 from trainer_backend.store.database import Store
-from trainer_backend.store.job_numbers import job_number
-from trainer_backend.store.tables import Curve, Iteration, LedgerRow, Metric, MetricRow, SyncedFile
+from trainer_backend.store.tables import (
+    Curve,
+    Iteration,
+    LedgerRow,
+    Metric,
+    MetricRow,
+    SyncedFile,
+    job_number,
+)
 
 Row = Mapping[str, Any]
 # A digest of the last bytes before the mark: if it is equal, the file has only grown.
@@ -34,6 +41,9 @@ class FileMark:
     modified_ns: int
     digest: str | None
     decisions: bool
+
+
+MARK = [getattr(SyncedFile, name) for name in FileMark.__slots__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +65,26 @@ Put = Callable[[Connection, int, NewLines], None]
 
 def sync_lines(store: Store, job_id: str, path: Path, marks: Mapping[str, FileMark], put: Put) -> bool:
     """Copy the new lines of a file into the store with `put`; return whether there were any."""
-    if _unchanged(path, marks.get(path.name)):
-        return False
+    known = marks.get(path.name)
+    try:
+        facts = path.stat()
+        if known is not None and (facts.st_size, facts.st_mtime_ns) == (known.size, known.modified_ns):
+            return False
+    except FileNotFoundError:
+        if known is None:
+            return False
     with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
-        mark = _mark_of(connection, job, path.name)  # read again: a concurrent sync may have finished first
+        # Read again: a concurrent sync may have finished first.
+        query = select(*MARK).where(SyncedFile.job == job, SyncedFile.name == path.name)
+        row = connection.execute(query).first()
+        mark = None if row is None else FileMark(*row)
         new = _new_lines(path, mark)
         if new is None:
             return False
         put(connection, job, new)
         _remember(connection, job, path.name, mark, new)
     return bool(new.rows) or new.whole
-
-
-def _unchanged(path: Path, mark: FileMark | None) -> bool:
-    try:
-        facts = path.stat()
-    except FileNotFoundError:
-        return mark is None
-    return mark is not None and (facts.st_size, facts.st_mtime_ns) == (mark.size, mark.modified_ns)
 
 
 def _new_lines(path: Path, mark: FileMark | None) -> NewLines | None:
@@ -113,13 +124,6 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data[-_TAIL:], digest_size=12).hexdigest()
 
 
-def _mark_of(connection: Connection, job: int, name: str) -> FileMark | None:
-    table = SyncedFile
-    query = select(table.number, table.size, table.modified_ns, table.digest, table.decisions)
-    row = connection.execute(query.where(table.job == job, table.name == name)).first()
-    return None if row is None else FileMark(*row)
-
-
 def _remember(connection: Connection, job: int, name: str, mark: FileMark | None, new: NewLines) -> None:
     if mark is not None:
         connection.execute(delete(SyncedFile).where(SyncedFile.number == mark.number))
@@ -145,13 +149,8 @@ def put_metrics(connection: Connection, job: int, new: NewLines) -> None:
     _put_points(connection, job, new_rows)
     finished = datetime.fromtimestamp(new.modified_ns / 1e9, UTC)
     iterations = [
-        {
-            "job": job,
-            "iteration": iteration,
-            "policy_version": row.get("policy/version"),
-            "finished": finished,
-        }
-        for (kind, iteration), row in new_rows.items()
+        {"job": job, "iteration": i, "policy_version": row.get("policy/version"), "finished": finished}
+        for (kind, i), row in new_rows.items()
         if kind == "iteration"
     ]
     if iterations:
@@ -187,14 +186,11 @@ def _put_points(connection: Connection, job: int, rows: Mapping[tuple[str, int],
         for name, value in numbers_of(row)
     ]
     curves = _curves(connection, job, {(kind, name) for kind, name, *_ in points})
-    if points:
-        connection.execute(
-            insert(Metric),
-            [
-                {"curve": curves[kind, name], "iteration": iteration, "value": value}
-                for kind, name, iteration, value in points
-            ],
-        )
+    values = [
+        {"curve": curves[kind, name], "iteration": i, "value": value} for kind, name, i, value in points
+    ]
+    if values:
+        connection.execute(insert(Metric), values)
 
 
 def _curves(connection: Connection, job: int, names: set[tuple[str, str]]) -> dict[tuple[str, str], int]:

@@ -1,9 +1,6 @@
-"""Parquet files of rollouts:
+"""Parquet files of rollouts: a sync copies each new or changed file whole, and drops rows of deleted ones."""
 
-A sync copies each new or changed file whole, and drops rows of deleted files.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,15 @@ from trainer_backend.core.policies import player_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
-from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.retention import keeps_decisions, newest_iteration, remove_old_files, retention_of
 from trainer_backend.store.sync_lines import FileMark
-from trainer_backend.store.tables import Decision, Rollout, SyncedFile
+from trainer_backend.store.tables import Decision, Rollout, SyncedFile, job_number
+
+# The columns that both have under one name.
+_SAME = (
+    *("rollout_id", "group_id", "sibling", "attempt", "status", "seed", "outcome_reward"),
+    *("unique_achievements", "env_steps", "stop_reason", "failure_code"),
+)
 
 
 def sync_rollouts(
@@ -24,8 +26,7 @@ def sync_rollouts(
 ) -> bool:
     """Copy a run's rollout files into the store, and remove rows whose files are deleted or expired.
 
-    Args:
-        tidies: whether to delete files that [retention] does not keep.
+    `tidies`: files that [retention] does not keep are deleted first.
     """
     retention = retention_of(run)
     files = rollout_files(run)
@@ -58,8 +59,12 @@ def _sync_file(
     if same and mark is not None and mark.decisions == decisions:
         return False
     if same and mark is not None and not decisions:
+        of_file = select(Rollout.number).where(Rollout.file == mark.number)
         with store.write() as connection:
-            _drop_decisions(connection, mark.number)
+            connection.execute(delete(Decision).where(Decision.rollout.in_(of_file)))
+            connection.execute(
+                update(SyncedFile).where(SyncedFile.number == mark.number).values(decisions=False)
+            )
         return True
     rows = read_index(file.path)  # before the transaction, which must not wait for the disk
     with store.write() as connection:
@@ -74,14 +79,8 @@ def _put(
 ) -> None:
     number = connection.scalar(
         insert(SyncedFile).returning(SyncedFile.number),
-        {
-            "job": job,
-            "name": file.name,
-            "size": file.size,
-            "modified_ns": file.modified_ns,
-            "digest": None,
-            "decisions": decisions,
-        },
+        {"job": job, "name": file.name, "size": file.size, "modified_ns": file.modified_ns}
+        | {"digest": None, "decisions": decisions},
     )
     if not rows:
         return
@@ -91,7 +90,9 @@ def _put(
         [{**whose, **_rollout(row)} for row in rows],
     ).all()
     values = [
-        decision for rollout, row in zip(numbers, rows, strict=True) for decision in _decisions(rollout, row)
+        {"rollout": rollout, **decision}
+        for rollout, row in zip(numbers, rows, strict=True)
+        for decision in row["decisions"]
     ]
     if decisions and values:
         connection.execute(insert(Decision), values)
@@ -100,36 +101,12 @@ def _put(
 def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     rewards = [decision["reward"] for decision in row["decisions"]]
     credited = bool(rewards) and all(reward is not None for reward in rewards)
-    same = (
-        "rollout_id",
-        "group_id",
-        "sibling",
-        "attempt",
-        "status",
-        "seed",
-        "outcome_reward",
-        "unique_achievements",
-        "env_steps",
-        "stop_reason",
-        "failure_code",
-    )
     return {
-        **{name: row[name] for name in same},
+        **{name: row[name] for name in _SAME},
         "policy": player_of(row["model"], row["policy_name"] or ""),
         "reward": sum(rewards) if credited else None,
         "decisions": row["decision_count"] or 0,
     }
-
-
-def _decisions(rollout: int, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for decision in row["decisions"]:
-        yield {"rollout": rollout, **decision}
-
-
-def _drop_decisions(connection: Connection, file: int) -> None:
-    of_file = select(Rollout.number).where(Rollout.file == file)
-    connection.execute(delete(Decision).where(Decision.rollout.in_(of_file)))
-    connection.execute(update(SyncedFile).where(SyncedFile.number == file).values(decisions=False))
 
 
 def _remove(store: Store, job_id: str, names: Sequence[str]) -> None:

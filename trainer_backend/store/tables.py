@@ -3,12 +3,14 @@
 `Job` is the only copy of a job. All other tables index run directories: the next sync fills them again.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Connection,
     DateTime,
     Dialect,
     ForeignKey,
@@ -17,8 +19,11 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    select,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from trainer_backend.store.database import UnknownJob
 
 # Column types that behave alike in both databases. Migrations use them too, so existing ones never change.
 
@@ -105,18 +110,18 @@ class Job(Base):
     state: Mapped[str] = mapped_column(index=True)
     wanted: Mapped[str]
     config: Mapped[str]  # the resolved TOML, without secrets
-    run_dir: Mapped[str | None] = mapped_column(unique=True)
+    run_dir: Mapped[str | None] = mapped_column(unique=True)  # absolute; None until the job has one
     run_id: Mapped[str | None]
     origin: Mapped[str]
     home: Mapped[str]  # the service that runs it: several services may share one PostgreSQL, but no disk
     idempotency_key: Mapped[str | None]  # the client's key for its request to that service
-    body_hash: Mapped[str | None]
+    body_hash: Mapped[str | None]  # a digest of that request's body
     tags: Mapped[dict[str, str]]
-    attempt: Mapped[int]
+    attempt: Mapped[int]  # number of processes started for it so far
     created: Mapped[datetime]
     started: Mapped[datetime | None]
     ended: Mapped[datetime | None]
-    code: Mapped[str | None]
+    code: Mapped[str | None]  # why it failed or was stopped, for programs; `detail`: as a sentence
     detail: Mapped[str | None]
     version: Mapped[int]  # number of changes; compare-and-set uses it
 
@@ -277,3 +282,27 @@ class LedgerRow(Base):
     planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.spool.plan_id
     rollout_id: Mapped[str]
     iteration: Mapped[int]
+
+
+def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
+    """Return the number that rows of a job refer to.
+
+    Args:
+        lock: hold the job until the transaction ends, so that no second sync and no deletion interferes.
+            (SQLite has only one writer anyway.)
+    """
+    query = select(Job.number).where(Job.id == job_id)
+    number = connection.scalar(query.with_for_update() if lock else query)
+    if number is None:
+        raise UnknownJob(f"there is no job {job_id[:64]!r}")
+    return number
+
+
+def job_numbers(connection: Connection, job_ids: Sequence[str]) -> dict[int, str]:
+    """Return the ids of several jobs by number, in one query."""
+    query = select(Job.number, Job.id).where(Job.id.in_(job_ids))
+    ids = {number: job_id for number, job_id in connection.execute(query)}
+    missing = next((job_id for job_id in job_ids if job_id not in ids.values()), None)
+    if missing is not None:
+        raise UnknownJob(f"there is no job {missing[:64]!r}")
+    return ids

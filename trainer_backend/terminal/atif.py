@@ -54,7 +54,9 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
         _document(rollout, trajectory, story.steps, steps)
         for story, steps in zip(stories, agents, strict=True)
     )
-    main["final_metrics"]["extra"] = _outcome(trajectory)
+    names = ("outcome_reward", "outcome_definition", "achievements_counts", "env_steps", "wall_s")
+    outcome = {name: getattr(trajectory, name) for name in names}
+    main["final_metrics"]["extra"] = outcome | {"decisions": len(trajectory.steps)}
     main["extra"] = _about(rollout, trajectory)
     if others:
         _embed(main, others, stories, [steps[-1] for steps in agents])
@@ -62,13 +64,19 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
 
 
 def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps: Sequence[StepData]) -> Json:
+    infos = [step.step_info for step in steps]
+    totals = {
+        "total_prompt_tokens": _total([info.prompt_tokens for info in infos]),
+        "total_completion_tokens": _total([info.completion_tokens for info in infos]),
+        "total_steps": len(told),
+    }
     return {
         "schema_version": VERSION,
         "session_id": rollout.rollout_id,
         "trajectory_id": rollout.rollout_id,
         "agent": _agent(trajectory),
         "steps": told,
-        "final_metrics": _final_metrics(steps, len(told)),
+        "final_metrics": _present(totals),
     }
 
 
@@ -124,27 +132,6 @@ def _agent(trajectory: Trajectory) -> Json:
         "tool_definitions": [tool.model_dump(mode="json") for tool in trajectory.tools] or None,
     }
     return _present(agent)
-
-
-def _final_metrics(steps: Sequence[StepData], step_count: int) -> Json:
-    infos = [step.step_info for step in steps]
-    totals = {
-        "total_prompt_tokens": _total([info.prompt_tokens for info in infos]),
-        "total_completion_tokens": _total([info.completion_tokens for info in infos]),
-        "total_steps": step_count,
-    }
-    return _present(totals)
-
-
-def _outcome(trajectory: Trajectory) -> Json:
-    return {
-        "outcome_reward": trajectory.outcome_reward,
-        "outcome_definition": trajectory.outcome_definition,
-        "achievements_counts": trajectory.achievements_counts,
-        "decisions": len(trajectory.steps),
-        "env_steps": trajectory.env_steps,
-        "wall_s": trajectory.wall_s,
-    }
 
 
 def _about(rollout: Rollout, trajectory: Trajectory) -> Json:
@@ -297,12 +284,10 @@ class _Story:
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
-        self.known[key] = (
-            self._as_result(message) if message.role == "tool" else self._as_step(message, is_context)
-        )
+        self.known[key] = self._as_result(message) if message.role == "tool" else self._as_step(message)
         return self.known[key]
 
-    def _as_step(self, message: Message, is_context: bool) -> int:
+    def _as_step(self, message: Message) -> int:
         source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
         calls = [_call(call) for call in message.tool_calls or ()]
         fields: Json = {"message": message.content or "", "tool_calls": calls or None}

@@ -212,11 +212,6 @@ _DOCUMENTS = EnvironmentJob(
 )  # fmt: skip
 
 
-def _short_sums() -> str:
-    """The rows of configs/data/short_sums.jsonl."""
-    return "".join(json.dumps(row) + "\n" for row in sums(480, steps=1, seed=1, largest=9))
-
-
 # A dialogue has neither questions nor scores of its own.
 _DIALOGUE = EnvironmentJob(
     common=_CONVERSATION,
@@ -240,7 +235,9 @@ _DIALOGUE = EnvironmentJob(
         "evaluation": {"every_n_iters": 15, "instances": 120},
     },
     files={
-        "short_sums.jsonl": _short_sums,
+        "short_sums.jsonl": lambda: "".join(  # the rows of configs/data/short_sums.jsonl
+            json.dumps(row) + "\n" for row in sums(480, steps=1, seed=1, largest=9)
+        ),
         "interactions.yaml": lambda: (
             "# Answers as the user, and scores each answer by its last number (docs/plugins.md).\n"
             'interaction:\n  - class_name: "task_app.interactions.gsm8k.Gsm8kInteraction"\n    config: {}\n'

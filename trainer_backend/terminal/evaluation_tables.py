@@ -18,7 +18,12 @@ def tables(result: EvaluationResult) -> Group:
 
     Cells are Text, because rich reads brackets in strings as markup.
     """
-    details: list[RenderableType] = [_rates(result), "", _turns(result), ""] if result.unique else []
+    details: list[RenderableType] = []
+    if result.unique:
+        rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
+        for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
+            rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
+        details = [rates, "", _turns(result), ""]
     return Group(_setting(result), "", *details, *_worst_rows(result), _figures(result))
 
 
@@ -68,13 +73,6 @@ def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
         yield f"solved in any of {result.repeats}", _interval(result.solved_in_any, "{:.1%}")
     if result.unique is not None and result.unique != result.outcome:
         yield "unique achievements", _interval(result.unique, "{:.2f}")
-
-
-def _rates(result: EvaluationResult) -> Table:
-    rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
-    for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
-        rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
-    return rates
 
 
 def _turns(result: EvaluationResult) -> Table:

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +23,6 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import read_index, rollout_files
 from trainer_backend.terminal.atif import atif_of
 from trainer_backend.terminal.rows import Row, rows_of
-
-# Skipped episodes are counted by their cause.
 
 # Stages for training. Learning from held-out worlds would make evaluation on them meaningless.
 DEFAULT_STAGES = ("train", "warmup")
@@ -137,9 +136,8 @@ Rows of messages from the run {run}, by `turnwise export`: {told}.
 """
 
 
-class _Sink(Protocol):
-    def put(self, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-        """Write an episode, and return the number of its rows; 0 if there is nothing to write."""
+# Writes an episode with the columns of its decisions; returns its number of rows, 0 if it has none to write.
+Put = Callable[[Rollout, Sequence[Mapping[str, Any]]], int]
 
 
 def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSAGES) -> ExportResult:
@@ -176,21 +174,21 @@ def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSA
 def _write(run: RunDirectory, aside: Path, suffix: str, choice: Choice, form: str) -> ExportResult:
     if form == ATIF:
         aside.mkdir()
-        return replace(_export(run, choice, _Documents(aside)), unit="files")
+        return replace(_export(run, choice, partial(_put_document, aside)), unit="files")
     if suffix == ".jsonl":
         with aside.open("w", encoding="utf-8") as file:
-            return _export(run, choice, _Lines(file))
+            return _export(run, choice, partial(_put_lines, file))
     if suffix == ".parquet":
         with _parquet(aside) as table:
-            return _export(run, choice, table)
+            return _export(run, choice, table.put)
     (aside / "data").mkdir(parents=True)
     with _parquet(aside / "data/train-00000-of-00001.parquet") as table:
-        result = _export(run, choice, table)
+        result = _export(run, choice, table.put)
     (aside / "README.md").write_text(_CARD.format(run=run.path.name, told=result), encoding="utf-8")
     return result
 
 
-def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> ExportResult:
+def _export(run: RunDirectory, choice: Choice, put: Put) -> ExportResult:
     skipped: Counter[str] = Counter()
     row_count = episodes = 0
     files = [file for file in rollout_files(run.path) if file.stage in choice.stages]
@@ -200,7 +198,7 @@ def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> ExportResult:
         rollouts, credits = _read_file(file.path)
         for rollout in rollouts:
             why = why_not(choice, rollout)
-            written = 0 if why else sink.put(rollout, credits[rollout.rollout_id])
+            written = 0 if why else put(rollout, credits[rollout.rollout_id])
             if not written:
                 skipped[why or "without a decision worth imitating"] += 1
                 continue
@@ -219,28 +217,19 @@ def _read_file(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]
         ) from error
 
 
-class _Lines:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def put(self, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-        rows = rows_of(rollout, credits)
-        for row in rows:
-            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        return len(rows)
+def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
+    rows = rows_of(rollout, credits)
+    for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    return len(rows)
 
 
-class _Documents:
-    """A file for each rollout, named by its id with + for /, which no id holds."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-        path = self._folder / f"{rollout.rollout_id.replace('/', '+')}.json"
-        document = json.dumps(atif_of(rollout, credits), ensure_ascii=False, allow_nan=False)
-        path.write_text(document + "\n", encoding="utf-8")
-        return 1
+def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
+    """Write a file for the rollout, named by its id with + for /, which no id holds."""
+    document = json.dumps(atif_of(rollout, credits), ensure_ascii=False, allow_nan=False)
+    path = folder / f"{rollout.rollout_id.replace('/', '+')}.json"
+    path.write_text(document + "\n", encoding="utf-8")
+    return 1
 
 
 class _Table:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,13 +74,7 @@ class JobsClient:
     def events(self, path: str, *, after: str | None = None) -> Iterator[Event]:
         """Yield the events after a position, until the service ends the stream."""
         query = {} if after is None else {"after": after}
-        with (
-            self._client(_SILENCE_S) as client,
-            self._errors(),
-            client.stream("GET", path, params=query) as answer,
-        ):
-            if not answer.is_success:
-                raise self._refusal(answer)
+        with self._answer(_SILENCE_S, "GET", path, params=query) as answer:
             name, identity = "", None
             for line in self._lines(answer):
                 kind, _, value = line.partition(": ")
@@ -91,19 +86,31 @@ class JobsClient:
                     yield Event(name, json.loads(value), identity)
 
     def _ask(self, method: str, path: str, **options: Any) -> bytes:
-        with (
-            self._client(_TIMEOUT_S) as client,
-            self._errors(),
-            client.stream(method, path, **options) as answer,
-        ):
-            if not answer.is_success:
-                raise self._refusal(answer)
+        with self._answer(_TIMEOUT_S, method, path, **options) as answer:
             return self._content(answer)
 
-    def _client(self, timeout_s: float) -> httpx.Client:
+    @contextmanager
+    def _answer(self, timeout_s: float, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
+        """Send a request; errors of the connection, also while the answer is read, become ours."""
         key = key_from_environ(self.environ, TRAINER_KEY)
-        headers = {"X-API-Key": key.get_secret_value()} if key is not None else {}
-        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers, follow_redirects=False)
+        keys = {"X-API-Key": key.get_secret_value()} if key is not None else {}
+        client = httpx.Client(base_url=self.url, timeout=timeout_s, headers=keys, follow_redirects=False)
+        try:
+            with client, client.stream(method, path, **options) as answer:
+                if not answer.is_success:
+                    raise self._refusal(answer)
+                yield answer
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ServiceRefused(f"--url is {self.url!r}, which is no http or https URL") from error
+        except ReplyTooLarge as error:
+            raise ServiceUnreachable(
+                f"{self.url} answers, and not as a trainer service does: {error}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(
+                f"no trainer service answers at {self.url}: {error or type(error).__name__}",
+                hint=f"Start one with `turnwise trainer`, or name another with --url or {URL_VARIABLE}.",
+            ) from error
 
     def _content(self, answer: httpx.Response) -> bytes:
         return b"".join(bounded(answer.iter_bytes(), self.most_reply_bytes))
@@ -134,32 +141,6 @@ class JobsClient:
         if answer.status_code == 401:
             hint = f"Set {TRAINER_KEY} in the environment."
         return ServiceRefused(problem.detail, where=problem.where, hint=hint)
-
-    def _errors(self) -> "_Errors":
-        return _Errors(self.url)
-
-
-class _Errors:
-    """Converts errors of the connection to ours."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
-            raise ServiceRefused(f"--url is {self._url!r}, which is no http or https URL") from error
-        if isinstance(error, ReplyTooLarge):
-            raise ServiceUnreachable(
-                f"{self._url} answers, and not as a trainer service does: {error}"
-            ) from error
-        if isinstance(error, httpx.HTTPError):
-            raise ServiceUnreachable(
-                f"no trainer service answers at {self._url}: {error or type(error).__name__}",
-                hint=f"Start one with `turnwise trainer`, or name another with --url or {URL_VARIABLE}.",
-            ) from error
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:

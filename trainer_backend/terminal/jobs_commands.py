@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,11 +14,8 @@ from rich.text import Text
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import text_to_send
 from trainer_backend.store.rows import ENDED
-from trainer_backend.terminal.jobs_client import JobsClient, ServiceUnreachable
+from trainer_backend.terminal.jobs_client import JobsClient, ServiceUnreachable, client_for
 from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
-
-if TYPE_CHECKING:  # imported on use, so that other commands start without it
-    from trainer_backend.terminal.jobs_client import JobsClient
 
 jobs = typer.Typer(no_args_is_help=True, help="Use a trainer service: submit, list, show, pause, cancel.")
 _out = TextConsole()
@@ -50,7 +47,7 @@ def submit(
     overrides: Overrides = None,
 ) -> None:
     """Submit a job. Paths in it refer to the service's machine."""
-    client = _client(url)
+    client = client_for(url)
     text, notes = text_to_send(job, overrides or ())
     headers = {"Content-Type": "application/toml"}
     headers |= {"Idempotency-Key": idempotency_key} if idempotency_key else {}
@@ -74,7 +71,7 @@ def list_jobs(
     as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
     """List the newest jobs, including runs of `turnwise train` that the service sees."""
-    reply = _client(url).get("/jobs", limit=limit, state=state or [])
+    reply = client_for(url).get("/jobs", limit=limit, state=state or [])
     if as_json:
         print(json.dumps(reply))
         return
@@ -90,7 +87,7 @@ def list_jobs(
             (job["started"] or "")[:19],
             # Runs of `--seeds` share a name: seed_0, seed_1, …
             PurePath(job["run_dir"] or "").name,
-            _detail(job),
+            str(job["detail"] or (job["progress"] or {}).get("stage") or "").partition("\n")[0][:80],
         )
         table.add_row(*(Text(word) for word in cells))
     _out.print(table)
@@ -106,7 +103,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
     """Show one job: its state, its progress, its run directory."""
-    client = _client(url)
+    client = client_for(url)
     if config:
         write(client.text(f"/jobs/{job}/config"))
         return
@@ -114,12 +111,8 @@ def show(
     if as_json:
         print(json.dumps(reply))
         return
-    progress = reply.pop("progress") or {}
-    facts = {
-        **reply,
-        "iteration": _iteration({**reply, "progress": progress}),
-        "stage": progress.get("stage"),
-    }
+    iteration, progress = _iteration(reply), reply.pop("progress") or {}
+    facts = {**reply, "iteration": iteration, "stage": progress.get("stage")}
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in facts.items():
         if value not in (None, "", {}):
@@ -138,7 +131,7 @@ def logs(
     tail: Annotated[int, typer.Option(min=1, max=10_000, help="number of last lines")] = 1000,
 ) -> None:
     """Print a job's log."""
-    client = _client(url)
+    client = client_for(url)
     if follow and part != "run":
         raise JobError(f"--follow prints what the run tells; of --part {part} leave it out")
     if follow:
@@ -173,26 +166,19 @@ def delete(
     files: Annotated[bool, typer.Option(help="delete its run directory too, with everything in it")] = False,
 ) -> None:
     """Forget a job that has ended."""
-    client = _client(url)
+    client = client_for(url)
     reply = client.get(f"/jobs/{job}")
     client.delete(f"/jobs/{reply['id']}", files=files)
     note = "" if files or not reply["run_dir"] else f"; its files stay in {reply['run_dir']}"
     tell(_out, f"{reply['id']}  deleted{note}")
 
 
-def _client(url: str | None) -> "JobsClient":
-    from trainer_backend.terminal.jobs_client import client_for
-
-    return client_for(url)
-
-
 def _ask(job: str, verb: str, url: str | None) -> None:
-    reply = _client(url).post(f"/jobs/{job}/{verb}")
+    reply = client_for(url).post(f"/jobs/{job}/{verb}")
     tell(_out, f"{reply['id']}  {reply['state']}  {reply['name']}")
 
 
-def _follow(client: "JobsClient", job: str) -> None:
-
+def _follow(client: JobsClient, job: str) -> None:
     if follow(client, job, _out, _err) != "succeeded":
         raise typer.Exit(1)
 
@@ -203,23 +189,13 @@ def _iteration(job: dict[str, Any]) -> str:
     return f"{progress.get('iteration', 0)}" + (f"/{total}" if total else "")
 
 
-def _detail(job: dict[str, Any]) -> str:
-    detail = job["detail"] or (job["progress"] or {}).get("stage") or ""
-    return str(detail).splitlines()[0][:80] if detail else ""
-
-
 # Waits between attempts to reach a stopped service; then it is given up. Long enough for a service that
 # restarts and lets its jobs save before.
 _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 
 def follow(
-    client: JobsClient,
-    job: str,
-    out: Console,
-    err: Console,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
+    client: JobsClient, job: str, out: Console, err: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> str:
     """Print events; return the job's final state, or `deleted`."""
     path, after, waits = f"/jobs/{job}/events", None, iter(_WAITS_S)
@@ -238,7 +214,10 @@ def follow(
                     why = f": {detail}" if detail and event.data["state"] == "failed" else ""
                     tell(err, f"the job is {event.data['state']}{why}")
                     return str(event.data["state"])
-                _print(event.name, event.data, out, err)
+                if event.name == "log":
+                    tell(out, line_of(event.data))
+                elif event.name == "store":
+                    tell(err, f"warning: {event.data['detail']}")
         except ServiceUnreachable as error:
             if not has_connected:
                 raise
@@ -248,10 +227,3 @@ def follow(
             raise outage or ServiceUnreachable(f"the service at {client.url} does not tell how {job} goes on")
         tell(err, f"the service has stopped before the job has ended; asking again in {wait_s:g} s")
         sleep(wait_s)
-
-
-def _print(name: str, data: dict[str, Any], out: Console, err: Console) -> None:
-    if name == "log":
-        tell(out, line_of(data))
-    elif name == "store":
-        tell(err, f"warning: {data['detail']}")

@@ -53,7 +53,7 @@ _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class LastingStreams:
-    """stdout and stderr of a command that goes on when the terminal, or the reader of its pipe, is gone.
+    """stdout and stderr of a command that continues when the terminal, or the reader of its pipe, is gone.
 
     What is printed then is dropped: no line is worth a run. Any thread may print: a live table, a log, a
     library.

@@ -141,12 +141,8 @@ def closing_lines(story: Story) -> list[str]:
         begins = find_comparable(evaluations)[0]
         since = "" if begins is first else f", from iteration {begins['iteration']} on"
         if difference is not None:
-            lines.append(
-                (
-                    f"difference, {story.unit} by {story.unit}",
-                    f"{_interval(difference)}, {difference.count} {story.unit}s{since}",
-                )
-            )
+            text = f"{_interval(difference)}, {difference.count} {story.unit}s{since}"
+            lines.append((f"difference, {story.unit} by {story.unit}", text))
     if others := describe_others(evaluations):
         lines.append(("not comparable", others))
     if best is None:

@@ -1,7 +1,7 @@
 """Rows for supervised training: every answer that is worth imitating is in exactly one row. Pure.
 
 A row is the model's view at one moment, with its answer: `messages` as in chat completions. Decisions whose
-prompts continue one another share a row, that of the last of them; where a prompt starts anew (each time in
+prompts continue one another share a row, that of the last of them; where a prompt starts afresh (each time in
 Crafter, after an edit in a conversation) a row begins. An assistant message has `weight` 1 if it is to be
 learned, as fine-tuning services read it, and 0 if another row has it or if it was refused.
 
@@ -49,19 +49,15 @@ def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list
     trajectory = rollout.trajectory
     if trajectory is None:
         return []
-    about = _About(
-        rollout,
-        trajectory,
-        {credit["turn"]: credit for credit in credits},
-        {step.turn: step_deltas(step) for step in trajectory.steps},
-    )
+    deltas = {step.turn: step_deltas(step) for step in trajectory.steps}
+    about = _About(rollout, trajectory, {credit["turn"]: credit for credit in credits}, deltas)
     return [row for view in _views(trajectory) if (row := _row(about, view)) is not None]
 
 
 def _views(trajectory: Trajectory) -> Iterator[_View]:
     view: _View | None = None
     for step, prompt in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
-        if view is not None and _goes_on(view, step, prompt):
+        if view is not None and _continues(view, step, prompt):
             view.answers[len(view.prompt)] = view.steps[-1]
             view.prompt = prompt
             view.steps.append(step)
@@ -73,7 +69,7 @@ def _views(trajectory: Trajectory) -> Iterator[_View]:
         yield view
 
 
-def _goes_on(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
+def _continues(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
     """Return whether the prompt continues the previous one and its answer."""
     observation, length = step.observation_data, len(view.prompt)
     whole = observation.messages_reused >= length and not observation.changed

@@ -51,11 +51,10 @@ async def serve(
     *,
     structured_output: StructuredOutput,
 ) -> None:
-    """Serve `{job}/actor` until stopped.
+    """Serve `{job}/actor` until stopped; `say` receives lines for the user.
 
     Args:
         key: the key that callers must send; None: this machine needs none.
-        say: receives lines for the user.
         structured_output: what becomes of a request for it, since no grammar is enforced.
     """
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()

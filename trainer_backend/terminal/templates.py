@@ -197,17 +197,11 @@ def _bindings(module: ast.Module) -> Iterator[str]:
 
 def _texts(name: str) -> Iterator[tuple[str, str]]:
     words = name.split("_")
-    names = {
-        "name": name,
-        "Class": "".join(map(str.capitalize, words)),
-        "title": " ".join(words).capitalize(),
-    }
+    title = " ".join(words).capitalize()
+    names = {"name": name, "Class": "".join(map(str.capitalize, words)), "title": title}
+    folder = files("trainer_backend.terminal").joinpath("new_environment")
     for file, template in FILES.items():
-        text = (
-            files("trainer_backend.terminal")
-            .joinpath("new_environment", template)
-            .read_text(encoding="utf-8")
-        )
+        text = folder.joinpath(template).read_text(encoding="utf-8")
         yield file.format(name=name), Template(text).substitute(names)
 
 
@@ -241,16 +235,8 @@ def _table(name: str, field: FieldInfo, values: Values) -> str:
     ]
     # A table whose absence has a meaning must not appear empty.
     header = f"[{name}]" if values_here or field.default not in (None, ()) else f"#[{name}]"
-    return (
-        "\n".join(
-            [
-                "",
-                header,
-                *(line for key in keys for line in _key(name, model, key, values_here)),
-            ]
-        )
-        + "\n"
-    )
+    lines = (line for key in keys for line in _key(name, model, key, values_here))
+    return "\n".join(["", header, *lines, ""])
 
 
 def _key(table: str, model: type[BaseModel], key: str, values_here: Mapping[str, Any]) -> Iterator[str]:

@@ -20,7 +20,6 @@ from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
 from trainer_backend.run.reporters import SinkReporter
@@ -75,17 +74,14 @@ def single_run(
     directory = open_run(resume)
     loaded = directory.job_with(overrides)
     refuse_missing_libraries(loaded.config.sinks)
-    advice = _unread_by_a_resume(directory, loaded.config)
-    loaded = replace(loaded, warnings=(*loaded.warnings, *advice))
-    return RunPlan(loaded, directory, resume=True, accept_data=accept_data)
-
-
-def _unread_by_a_resume(directory: RunDirectory, job: JobConfig) -> Iterator[str]:
-    if job.warmup != directory.job().warmup and latest_checkpoint(directory.checkpoints) is not None:
-        yield (
+    has_trained = latest_checkpoint(directory.checkpoints) is not None
+    if loaded.config.warmup != directory.job().warmup and has_trained:
+        advice = (
             f"[warmup] has changed, but {directory.path} has finished its warm-up and does not repeat it. "
             "Start a new run to warm up with the changed table"
         )
+        loaded = replace(loaded, warnings=(*loaded.warnings, advice))
+    return RunPlan(loaded, directory, resume=True, accept_data=accept_data)
 
 
 def run_of_each_seed(

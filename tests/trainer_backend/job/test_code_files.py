@@ -143,7 +143,7 @@ def test_a_posted_job_begins_with_the_files_of_its_start(code, key):
     bounds = Bounds(data_dir=code.parent / "runs", roots=(code.parent,))
     of_another_run = tomli.loads((run_of(code, key).path / "job.toml").read_text())
     of_another_run["job"]["runs_dir"] = str(bounds.data_dir)
-    posted = validate_job(of_another_run, bounds).loaded.config
+    posted = validate_job(of_another_run, bounds)[0].config
     (code / "mine.py").write_text("# changed while the job waited")
     run = create_run(posted, bounds.data_dir / "posted")
     run.job_with(())

@@ -27,7 +27,7 @@ def filled(folder: Path, url: str):
         (run.path / ".state.json.tmp").write_text("half")
         (run.path / "lock").write_text("{}")
         first, _ = jobs.create(
-            store, NewJob("a", 'x = "é"', data.home, run_dir=run.path, run_id=run.run_id, tags=(("k", "v"),))
+            store, NewJob("a", 'x = "é"', data.home, run_dir=run.path, run_id=run.run_id, tags={"k": "v"})
         )
         jobs.transition(store, first, state="running", started=store.clock())
         jobs.create(store, NewJob("c", "", data.home, idempotency_key="one", body_hash="h"))

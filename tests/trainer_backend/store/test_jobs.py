@@ -24,7 +24,7 @@ def made(store: Store, name: str = "a", **given) -> JobRow:
 
 
 def test_a_job_is_read_back_as_it_was_made(store: Store):
-    new = NewJob("a", config='x = "é"', home="here", run_dir=Path("/runs/a"), tags=(("source", "cli"),))
+    new = NewJob("a", config='x = "é"', home="here", run_dir=Path("/runs/a"), tags={"source": "cli"})
     job, fresh = jobs.create(store, new)
     assert fresh
     assert jobs.get(store, job.id) == job
