@@ -134,7 +134,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("paths that differ have names that differ")
 
 
-FILE = "comparison.html"
 # Henderson et al. 2018 (arXiv:1709.06560): averages of runs of one setting, by their seeds alone, differ as
 # much as those of two settings may.
 ONE_SEED = (
@@ -168,7 +167,7 @@ def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
         ],
         saved_at=datetime.now(UTC),
     )
-    return save(folder / FILE, html)
+    return save(folder / "comparison.html", html)
 
 
 def summary_columns(sides: Sequence[Side]) -> list[str]:

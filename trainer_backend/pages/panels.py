@@ -29,6 +29,11 @@ class Line:
     needs: str | None = None
     """A metric of an iteration; a run without it does not show this line."""
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that it draws: its own and those of its band."""
+        return (self.metric, *(self.band or ()))
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -279,7 +284,7 @@ def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
     Times of day have none: pages/timeline.py draws them.
     """
     pairs = sorted(set(metrics))
-    drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
+    drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in line.metrics}
     names = [
         name
         for kind, name in pairs
@@ -299,11 +304,6 @@ def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
         for panel in panels
         for number, line in enumerate(panel.lines)
     ]  # fmt: skip
-
-
-def metrics_of(line: Line) -> tuple[str, ...]:
-    """The metrics that a line draws: its own and those of its band."""
-    return (line.metric, *(line.band or ()))
 
 
 def _lines(line: Line, pairs: list[tuple[str, str]]) -> Iterator[Line]:

@@ -13,16 +13,7 @@ from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import chosen_keys, differing_keys, folder_of
 from trainer_backend.pages.page import HEADERS, BadAddress, Dashboard, dashboard_of, frame, page, page_router
-from trainer_backend.pages.panels import (
-    PANELS,
-    Kind,
-    Panel,
-    merge_outcome,
-    metrics_of,
-    rest_of,
-    restrict,
-    split_by_line,
-)
+from trainer_backend.pages.panels import PANELS, Kind, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_view import (
     MOST_LOSSES,
     RATES,
@@ -33,7 +24,6 @@ from trainer_backend.pages.run_view import (
     head_of,
     key_figures,
     list_losses,
-    log_lines,
     seconds_an_iteration,
     success_rates,
 )
@@ -79,14 +69,16 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             differs=differing_keys([item.config for item in runs]), **frame(request, "runs"),
         )  # fmt: skip
     checkpoints = reads.checkpoints(store, job_id)
+    first_lines = reads.metric_lines(store, job_id, kind="iteration", limit=1)
+    last_line = reads.last_line(store, job_id, "iteration")
     return page(
         "run",
         panels=panels,
         rest=len(rest),
         checkpoints=checkpoints,
-        lines=() if panels else log_lines(_log_of(runs[0], _FIRST_LINES)[0]),
+        lines=() if panels else _log_of(runs[0], _FIRST_LINES)[0],
         **figures_of(
-            iteration_ends(store, job_id),
+            Ends(_row(first_lines[0]) if first_lines else None, _row(last_line) if last_line else None),
             evaluations(store, job_id),
             reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id],
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
@@ -131,12 +123,7 @@ def head(request: Request, job_id: str) -> Response:
 
 
 @router.get("/runs/{job_id}/charts")
-def charts(
-    request: Request,
-    job_id: str,
-    others: With = (),
-    rest: bool = False,
-) -> JSONResponse:
+def charts(request: Request, job_id: str, others: With = (), rest: bool = False) -> JSONResponse:
     """Send the values of every chart, as static/charts.js reads them."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
@@ -177,7 +164,7 @@ def config(request: Request, job_id: str) -> Response:
 def log(request: Request, job_id: str) -> Response:
     """Show the last lines of the run's log."""
     lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
-    return page("log", lines=log_lines(lines), skipped=skipped, **run_frame(request, job_id, "log"))
+    return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
 
 
 def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:
@@ -254,9 +241,12 @@ def panels_for(
 def run_charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
     """Read the values of panels, with two queries for all panels and runs."""
     ids = [job.id for job in runs]
+    lines = [line for panel in panels for line in panel.lines]
+    names = {
+        kind: sorted({name for one in lines if one.kind == kind for name in one.metrics}) for kind in _KINDS
+    }
     series = {
-        kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=POINTS // len(runs))
-        for kind in _KINDS
+        kind: reads.series(store, ids, names[kind], kind=kind, points=POINTS // len(runs)) for kind in _KINDS
     }
     curves: list[tuple[str, Curves]] = [
         (name, {(kind, metric): one for kind in _KINDS for metric, one in series[kind][job.id].items()})
@@ -275,12 +265,6 @@ def names_of(runs: Sequence[JobRow]) -> list[str]:
     """Name each run by its job, or by its folder if another run has the same job name."""
     names = [job.name for job in runs]
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
-
-
-def iteration_ends(store: Store, job_id: str) -> Ends:
-    first = reads.metric_lines(store, job_id, kind="iteration", limit=1)
-    last = reads.last_line(store, job_id, "iteration")
-    return Ends(_row(first[0]) if first else None, _row(last) if last else None)
 
 
 def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
@@ -305,9 +289,3 @@ def _size(path: Path) -> int:
 
 def _row(line: Any) -> dict[str, Any]:
     return {**line.row, "kind": line.kind, "iteration": line.iteration}
-
-
-def _names(panels: Sequence[Panel], kind: str) -> list[str]:
-    return sorted(
-        {name for panel in panels for line in panel.lines if line.kind == kind for name in metrics_of(line)}
-    )

@@ -12,7 +12,7 @@ from trainer_backend.pages.facts import end_of, time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import Spark, spark_of
-from trainer_backend.rundir.state import LogLine, ProcessRecord, ProcessRole, RunState
+from trainer_backend.rundir.state import ProcessRecord, ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
 
 
@@ -68,7 +68,9 @@ def head_of(
         actions=_actions(job) if can_control else (),
         facts=tuple(_facts(job, state, now, losses)),
         code=job.code or "", detail=job.detail or "",
-        processes=_processes(state) if state is not None and job.state in ACTIVE else (),
+        processes=tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
+        if state is not None and job.state in ACTIVE
+        else (),
         notes=() if state is None else state.notes,
     )  # fmt: skip
 
@@ -88,10 +90,6 @@ def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s
     if rate_s and total > done:
         parts.append(f"about {roughly((total - done) * rate_s)} left")
     return " · ".join(parts)
-
-
-def _processes(state: RunState) -> tuple[ProcessRecord, ...]:
-    return tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
 
 
 def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
@@ -209,11 +207,7 @@ def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> st
 
 
 MOST_LOSSES = 50  # stages that the page lists
-_STAGES = {
-    **NAMES_BEFORE_RL,
-    "evaluation": "evaluation after iteration {}",
-    "iteration": "iteration {}",
-}
+_STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "iteration": "iteration {}"}
 
 
 def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
@@ -317,16 +311,3 @@ def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Se
         high=round(100 * high, 1),
         spark=spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """A line of the log; `clock` is the time of day, `time` the whole moment, UTC."""
-
-    time: str
-    clock: str
-    text: str
-
-
-def log_lines(lines: Sequence[LogLine]) -> list[LogEntry]:
-    return [LogEntry(line.time, line.time[11:19], line.text) for line in lines]

@@ -7,8 +7,8 @@ from fastapi import Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
-from trainer_backend.pages.facts import clip, folder_of, time_taken
-from trainer_backend.pages.figures import number
+from trainer_backend.pages.facts import folder_of, time_taken
+from trainer_backend.pages.figures import clip, number
 from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
 from trainer_backend.pages.run_view import bounds_of
 from trainer_backend.pages.series import Spark, spark_of
