@@ -80,11 +80,8 @@ class KeyDoor:
         basic_posts: str | None = None,
         unauthorised: type[ServiceError] = Unauthorised,
     ) -> None:
-        self._keys = keys
-        self._open_paths = frozenset(open_paths)
-        self._open_below = tuple(open_below)
-        self._basic_posts = basic_posts
-        self._unauthorised = unauthorised
+        self._keys, self._basic_posts, self._unauthorised = keys, basic_posts, unauthorised
+        self._open_paths, self._open_below = frozenset(open_paths), tuple(open_below)
 
     def error(self, scope: Scope) -> ServiceError | None:
         if self._is_open(scope["path"]):
@@ -425,8 +422,7 @@ class _Answer:
     """The send channel of a request: it passes the app's reply, unless the deadline's reply came first."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._at_most_s = at_most_s
+        self._scope, self._receive, self._send, self._at_most_s = scope, receive, send, at_most_s
         self._has_begun = False
         self._late_reply: asyncio.Task[None] | None = None
 

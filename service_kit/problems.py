@@ -88,12 +88,11 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
     response.headers.update(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
         # The router itself would name only the methods of the path's first route.
-        scopes = {method: {**request.scope, "method": method} for method in sorted(_METHODS)}
         routes: list[BaseRoute] = request.app.routes
         possible = [
             method
-            for method, scope in scopes.items()
-            if any(route.matches(scope)[0] is Match.FULL for route in routes)
+            for method in sorted(_METHODS)
+            if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
         ]
         response.headers["Allow"] = ", ".join(possible)
     return response

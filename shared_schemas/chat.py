@@ -81,12 +81,10 @@ def without_nulls(body: Any) -> Any:
         return [without_nulls(item) for item in body]
     if not isinstance(body, dict):
         return body
-    return {name: _read_member(name, value) for name, value in body.items() if value is not None}
-
-
-def _read_member(name: str, value: Any) -> Any:
-    if isinstance(value, dict) and name in _OWN_VALUES:
-        return value
-    if isinstance(value, dict) and name in _SCHEMAS:
-        return {keyword: part for keyword, part in value.items() if part is not None}
-    return without_nulls(value)
+    members = {name: value for name, value in body.items() if value is not None}
+    for name, value in members.items():
+        if not isinstance(value, dict) or name not in _OWN_VALUES | _SCHEMAS:
+            members[name] = without_nulls(value)
+        elif name in _SCHEMAS:
+            members[name] = {keyword: part for keyword, part in value.items() if part is not None}
+    return members

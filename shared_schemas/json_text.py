@@ -114,7 +114,9 @@ def plain_json(value: Any, place: str) -> Any:
             text = b"NaN"
         except (TypeError, PydanticSerializationError) as exc:
             raise TypeError(f"{place}{_first(value, _is_no_json)}, which JSON cannot hold") from exc
-    if (b"NaN" in text or b"Infinity" in text) and (fault := _first(value, _is_no_number)):
+    if (b"NaN" in text or b"Infinity" in text) and (
+        fault := _first(value, lambda one: isinstance(one, float) and not math.isfinite(one))
+    ):
         raise ValueError(f"{place}{fault}; a finite number is needed")
     return value
 
@@ -153,10 +155,6 @@ def _is_no_json(value: Any) -> bool:
     except (TypeError, PydanticSerializationError):
         return True
     return False
-
-
-def _is_no_number(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _first(value: Any, test: Callable[[Any], bool]) -> str:

@@ -66,20 +66,17 @@ class Further:
 
 @dataclass(frozen=True, slots=True)
 class SegmentView:
-    """A segment as it is trained, around one of its decisions.
-
-    Attributes:
-        number: from 1.
-        turns: the decisions that it trains.
-        length, sampled: the numbers of all tokens, and of the tokens that are trained.
-        runs: the decision, the ones beside it, and the context between and around them.
-    """
+    """A segment as it is trained, around one of its decisions."""
 
     number: int
+    """From 1."""
     turns: tuple[int, ...]
+    """The decisions that it trains."""
     length: int
+    """The number of all its tokens; `sampled` of those that are trained."""
     sampled: int
     runs: tuple[Run, ...]
+    """The decision, the ones next to it, and the context between and around them."""
     before: Further | None = None
     after: Further | None = None
 
@@ -181,51 +178,30 @@ def _token_maker(
     segment: Segment, place: _Place, decode: Decode, advantages: Advantages, largest: float
 ) -> Callable[[int], Token]:
     """Return the function that makes a token of this run from its place in the segment."""
+    ids = segment.token_ids
     if place.turn is None:
-        return lambda at: _context(int(segment.token_ids[at]), decode)
-    values = _per_token(advantages(place.turn - 1), place.end - place.start)
-    first, versions = int(segment.sampled_positions.searchsorted(place.start)), segment.versions
+        return lambda at: Token(decode(int(ids[at])), "m0", f"id {ids[at]}, context: not trained")
+    values, count = advantages(place.turn - 1), place.end - place.start
+    if len(values) != count:  # the advantage of a whole decision is that of each of its tokens
+        values = [values[0] if values else None] * count
+    first = int(segment.sampled_positions.searchsorted(place.start))
 
     def token(at: int) -> Token:
-        n = first + at - place.start
-        told = _Sampled(int(segment.token_ids[at]), float(segment.logprobs[n]), int(versions[n]))
-        return _sampled(told, decode, values[at - place.start], largest)
+        n, advantage = first + at - place.start, values[at - place.start]
+        logprob = float(segment.logprobs[n])
+        kinds, texts = (
+            ["m1", f"p{probability_step(logprob)}"],
+            [f"id {ids[at]}", f"log-prob {signed(logprob)}"],
+        )
+        texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
+        if advantage is not None:
+            step = advantage_step(advantage, largest)
+            kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
+            texts.append(f"advantage {signed(advantage)}")
+        texts.append(f"policy version {int(segment.versions[n])}")
+        return Token(decode(int(ids[at])), " ".join(kinds), ", ".join(texts))
 
     return token
-
-
-def _per_token(values: Sequence[float | None], count: int) -> Sequence[float | None]:
-    """One value per token; the advantage of a whole decision is that of each of its tokens."""
-    if len(values) == count:
-        return values
-    return [values[0] if values else None] * count
-
-
-def _context(one: int, decode: Decode) -> Token:
-    return Token(decode(one), "m0", f"id {one}, context: not trained")
-
-
-class _Sampled(NamedTuple):
-    """What a segment says of a sampled token."""
-
-    id: int
-    logprob: float
-    version: int
-
-
-def _sampled(sampled: _Sampled, decode: Decode, advantage: float | None, largest: float) -> Token:
-    one, logprob, version = sampled
-    kinds, texts = ["m1", f"p{probability_step(logprob)}"], [f"id {one}", f"log-prob {signed(logprob)}"]
-    texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
-    if advantage is not None:
-        step = advantage_step(advantage, largest)
-        kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
-        texts.append(f"advantage {signed(advantage)}")
-    texts.append(f"policy version {version}")
-    return Token(decode(one), " ".join(kinds), ", ".join(texts))
-
-
-_FILE = "tokenizer.json"
 
 
 def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
@@ -234,7 +210,7 @@ def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
     It decodes one id at a time, and a part of a character as the replacement character. It reads the file
     without torch, whose import would make a page wait.
     """
-    path = next((folder / _FILE for folder in folders if (folder / _FILE).exists()), None)
+    path = next((file for folder in folders if (file := folder / "tokenizer.json").exists()), None)
     if path is None:
         return None
     try:
