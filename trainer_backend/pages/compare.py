@@ -18,12 +18,7 @@ from trainer_backend.pages.report import save
 from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story
-from trainer_backend.rundir.data_record import (
-    DataRecord,
-    describe_mismatch,
-    find_other_rows,
-    read_record,
-)
+from trainer_backend.rundir.data_record import DataRecord, describe_mismatch, find_other_rows, read_record
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run

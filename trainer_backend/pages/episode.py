@@ -13,7 +13,7 @@ from trainer_backend.pages.episode_view import DecisionLine, DecisionView, decis
 from trainer_backend.pages.figures import number, short_id, signed, spaced
 from trainer_backend.pages.page import Dashboard, UnknownTurn
 from trainer_backend.pages.stored import StoredRollout, why_undrawn
-from trainer_backend.pages.token_view import SegmentView, segment_view, token_advantages
+from trainer_backend.pages.token_view import segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
 
@@ -113,22 +113,14 @@ def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, A
         segments = segments_of(episode.trajectory.steps, rollout_id=episode.row.rollout_id)
     except SegmentError as error:
         return {"segment": None, "segments": 0, "no_tokens": f"Not to be trained on: {error}"}
+    rows = token_advantages(episode.stored.columns)
     for index, segment in enumerate(segments):
         if any(t + 1 == turn for t, _, _ in assistant_turn_boundaries(segment)):
-            view = _segment(dashboard, episode, segment, index, turn)
+            view = segment_view(
+                segment, index, turn=turn,
+                decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
+                advantages=lambda t: rows[t] if t < len(rows) else (),
+                largest=max((abs(value) for row in rows for value in row), default=0.0),
+            )  # fmt: skip
             return {"segment": view, "segments": len(segments), "no_tokens": ""}
     return {"segment": None, "segments": len(segments), "no_tokens": "This decision sampled no token."}
-
-
-def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int, turn: int) -> SegmentView:
-    rows = token_advantages(episode.stored.columns)
-
-    def advantages(t: int) -> Sequence[float | None]:
-        return rows[t] if t < len(rows) else ()
-
-    return segment_view(
-        segment, index, turn=turn,
-        decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
-        advantages=advantages,
-        largest=max((abs(value) for row in rows for value in row), default=0.0),
-    )  # fmt: skip

@@ -82,14 +82,6 @@ State = Literal["kept", "new", "edited"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call; its arguments are the JSON that the model wrote."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class MessageView:
     """A message of a prompt."""
 
@@ -97,11 +89,11 @@ class MessageView:
     """Its number in the history, from 0."""
     role: str
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     state: State
     was: str = ""
     """Its text before the first edit; like `was_calls` empty if it was not edited."""
-    was_calls: tuple[Call, ...] = ()
+    was_calls: tuple[ToolCall, ...] = ()
     deleted: bool = False
     """The edit deleted it."""
     edited_at: int | None = None
@@ -127,12 +119,10 @@ def prompt_of(episode: Trajectory, turn: int) -> list[MessageView]:
     for msg_id, message in enumerate(prompt):
         was = first.get(msg_id)
         state: State = "new" if msg_id >= new_from else "kept" if was is None else "edited"
-        view = MessageView(
-            msg_id, message.role, message.content or "", calls_of(message.tool_calls or ()), state
-        )
+        view = MessageView(msg_id, message.role, message.content or "", message.tool_calls or (), state)
         if was is not None:
             view = replace(
-                view, was=was.content or "", was_calls=calls_of(was.tool_calls or ()),
+                view, was=was.content or "", was_calls=was.tool_calls or (),
                 deleted=msg_id in deleted, edited_at=since.get(msg_id),
             )  # fmt: skip
         views.append(view)
@@ -165,10 +155,6 @@ class _Walk:
 
     def _forget(self, msg_id: int) -> None:
         del self.first[msg_id], self.since[msg_id]
-
-
-def calls_of(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
-    return tuple(Call(call.function.name, call.function.arguments) for call in calls)
 
 
 _DID_CHARS = 160
@@ -221,7 +207,7 @@ class DecisionView:
     """The messages that the model saw."""
     fresh: bool
     """Each decision has a fresh prompt, so no message is marked as new."""
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     answer: str
     """The model's answer as text, if it is known."""
     actions: tuple[str, ...]
@@ -276,7 +262,7 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
         unlocked=tuple(map(spaced, step_deltas(step).unique)),
         prompt=tuple(prompt_of(episode, turn)),
         fresh=not episode.full_history,
-        calls=calls_of(step.tool_calls),
+        calls=step.tool_calls,
         answer=step.raw_policy_output or str(step.action_taken.get("content") or ""),
         actions=step.step_info.executed_actions,
         invalid=step.step_info.invalid_reason or "",

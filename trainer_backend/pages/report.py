@@ -27,7 +27,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
 from trainer_backend.pages.run_view import MOST_LOSSES, RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
-from trainer_backend.pages.stored import Frame, FrameSource, played_frames, why_undrawn
+from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.data_record import read_record
 from trainer_backend.rundir.files import write_errors
@@ -91,13 +91,12 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
         pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
         return Filmstrip(headline, lines, missing=f"No pictures: {error}")
-    return Filmstrip(headline, lines, [_shot(frame, unlocks, last=count) for frame in pictures])
-
-
-def _shot(frame: Frame, unlocks: dict[int, str], *, last: int) -> Shot:
-    event = unlocks.get(frame.turn, "the end" if frame.turn == last else "the start")
-    uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-    return Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri)
+    shots = []
+    for frame in pictures:
+        event = unlocks.get(frame.turn, "the end" if frame.turn == count else "the start")
+        uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
+        shots.append(Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri))
+    return Filmstrip(headline, lines, shots)
 
 
 _WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
@@ -186,7 +185,11 @@ def turn_charts(story: Story) -> list[Chart]:
     size = min(_WINDOW, len(rows) // 2)  # the first and the last iterations never overlap
     parts = (rows[:size], rows[-size:]) if size else (rows,)
     windows = [(name_iterations(part), part) for part in parts]
-    rewards = [(label, _rewards(story, part)) for label, part in windows]
+    rewards = []
+    for label, part in windows:
+        files = [story.rollouts_file(f"iteration_{row['iteration']}") for row in part]
+        paid_by_turn = reward_by_turn([file for file in files if file is not None], story.job.job.name)
+        rewards.append((label, paid_by_turn))
     note = "r_t that training used, mean a decision; an episode that ended earlier counts 0."
     paid = _turn_chart("reward_by_turn", "Reward by decision turn", note, rewards)
     achieved = _achieved_by_turn(windows)
@@ -221,11 +224,6 @@ def _by_turn(windows: Sequence[tuple[str, Sequence[Row]]], name: str) -> Lines:
         turns = range(max(map(len, lists)))
         lines.append((label, [sum(one[t] for one in lists if t < len(one)) / len(lists) for t in turns]))
     return lines
-
-
-def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
-    paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
-    return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
 
 
 _STAGES = (

@@ -1,6 +1,7 @@
 """Pages of one run: its charts, alone or with other runs, its job and its log."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -71,6 +72,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
     checkpoints = reads.checkpoints(store, job_id)
     first_lines = reads.metric_lines(store, job_id, kind="iteration", limit=1)
     last_line = reads.last_line(store, job_id, "iteration")
+    held_out = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
     return page(
         "run",
         panels=panels,
@@ -79,7 +81,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
         lines=() if panels else _log_of(runs[0], _FIRST_LINES)[0],
         **figures_of(
             Ends(_row(first_lines[0]) if first_lines else None, _row(last_line) if last_line else None),
-            evaluations(store, job_id),
+            [_row(line) for line in held_out],
             reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id],
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
             best=next((row.iteration for row in checkpoints if row.best), None),
@@ -267,24 +269,13 @@ def names_of(runs: Sequence[JobRow]) -> list[str]:
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
-def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
-    """Return the rows of all evaluations, the oldest first."""
-    lines = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
-    return [_row(line) for line in lines]
-
-
 def _place(store: Store, job: JobRow) -> str:
     """The end of the store's rows and of the log, in the form of an event id (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
-    row = max((line.number for line in lines), default=0)
-    return f"{row}.{_size(Path(job.run_dir) / LOG_FILE) if job.run_dir else 0}"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    row, size = max((line.number for line in lines), default=0), 0
+    with suppress(FileNotFoundError):
+        size = (Path(job.run_dir) / LOG_FILE).stat().st_size if job.run_dir else 0
+    return f"{row}.{size}"
 
 
 def _row(line: Any) -> dict[str, Any]:

@@ -42,6 +42,14 @@ class Head:
     """What its last start does, or did, more slowly than it could."""
 
 
+_ACTIONS = {
+    **dict.fromkeys(("queued", "running"), ("pause", "cancel")),
+    **dict.fromkeys(("failed", "cancelled"), ("resume",)),
+    "paused": ("resume", "cancel"),
+    "pausing": ("cancel",),
+}
+
+
 def head_of(
     job: JobRow,
     state: RunState | None,
@@ -53,9 +61,9 @@ def head_of(
     can_control: bool,
     losses: Losses = NO_LOSSES,
 ) -> Head:
-    """
+    """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
+
     Args:
-        state: as the run directory has it, or None.
         iteration: the last one that has ended.
         rate_s: seconds that a recent iteration took, or None.
         losses: of all stages.
@@ -65,7 +73,7 @@ def head_of(
     return Head(
         id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
         progress=_progress(job, state, done, total, rate_s),
-        actions=_actions(job) if can_control else (),
+        actions=_ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
         facts=tuple(_facts(job, state, now, losses)),
         code=job.code or "", detail=job.detail or "",
         processes=tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
@@ -106,16 +114,6 @@ def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -
         ("directory", job.run_dir or ""),
     ]
     return [(name, str(value)) for name, value in facts if value]
-
-
-def _actions(job: JobRow) -> tuple[str, ...]:
-    if job.origin == "cli":
-        return ()
-    if job.state in ("queued", "running"):
-        return ("pause", "cancel")
-    if job.state in ("paused", "failed", "cancelled"):
-        return ("resume", "cancel") if job.state == "paused" else ("resume",)
-    return ("cancel",) if job.state == "pausing" else ()
 
 
 _EVENT = "decision/nonzero_frac"
