@@ -28,7 +28,7 @@ from service_kit.errors import (
 )
 from service_kit.keys import Keys, LoginSessions, RawHeaders, basic_passwords, presented_keys
 from service_kit.problems import BodyError, Respond, problem_response
-from shared_schemas.json_text import NUL, read_json, says_json
+from shared_schemas.json_text import NUL, read_json
 from shared_schemas.urls import host_name, is_loopback
 
 DENIAL = "websocket.http.response"
@@ -122,8 +122,7 @@ class SessionDoor:
     same-origin.
 
     Args:
-        open_paths: paths that need no key.
-        open_below: prefixes of paths that need no key.
+        open_paths, open_below: as of `KeyDoor`.
         login: path of the log-in page, to which a person's browser is redirected.
     """
 
@@ -354,11 +353,13 @@ def receive_with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _says_json(scope: Scope) -> bool:
-    """Whether the first content type is JSON by FastAPI's rules; the route refuses an invalid one."""
+    """Whether FastAPI would read the body as JSON, by the first content type; it also strips U+00A0 and
+    U+0085."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
-            return says_json(value)
+            main, _, kind = value.decode("latin-1").partition(";")[0].strip().lower().partition("/")
+            return main == "application" and (kind == "json" or kind.endswith("+json"))
     return False
 
 

@@ -5,9 +5,8 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
     token_ids, token_logprobs, versions      in choices[0]
-    raw_text                                 in choices[0]: all sampled text without the stop token; the
-    message's
-                                             content lacks the parsed calls
+    raw_text                                 in choices[0]: all sampled text without the stop token;
+                                             the message's content lacks the parsed calls
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 

@@ -76,12 +76,6 @@ def read_quotation(text: bytes) -> Any:
         raise
 
 
-def says_json(content_type: bytes) -> bool:
-    """Whether FastAPI would read a body of this content type as JSON; it also strips U+00A0 and U+0085."""
-    main, _, kind = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
-    return main == "application" and (kind == "json" or kind.endswith("+json"))
-
-
 def encodable(text: str) -> str:
     """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

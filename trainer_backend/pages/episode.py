@@ -1,6 +1,5 @@
 """The contents of an episode's page: its record, its row in the store, its group, its tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from trainer_backend.pages.page import Dashboard, UnknownTurn
 from trainer_backend.pages.stored import StoredRollout, why_undrawn
 from trainer_backend.pages.token_view import segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
-from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
-
-_ANCHORS_SHOWN = 40
+from trainer_backend.store.rows import JobRow, RolloutRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +92,6 @@ def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
         reads_rollouts.siblings(store, job_id, row),
         reads_rollouts.learning_iteration(store, job_id, row.rollout_id),
     )  # fmt: skip
-
-
-def anchors_of(dashboard: Dashboard, episode: Episode, decision: DecisionView) -> Sequence[AnchorRow]:
-    """Return the decisions of the group in the state of this decision, which is one of them."""
-    if not decision.state_key:
-        return []
-    return reads_rollouts.anchors(
-        dashboard.store, episode.job.id, episode.row, decision.state_key, limit=_ANCHORS_SHOWN
-    )
 
 
 def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response
 
 from trainer_backend.errors import TrainerError
-from trainer_backend.pages.episode import Episode, anchors_of, episode_of, segment_of
+from trainer_backend.pages.episode import Episode, episode_of, segment_of
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import (
     HEADERS,
@@ -91,6 +91,7 @@ def _value(name: str, text: str) -> Any:
 router = page_router()
 
 _PAGE = 50
+_ANCHORS_SHOWN = 40
 
 
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
@@ -158,6 +159,9 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
     decision = episode.decision(turn)
     pictures = dashboard.frames.cached(episode.run_dir, episode.stored.rollout)
     count = len(episode.trajectory.steps)
+    # Decisions of the group in the same state, this one among them.
+    key, most = decision.state_key, _ANCHORS_SHOWN
+    anchors = reads_rollouts.anchors(dashboard.store, job_id, episode.row, key, limit=most) if key else ()
     return page(
         "rollout",
         lines=episode.lines(),
@@ -172,7 +176,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
         frame_png=_frame_address(job_id, episode.row.rollout_id),
         missing=pictures if isinstance(pictures, str) else "",
         drawn=pictures is not None,
-        anchors=anchors_of(dashboard, episode, decision),
+        anchors=anchors,
         colour="advantage" if decision.credit else "logprob",
         **segment_of(dashboard, episode, turn),
         **values,

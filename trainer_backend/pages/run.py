@@ -13,13 +13,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import chosen_keys, differing_keys, folder_of
-from trainer_backend.pages.page import HEADERS, BadAddress, Dashboard, dashboard_of, frame, page, page_router
+from trainer_backend.pages.page import HEADERS, BadAddress, dashboard_of, frame, page, page_router
 from trainer_backend.pages.panels import PANELS, Kind, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_view import (
     MOST_LOSSES,
     RATES,
     Ends,
-    Head,
     ends_of,
     evaluation_table,
     head_of,
@@ -49,12 +48,19 @@ With = Annotated[tuple[str, ...], Query(alias="with")]
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     """The values that the head of every page of a run needs."""
-    return {
-        "head": run_head(dashboard_of(request), job_id),
-        "tabs": TABS,
-        "tab": tab,
-        **frame(request, "runs"),
-    }
+    dashboard = dashboard_of(request)
+    store = dashboard.store
+    job = jobs.get(store, job_id)
+    # Read the place first: rows that arrive during the other reads are then still sent as news.
+    place = _place(store, job)
+    (summary,) = reads.summaries(store, [job], (), sums=(*FAILED, *FINISHED))
+    times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
+    state = read_state(Path(job.run_dir)) if job.run_dir else None
+    head = head_of(
+        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
+        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
+    )  # fmt: skip
+    return {"head": head, "tabs": TABS, "tab": tab, **frame(request, "runs")}
 
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
@@ -203,19 +209,6 @@ POINTS = 400  # of a chart, shared by its runs: a chart is some 400 pixels wide
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 _KINDS = get_args(Kind)
-
-
-def run_head(dashboard: Dashboard, job_id: str) -> Head:
-    job = jobs.get(dashboard.store, job_id)
-    # Read the place first: rows that arrive during the other reads are then still sent as news.
-    place = _place(dashboard.store, job)
-    (summary,) = reads.summaries(dashboard.store, [job], (), sums=(*FAILED, *FINISHED))
-    times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
-    state = read_state(Path(job.run_dir)) if job.run_dir else None
-    return head_of(
-        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
-        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
-    )  # fmt: skip
 
 
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:

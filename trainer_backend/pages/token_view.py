@@ -106,8 +106,11 @@ def segment_view(
     runs = []
     for place in near:
         token = _token_maker(segment, place, decode, advantages, largest)
-        bounds = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
-        runs.append(_run(place, token, *bounds))
+        most, ends = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
+        is_folded = place.end - place.start > most
+        head, tail = (place.start + ends, place.end - ends) if is_folded else (place.end, place.end)
+        shown, rest = (tuple(map(token, range(*part))) for part in ((place.start, head), (tail, place.end)))
+        runs.append(Run(place.turn, shown, tail - head, rest))
     return SegmentView(
         index + 1, tuple(turns), len(segment), len(segment.logprobs), tuple(runs), before, after
     )
@@ -161,17 +164,6 @@ def probability_step(logprob: float) -> int:
     """The colour step of a probability: 0 is nearly certain, 5 is very improbable."""
     probability = math.exp(min(0.0, logprob))
     return sum(probability < bound for bound in _PROBABILITIES)
-
-
-def _run(place: _Place, token: Callable[[int], Token], fold: int, ends: int) -> Run:
-    """Make a run; one of more than `fold` tokens keeps only `ends` tokens at each end."""
-    _, start, end = place
-    if end - start <= fold:
-        return Run(place.turn, tuple(map(token, range(start, end))))
-    head, tail = start + ends, end - ends
-    return Run(
-        place.turn, tuple(map(token, range(start, head))), tail - head, tuple(map(token, range(tail, end)))
-    )
 
 
 def _token_maker(
