@@ -253,22 +253,14 @@ PANELS: tuple[Panel, ...] = (
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Keep the lines of panels, and the panels, that a run has metrics for.
-
-    Args:
-        metrics: (kind, metric) pairs of the run's numbers.
-    """
+    """Keep the lines of panels, and the panels, that a run has metrics for: (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Draw the unique achievements once where they are the outcome too.
-
-    Args:
-        outcome: the environment's name for its outcome.
-    """
+    """Draw the unique achievements once where they are, by the name of `outcome`, the outcome too."""
     if outcome != "unique achievements":
         return list(panels)
     return [

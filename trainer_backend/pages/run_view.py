@@ -156,11 +156,7 @@ class KeyFigure:
 
 
 def key_figures(iterations: Ends, held_out: Ends, outcome: str) -> list[KeyFigure]:
-    """Return the key figures that the rows have values for.
-
-    Args:
-        outcome: the environment's name for its outcome.
-    """
+    """Return the key figures that the rows have values for; `outcome` is the environment's name for it."""
     figures = _held_out(held_out, outcome)
     last = iterations.last
     if last is None:
