@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 from pydantic import BaseModel
@@ -16,9 +16,6 @@ from starlette.routing import BaseRoute, Match
 
 from service_kit.errors import InternalError, RouteError, ServiceError
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 log = structlog.get_logger("service")
 
@@ -110,6 +107,12 @@ def internal_error_response(
     return respond(InternalError("an error inside the service; its log says which", where=request.url.path))
 
 
+class SelfDescribing(Protocol):
+    """An app with an OpenAPI document, such as FastAPI's."""
+
+    def openapi(self) -> dict[str, Any]: ...
+
+
 def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     """Error statuses for every route of /openapi.json, all with the problem body."""
     return error_responses(statuses, Problem, kind=PROBLEM_MEDIA_TYPE)
@@ -127,7 +130,9 @@ def error_responses(
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-def describe(app: "FastAPI", *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()) -> None:
+def describe(
+    app: SelfDescribing, *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()
+) -> None:
     """Add the key, which the gate checks before the routes, and the bodies of errors to /openapi.json."""
     make_document = app.openapi
 
