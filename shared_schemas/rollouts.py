@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    ConfigDict,
     Field,
     JsonValue,
     SecretStr,
@@ -140,18 +139,19 @@ TerminationTarget = Literal["raw", "text"]
 class LimitKeys(Body):
     """How an episode ends, and what a refused decision costs: keys of [rollout], a request and a task."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    max_invalid_decisions: Decisions = 5
-    """then the episode ends as invalid_action"""
-    invalid_action_penalty: Penalty = 0.0
-    """reward of each refused decision, beside what it earns"""
-    timeout_s: Seconds = 600.0
-    """time limit of an episode"""
-    termination_regex: Pattern | None = None
-    """ends an episode after a decision whose last 4,096 bytes match; Rust's regex syntax"""
-    termination_target: TerminationTarget = "raw"
-    """text to match: all that the policy wrote, or only the text beside its calls"""
+    max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
+    invalid_action_penalty: Penalty = Field(
+        default=0.0, description="reward of each refused decision, beside what it earns"
+    )
+    timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")
+    termination_regex: Pattern | None = Field(
+        default=None,
+        description="ends an episode after a decision whose last 4,096 bytes match; Rust's regex syntax",
+    )
+    termination_target: TerminationTarget = Field(
+        default="raw",
+        description="text to match: all that the policy wrote, or only the text beside its calls",
+    )
 
     def dump_limits(self) -> dict[str, Any]:
         """The keys of this class alone."""
@@ -167,18 +167,26 @@ class RolloutLimits(LimitKeys):
 class ConversationKeys(Body):
     """Settings of a conversation, with the names of sources 3 and 5."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    statelm_enabled: bool = False
-    """let the model edit its context (docs/conversations.md)"""
-    context_tools: ContextTools = Field(default=PUBLISHED, min_length=1)
-    """the tools for it (docs/conversations.md)"""
-    max_user_turns: int | None = Field(default=None, ge=0, le=10_000)
-    """the user's answers per episode; absent: any number"""
-    max_episode_tokens: int | None = Field(default=None, ge=1)
-    """sampled tokens per episode, all decisions together"""
-    context_length_penalty: Penalty = -1.0
-    """reward of the last decision before a prompt that is too long"""
+    statelm_enabled: bool = Field(
+        default=False,
+        description="let the model edit its context (docs/conversations.md)",
+    )
+    context_tools: ContextTools = Field(
+        default=PUBLISHED, min_length=1, description="the tools for it (docs/conversations.md)"
+    )
+    max_user_turns: int | None = Field(
+        default=None,
+        ge=0,
+        le=10_000,
+        description="the user's answers per episode; absent: any number",
+    )
+    max_episode_tokens: int | None = Field(
+        default=None, ge=1, description="sampled tokens per episode, all decisions together"
+    )
+    context_length_penalty: Penalty = Field(
+        default=-1.0,
+        description="reward of the last decision before a prompt that is too long",
+    )
 
 
 class MultiTurn(ConversationKeys):

@@ -221,7 +221,7 @@ RATES = "eval/success_rates/"
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]], best: int | None) -> Sequence[Sequence[str]]:
-    """Return a heading and a line per evaluation, the oldest first; empty without one. `best`: an iteration."""
+    """Return a heading and a line per evaluation, the oldest first; empty before the first."""
     if not rows:
         return []
     figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
