@@ -5,6 +5,7 @@ for a job's process. uvicorn's own `limit_concurrency` answers with plain text, 
 """
 
 import asyncio
+import resource
 from http import HTTPStatus
 from typing import Any
 
@@ -15,7 +16,16 @@ from service_kit.errors import HeadTooLarge, MalformedRequest, ServiceError
 from service_kit.gate import WHOLE_BODY
 from service_kit.problems import Respond
 from service_kit.settings import ConnectionSettings
-from shared_schemas.descriptors import connections_at_most
+
+
+def connections_at_most(most: int) -> int:
+    """The smaller of `most` and half of the descriptors that the process may open (`ulimit -n`).
+
+    The other half is for its own calls, files and database; without a descriptor a process can neither accept
+    nor write.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 2))
 
 
 def bounded_protocol(

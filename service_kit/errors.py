@@ -67,9 +67,7 @@ class ServiceError(Exception):
         self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(detail)
-        self.detail = detail
-        self.where = where
-        self.hint = hint
+        self.detail, self.where, self.hint = detail, where, hint
         if code is not None:
             self.code = code
 

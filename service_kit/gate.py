@@ -28,7 +28,7 @@ from service_kit.errors import (
 )
 from service_kit.keys import Keys, LoginSessions, RawHeaders, basic_passwords, presented_keys
 from service_kit.problems import BodyError, Respond, problem_response
-from shared_schemas.json_text import NUL, read_json, says_json
+from shared_schemas.json_text import NUL, read_json
 from shared_schemas.urls import host_name, is_loopback
 
 DENIAL = "websocket.http.response"
@@ -80,11 +80,8 @@ class KeyDoor:
         basic_posts: str | None = None,
         unauthorised: type[ServiceError] = Unauthorised,
     ) -> None:
-        self._keys = keys
-        self._open_paths = frozenset(open_paths)
-        self._open_below = tuple(open_below)
-        self._basic_posts = basic_posts
-        self._unauthorised = unauthorised
+        self._keys, self._basic_posts, self._unauthorised = keys, basic_posts, unauthorised
+        self._open_paths, self._open_below = frozenset(open_paths), tuple(open_below)
 
     def error(self, scope: Scope) -> ServiceError | None:
         if self._is_open(scope["path"]):
@@ -125,8 +122,7 @@ class SessionDoor:
     same-origin.
 
     Args:
-        open_paths: paths that need no key.
-        open_below: prefixes of paths that need no key.
+        open_paths, open_below: as of `KeyDoor`.
         login: path of the log-in page, to which a person's browser is redirected.
     """
 
@@ -357,11 +353,13 @@ def receive_with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _says_json(scope: Scope) -> bool:
-    """Whether the first content type is JSON by FastAPI's rules; the route refuses an invalid one."""
+    """Whether FastAPI would read the body as JSON, by the first content type; it also strips U+00A0 and
+    U+0085."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
-            return says_json(value)
+            main, _, kind = value.decode("latin-1").partition(";")[0].strip().lower().partition("/")
+            return main == "application" and (kind == "json" or kind.endswith("+json"))
     return False
 
 
@@ -425,8 +423,7 @@ class _Answer:
     """The send channel of a request: it passes the app's reply, unless the deadline's reply came first."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._at_most_s = at_most_s
+        self._scope, self._receive, self._send, self._at_most_s = scope, receive, send, at_most_s
         self._has_begun = False
         self._late_reply: asyncio.Task[None] | None = None
 

@@ -9,7 +9,7 @@ import random
 import re
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -63,17 +63,14 @@ class Requests:
 
     replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     """Number by (method, route, status); a route is its template, so that ids never become labels."""
-    latency: dict[str, Histogram] = field(default_factory=dict)
+    latency: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     """Durations by route, from the request's head to the reply's end."""
 
     def count(self, method: str, route: str, status: int) -> None:
         self.replies[method if method in _METHODS else "other", route, status] += 1
 
     def observe(self, route: str, duration_s: float) -> None:
-        histogram = self.latency.get(route)
-        if histogram is None:
-            histogram = self.latency[route] = Histogram()
-        histogram.observe(duration_s)
+        self.latency[route].observe(duration_s)
 
     def reply_family(self, name: str) -> "Metric":
         """The counts as a Prometheus metric."""

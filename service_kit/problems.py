@@ -1,6 +1,7 @@
 """The one form of every error of a service: RFC 9457 problem+json (shared_schemas.problem)."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -88,12 +89,11 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
     response.headers.update(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
         # The router itself would name only the methods of the path's first route.
-        scopes = {method: {**request.scope, "method": method} for method in sorted(_METHODS)}
         routes: list[BaseRoute] = request.app.routes
         possible = [
             method
-            for method, scope in scopes.items()
-            if any(route.matches(scope)[0] is Match.FULL for route in routes)
+            for method in sorted(_METHODS)
+            if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
         ]
         response.headers["Allow"] = ", ".join(possible)
     return response
@@ -134,29 +134,22 @@ def describe(
     app: SelfDescribing, *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()
 ) -> None:
     """Add the key, which the gate checks before the routes, and the bodies of errors to /openapi.json."""
-    routes_schema = app.openapi
-    document: dict[str, Any] = {}
+    make_document = app.openapi
 
+    @cache
     def schema() -> dict[str, Any]:
-        if not document:
-            document.update(_with_keys(routes_schema(), open_paths, (Problem, *errors)))
+        document = make_document()
+        components = document.setdefault("components", {})
+        bodies = [(model, "serialization") for model in (Problem, *errors)]
+        _, defined = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
+        components.setdefault("schemas", {}).update(defined["$defs"])
+        components["securitySchemes"] = {
+            _HEADER: {"type": "apiKey", "in": "header", "name": _HEADER},
+            _BEARER: {"type": "http", "scheme": "bearer"},
+        }
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [] if path in open_paths else [{_HEADER: []}, {_BEARER: []}]
         return document
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend it
-
-
-def _with_keys(
-    schema: dict[str, Any], open_paths: Collection[str], errors: Sequence[type[BaseModel]]
-) -> dict[str, Any]:
-    components = schema.setdefault("components", {})
-    bodies = [(model, "serialization") for model in errors]
-    _, defined = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
-    components.setdefault("schemas", {}).update(defined["$defs"])
-    components["securitySchemes"] = {
-        _HEADER: {"type": "apiKey", "in": "header", "name": _HEADER},
-        _BEARER: {"type": "http", "scheme": "bearer"},
-    }
-    for path, operations in schema["paths"].items():
-        for operation in operations.values():
-            operation["security"] = [] if path in open_paths else [{_HEADER: []}, {_BEARER: []}]
-    return schema

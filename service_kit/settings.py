@@ -128,7 +128,11 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
     from pydantic_settings import EnvSettingsSource  # only a start needs it, and help should be quick
 
     variables = find_variables(table)
-    _refuse_misspelt(table.prefix, {variable.name for variable in variables.values()}, environ)
+    known = {variable.name for variable in variables.values()}
+    for name in sorted(environ):  # other variables with the prefix belong to other programs
+        close = get_close_matches(name, known, n=1, cutoff=0.9)
+        if table.prefix and name.startswith(table.prefix) and name not in known and close:
+            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
 
     class Environment(EnvSettingsSource):
         def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
@@ -171,14 +175,6 @@ def _say_wrong(table: type[SettingsTable], exc: ValidationError, options: Mappin
     is_unknown = error["type"] == "literal_error"
     end = did_you_mean(value[:40], known) if is_unknown else f": {error['msg'].removeprefix('Value error, ')}"
     return SettingsError(f"{' or '.join(places)} is {found}{end}")
-
-
-def _refuse_misspelt(prefix: str, known: set[str], environ: Mapping[str, str]) -> None:
-    """Refuse a misspelt name; other variables with the prefix belong to other programs."""
-    for name in sorted(environ):
-        close = get_close_matches(name, known, n=1, cutoff=0.9)
-        if prefix and name.startswith(prefix) and name not in known and close:
-            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
 
 
 def typer_option(table: type[SettingsTable], name: str) -> Any:

@@ -5,9 +5,8 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
     token_ids, token_logprobs, versions      in choices[0]
-    raw_text                                 in choices[0]: all sampled text without the stop token; the
-    message's
-                                             content lacks the parsed calls
+    raw_text                                 in choices[0]: all sampled text without the stop token;
+                                             the message's content lacks the parsed calls
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 
@@ -81,12 +80,10 @@ def without_nulls(body: Any) -> Any:
         return [without_nulls(item) for item in body]
     if not isinstance(body, dict):
         return body
-    return {name: _read_member(name, value) for name, value in body.items() if value is not None}
-
-
-def _read_member(name: str, value: Any) -> Any:
-    if isinstance(value, dict) and name in _OWN_VALUES:
-        return value
-    if isinstance(value, dict) and name in _SCHEMAS:
-        return {keyword: part for keyword, part in value.items() if part is not None}
-    return without_nulls(value)
+    members = {name: value for name, value in body.items() if value is not None}
+    for name, value in members.items():
+        if not isinstance(value, dict) or name not in _OWN_VALUES | _SCHEMAS:
+            members[name] = without_nulls(value)
+        elif name in _SCHEMAS:
+            members[name] = {keyword: part for keyword, part in value.items() if part is not None}
+    return members

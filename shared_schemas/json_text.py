@@ -76,12 +76,6 @@ def read_quotation(text: bytes) -> Any:
         raise
 
 
-def says_json(content_type: bytes) -> bool:
-    """Whether FastAPI would read a body of this content type as JSON; it also strips U+00A0 and U+0085."""
-    main, _, kind = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
-    return main == "application" and (kind == "json" or kind.endswith("+json"))
-
-
 def encodable(text: str) -> str:
     """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
@@ -114,7 +108,9 @@ def plain_json(value: Any, place: str) -> Any:
             text = b"NaN"
         except (TypeError, PydanticSerializationError) as exc:
             raise TypeError(f"{place}{_first(value, _is_no_json)}, which JSON cannot hold") from exc
-    if (b"NaN" in text or b"Infinity" in text) and (fault := _first(value, _is_no_number)):
+    if (b"NaN" in text or b"Infinity" in text) and (
+        fault := _first(value, lambda one: isinstance(one, float) and not math.isfinite(one))
+    ):
         raise ValueError(f"{place}{fault}; a finite number is needed")
     return value
 
@@ -153,10 +149,6 @@ def _is_no_json(value: Any) -> bool:
     except (TypeError, PydanticSerializationError):
         return True
     return False
-
-
-def _is_no_number(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _first(value: Any, test: Callable[[Any], bool]) -> str:

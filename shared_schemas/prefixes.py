@@ -13,19 +13,16 @@ MODULE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A kind of environments.
-
-    Attributes:
-        argument: what follows the colon.
-        plays: what that names.
-        how: how an operator, or a job that starts its own task app, makes more of them known.
-        draws: whether one may draw itself.
-    """
+    """A kind of environments."""
 
     argument: str
+    """What follows the colon."""
     plays: str
+    """What that names."""
     how: str
+    """How an operator, or a job that starts its own task app, makes more of them known."""
     draws: bool = False
+    """Whether one may draw itself."""
 
 
 def _place(variable: str, key: str) -> str:

@@ -119,7 +119,9 @@ def reward_vector(
         penalties = [part.value for step in steps for part in step.reward_parts if part.source == "penalty"]
         rewards_T = [0.0] * (len(steps) - 1) + [add_up([outcome_reward, *penalties])]
     elif mode == "env_sparse":
-        rewards_T = [add_up([*_environment_rewards(step), *_parts(step)]) for step in steps]
+        if (bare := next((step for step in steps if step.env_rewards is None), None)) is not None:
+            raise UndefinedReward("no env_rewards, which mode 'env_sparse' needs", turn=bare.turn)
+        rewards_T = [add_up([*(step.env_rewards or ()), *_parts(step)]) for step in steps]
     elif has_achievements(steps):
         rewards_T = _event_rewards(steps, keys, horizon)
     else:
@@ -168,12 +170,6 @@ def _check_turns(steps: Sequence[StepData]) -> None:
 
 def _parts(step: StepData) -> list[float]:
     return [part.value for part in step.reward_parts]
-
-
-def _environment_rewards(step: StepData) -> Sequence[float]:
-    if step.env_rewards is None:
-        raise UndefinedReward("no env_rewards, which mode 'env_sparse' needs", turn=step.turn)
-    return step.env_rewards
 
 
 def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int | None) -> list[float]:

@@ -12,14 +12,7 @@ from pydantic import Field, model_validator
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.messages import Message
-from shared_schemas.rollouts import (
-    Decisions,
-    GroundTruth,
-    LimitKeys,
-    Name,
-    RolloutLimits,
-    RolloutRequest,
-)
+from shared_schemas.rollouts import Decisions, GroundTruth, LimitKeys, Name, RolloutLimits, RolloutRequest
 
 _TOOLS = "tools are the environment's, and an environment is a plug-in of the operator"
 _OPENING = "give the opening of an episode as messages"

@@ -217,9 +217,8 @@ class ObservationData(Body):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         yield from super().__repr_args__()
-        if (
-            self.messages_reused and _PROMPT in self.__dict__
-        ):  # states may be keyed by str(), with all messages
+        # States may be keyed by str(), with all messages.
+        if self.messages_reused and _PROMPT in self.__dict__:
             yield "prompt", self.prompt
 
     @overload
@@ -403,11 +402,8 @@ class StepData(Body):
     def states(self) -> tuple[AgentState, ...]:
         """The states of the loop in this decision, in order; other observation data counts as a new view."""
         observation, info = self.observation_data, self.step_info
-        is_continued = (
-            isinstance(observation, ObservationData)
-            and observation.messages_reused
-            and not observation.changed
-        )
+        is_body = isinstance(observation, ObservationData)
+        is_continued = is_body and observation.messages_reused and not observation.changed
         states = [] if is_continued else [AgentState.PENDING]
         states.append(AgentState.GENERATING)
         is_refused = isinstance(info, StepInfo) and info.invalid_reason is not None
@@ -417,10 +413,8 @@ class StepData(Body):
         elif is_answer:
             states.append(AgentState.INTERACTING)
         if self.is_done:
-            end_state = (
-                AgentState.COMPLETED if states[-1] is AgentState.INTERACTING else AgentState.TERMINATED
-            )
-            states.append(end_state)
+            is_complete = states[-1] is AgentState.INTERACTING
+            states.append(AgentState.COMPLETED if is_complete else AgentState.TERMINATED)
         return tuple(states)
 
     @property
@@ -433,10 +427,7 @@ class StepData(Body):
 
 
 # Published fields whose values may be of other types than the wire's bodies.
-_BODIES: dict[str, type[Body]] = {
-    "observation_data": ObservationData,
-    "step_info": StepInfo,
-}
+_BODIES: dict[str, type[Body]] = {"observation_data": ObservationData, "step_info": StepInfo}
 # Names of values in this process that are no fields.
 _PROMPT, _HISTORY, _BEFORE = "_prompt", "_history", "_before"
 

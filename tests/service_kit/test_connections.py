@@ -13,9 +13,9 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from service_kit.connections import connections_at_most
 from service_kit.server import Listener, ServerThread
 from service_kit.settings import ConnectionSettings
-from shared_schemas.descriptors import connections_at_most
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.trainer_backend.jobs.on_a_port import on_a_port

@@ -14,7 +14,7 @@ from service_kit.keys import TRAINER_KEY
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
-from trainer_backend.pages.facts import clip
+from trainer_backend.pages.figures import clip
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.state import DONE, ERROR, FINAL, RunState, append_log, read_state, write_state
 from trainer_backend.store.rows import JobRow, tables_of

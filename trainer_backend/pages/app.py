@@ -12,15 +12,6 @@ from trainer_backend.pages.page import HEADERS, STATIC, version
 _FOR_GOOD = "public, max-age=31536000, immutable"
 
 
-def static_file(digest: str, name: str) -> Response:
-    """Send a static file, which browsers may cache if the digest is the present one."""
-    if name not in _files():
-        return Response(status_code=404, headers=dict(HEADERS))
-    body, kind = _files()[name]
-    cache_control = _FOR_GOOD if digest == version() else "no-store"
-    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": cache_control})
-
-
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
     """The static files by name. Requests are looked up in this table, so no path leads out of the folder."""
@@ -39,7 +30,11 @@ for part in (runs, run, rollouts, jobs):
     router.include_router(part.router)
 
 
-@router.get("/static/{version}/{name:path}")
-def static(version: str, name: str) -> Response:
-    """Send a script, a style or a picture of the dashboard."""
-    return static_file(version, name)
+@router.get("/static/{digest}/{name:path}")
+def static(digest: str, name: str) -> Response:
+    """Send a script, a style or a picture, which browsers may cache if the digest is the present one."""
+    if name not in _files():
+        return Response(status_code=404, headers=dict(HEADERS))
+    body, kind = _files()[name]
+    cache_control = _FOR_GOOD if digest == version() else "no-store"
+    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": cache_control})

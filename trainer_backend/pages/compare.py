@@ -18,12 +18,7 @@ from trainer_backend.pages.report import save
 from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story
-from trainer_backend.rundir.data_record import (
-    DataRecord,
-    describe_mismatch,
-    find_other_rows,
-    read_record,
-)
+from trainer_backend.rundir.data_record import DataRecord, describe_mismatch, find_other_rows, read_record
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
@@ -134,7 +129,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("paths that differ have names that differ")
 
 
-FILE = "comparison.html"
 # Henderson et al. 2018 (arXiv:1709.06560): averages of runs of one setting, by their seeds alone, differ as
 # much as those of two settings may.
 ONE_SEED = (
@@ -168,7 +162,7 @@ def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
         ],
         saved_at=datetime.now(UTC),
     )
-    return save(folder / FILE, html)
+    return save(folder / "comparison.html", html)
 
 
 def summary_columns(sides: Sequence[Side]) -> list[str]:

@@ -1,6 +1,5 @@
 """The contents of an episode's page: its record, its row in the store, its group, its tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,33 +9,12 @@ from trainer_backend.core.emission_views import assistant_turn_boundaries
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import RunDirectoryError, SegmentError
 from trainer_backend.pages.episode_view import DecisionLine, DecisionView, decision_lines, decision_view
-from trainer_backend.pages.figures import number, rollout_address, short_id, signed, spaced
+from trainer_backend.pages.figures import number, short_id, signed, spaced
 from trainer_backend.pages.page import Dashboard, UnknownTurn
 from trainer_backend.pages.stored import StoredRollout, why_undrawn
-from trainer_backend.pages.token_view import SegmentView, segment_view, token_advantages
+from trainer_backend.pages.token_view import segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
-from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
-
-_ANCHORS_SHOWN = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Sibling:
-    """A rollout of the same group."""
-
-    href: str
-    sibling: int
-    outcome: str
-    here: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorLine:
-    """A decision of the group in the same state; `here` marks the decision on the page."""
-
-    row: AnchorRow
-    href: str
-    here: bool
+from trainer_backend.store.rows import JobRow, RolloutRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +55,10 @@ class Episode:
             "failure": f"{failure.code}: {failure.detail}" if failure is not None else "",
             "about": self._about(),
             "notes": self.trajectory.warnings if self.trajectory is not None else (),
-            "siblings": [
-                Sibling(
-                    rollout_address(self.job.id, one.rollout_id), one.sibling,
-                    number(one.outcome_reward) if one.status == "finished" else one.status,
-                    one.number == self.row.number,
-                )
-                for one in self.siblings
-            ],
+            "siblings": self.siblings,
+            "row": self.row,
             "no_pictures": why_undrawn(self.stored.rollout),
-        }  # fmt: skip
+        }
 
     def _about(self) -> list[tuple[str, str]]:
         row, episode = self.row, self.trajectory
@@ -101,8 +73,10 @@ class Episode:
             ("env steps", "" if row.env_steps is None else str(row.env_steps)),
             ("ended by", spaced(row.stop_reason or "")),
             ("learned from by", "" if self.consumed is None else f"iteration {self.consumed}"),
-            ("judged by", "" if episode is None else _judge(episode)),
         ]
+        if episode is not None and (reward := episode.user_reward) is not None:
+            environment = number(reward.environment_outcome_reward)
+            facts.append(("judged by", f"{reward.reward_function}; by its environment {environment}"))
         return [(name, value) for name, value in facts if value]
 
 
@@ -120,23 +94,6 @@ def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
     )  # fmt: skip
 
 
-def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView) -> list[AnchorLine]:
-    """Return the decisions of the group in the state of this decision, which is one of them."""
-    if not decision.state_key:
-        return []
-    rows = reads_rollouts.anchors(
-        dashboard.store, episode.job.id, episode.row, decision.state_key, limit=_ANCHORS_SHOWN
-    )
-    return [
-        AnchorLine(
-            row,
-            rollout_address(episode.job.id, row.rollout_id, row.turn),
-            here=(row.rollout_id, row.turn) == (episode.row.rollout_id, decision.turn),
-        )
-        for row in rows
-    ]
-
-
 def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, Any]:
     """Return the segment that trains a decision, or the reason why no segment can be shown."""
     assert episode.trajectory is not None
@@ -144,32 +101,14 @@ def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, A
         segments = segments_of(episode.trajectory.steps, rollout_id=episode.row.rollout_id)
     except SegmentError as error:
         return {"segment": None, "segments": 0, "no_tokens": f"Not to be trained on: {error}"}
+    rows = token_advantages(episode.stored.columns)
     for index, segment in enumerate(segments):
         if any(t + 1 == turn for t, _, _ in assistant_turn_boundaries(segment)):
-            return {
-                "segment": _segment(dashboard, episode, segment, index, turn),
-                "segments": len(segments),
-                "no_tokens": "",
-            }
+            view = segment_view(
+                segment, index, turn=turn,
+                decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
+                advantages=lambda t: rows[t] if t < len(rows) else (),
+                largest=max((abs(value) for row in rows for value in row), default=0.0),
+            )  # fmt: skip
+            return {"segment": view, "segments": len(segments), "no_tokens": ""}
     return {"segment": None, "segments": len(segments), "no_tokens": "This decision sampled no token."}
-
-
-def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int, turn: int) -> SegmentView:
-    rows = token_advantages(episode.stored.columns)
-
-    def advantages(t: int) -> Sequence[float | None]:
-        return rows[t] if t < len(rows) else ()
-
-    return segment_view(
-        segment, index, turn=turn,
-        decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
-        advantages=advantages,
-        largest=max((abs(value) for row in rows for value in row), default=0.0),
-    )  # fmt: skip
-
-
-def _judge(episode: Trajectory) -> str:
-    reward = episode.user_reward
-    if reward is None:
-        return ""
-    return f"{reward.reward_function}; by its environment {number(reward.environment_outcome_reward)}"

@@ -5,15 +5,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.trajectory import StepData, Trajectory, exact_tokens, prompts
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.pages.credit_view import Columns, Figure, credit_figures, credit_lines
-from trainer_backend.pages.figures import MINUS, TIMES, number, signed, spaced
+from trainer_backend.pages.figures import MINUS, TIMES, clip, number, signed, spaced
 
 
 def new_messages(step: StepData) -> list[str]:
@@ -42,7 +42,8 @@ def last_messages(episode: Trajectory) -> list[str]:
 
 def message_text(message: Message) -> str:
     """Return a message as `role: text`; calls are shown by name and arguments."""
-    return f"{message.role}: {' '.join(_pieces(message))}"
+    pieces = [message.content] if message.content else []
+    return f"{message.role}: {' '.join([*pieces, *map(_call, message.tool_calls or ())])}"
 
 
 def action_text(step: StepData) -> str:
@@ -52,7 +53,7 @@ def action_text(step: StepData) -> str:
 
 
 def reward_parts(step: StepData) -> list[str]:
-    """Return the parts of a decision's reward beside the environment's own reward."""
+    """Return the parts of a decision's reward, without the environment's own reward."""
     return [f"{part.source} {part.value:+g}" for part in step.reward_parts]
 
 
@@ -62,20 +63,14 @@ def interaction_texts(step: StepData) -> list[str]:
     if answer is None:
         return []
     texts = [] if answer.unshown is None else [f"user, not shown: {answer.unshown}"]
-    return texts + (
-        [f"metadata: {json.dumps(answer.metadata, ensure_ascii=False)}"] if answer.metadata else []
-    )
+    if answer.metadata:
+        texts.append(f"metadata: {json.dumps(answer.metadata, ensure_ascii=False)}")
+    return texts
 
 
 def last_message(step: StepData) -> str:
-    """Return the last message of a prompt: the only one that changes where prompts are written anew."""
+    """Return the last message of a prompt: the only one that changes between fresh prompts."""
     return "".join(str(message.content or "") for message in step.observation_data.messages[-1:])
-
-
-def _pieces(message: Message) -> Iterator[str]:
-    if message.content:
-        yield message.content
-    yield from map(_call, message.tool_calls or ())
 
 
 def _call(call: ToolCall) -> str:
@@ -87,44 +82,32 @@ State = Literal["kept", "new", "edited"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call; its arguments are the JSON that the model wrote."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class MessageView:
-    """A message of a prompt.
-
-    Attributes:
-        msg_id: its number in the history, from 0.
-        text, calls: as the model saw them.
-        was, was_calls: as they were before the first edit; empty if it was not edited.
-        deleted: the edit deleted it.
-        edited_at: the first turn whose prompt has it edited.
-    """
+    """A message of a prompt."""
 
     msg_id: int
+    """Its number in the history, from 0."""
     role: str
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     state: State
     was: str = ""
-    was_calls: tuple[Call, ...] = ()
+    """Its text before the first edit; like `was_calls` empty if it was not edited."""
+    was_calls: tuple[ToolCall, ...] = ()
     deleted: bool = False
+    """The edit deleted it."""
     edited_at: int | None = None
+    """The first turn whose prompt has it edited."""
 
 
 def prompt_of(episode: Trajectory, turn: int) -> list[MessageView]:
     """Return every message of the prompt of a turn, in the order of the prompt."""
     walk = _Walk()
     for step in episode.steps[:turn]:
-        walk.go_on(step)
+        walk.add(step)
     prompt, first, since, new_from = list(walk.prompt), dict(walk.first), dict(walk.since), walk.new_from
     for step in episode.steps[turn:]:
-        walk.go_on(step)
+        walk.add(step)
     # A message that ends deleted, and is not edited after this prompt, is deleted in this prompt.
     deleted = {
         msg_id
@@ -132,33 +115,31 @@ def prompt_of(episode: Trajectory, turn: int) -> list[MessageView]:
         if msg_id in episode.deleted_msg_ids
         and walk.prompt[msg_id : msg_id + 1] == prompt[msg_id : msg_id + 1]
     }
-    return [
-        _view(
-            index, message, first.get(index), since.get(index), new=index >= new_from,
-            deleted=index in deleted,
-        )
-        for index, message in enumerate(prompt)
-    ]  # fmt: skip
+    views = []
+    for msg_id, message in enumerate(prompt):
+        was = first.get(msg_id)
+        state: State = "new" if msg_id >= new_from else "kept" if was is None else "edited"
+        view = MessageView(msg_id, message.role, message.content or "", message.tool_calls or (), state)
+        if was is not None:
+            view = replace(
+                view, was=was.content or "", was_calls=was.tool_calls or (),
+                deleted=msg_id in deleted, edited_at=since.get(msg_id),
+            )  # fmt: skip
+        views.append(view)
+    return views
 
 
 class _Walk:
-    """The prompts of an episode, one decision after the other.
-
-    Attributes:
-        prompt: the present prompt.
-        first: by msg_id, the message before its first edit.
-        since: by msg_id, the turn of the first edit.
-        new_from: index of the first message that the prompt before did not have.
-    """
+    """The prompts of an episode, one decision after the other."""
 
     def __init__(self) -> None:
         self.prompt: list[Message] = []
-        self.first: dict[int, Message] = {}
-        self.since: dict[int, int] = {}
-        self.new_from = 0
+        self.first: dict[int, Message] = {}  # by msg_id, the message before its first edit
+        self.since: dict[int, int] = {}  # by msg_id, the turn of the first edit
+        self.new_from = 0  # index of the first message that the prompt before did not have
 
-    def go_on(self, step: StepData) -> None:
-        """Go on to the prompt of this decision."""
+    def add(self, step: StepData) -> None:
+        """Move to the prompt of this decision."""
         seen = step.observation_data
         del self.prompt[seen.messages_reused :]
         for msg_id in [one for one in self.first if one >= seen.messages_reused]:
@@ -174,23 +155,6 @@ class _Walk:
 
     def _forget(self, msg_id: int) -> None:
         del self.first[msg_id], self.since[msg_id]
-
-
-def _view(
-    msg_id: int, message: Message, was: Message | None, edited_at: int | None, *, new: bool, deleted: bool
-) -> MessageView:
-    state: State = "new" if new else "kept" if was is None else "edited"
-    text, calls = message.content or "", calls_of(message.tool_calls or ())
-    if was is None:
-        return MessageView(msg_id, message.role, text, calls, state)
-    return MessageView(
-        msg_id, message.role, text, calls, state, was.content or "", calls_of(was.tool_calls or ()),
-        deleted, edited_at,
-    )  # fmt: skip
-
-
-def calls_of(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
-    return tuple(Call(call.function.name, call.function.arguments) for call in calls)
 
 
 _DID_CHARS = 160
@@ -242,8 +206,8 @@ class DecisionView:
     prompt: tuple[MessageView, ...]
     """The messages that the model saw."""
     fresh: bool
-    """The prompt is written anew for each decision, so no message is marked as new."""
-    calls: tuple[Call, ...]
+    """Each decision has a fresh prompt, so no message is marked as new."""
+    calls: tuple[ToolCall, ...]
     answer: str
     """The model's answer as text, if it is known."""
     actions: tuple[str, ...]
@@ -251,7 +215,7 @@ class DecisionView:
     invalid: str
     result: str
     after: tuple[str, ...]
-    """The texts of an interaction beside its score, and the messages after the last answer."""
+    """The texts of an interaction, and the messages after the last answer."""
     facts: tuple[tuple[str, str], ...]
     state_key: str
     branch_returns: tuple[str, ...]
@@ -265,7 +229,9 @@ def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[Deci
     return [
         DecisionLine(
             turn=step.turn,
-            action=_short(("" if talks else " ".join(step.step_info.executed_actions)) or action_text(step)),
+            action=clip(
+                ("" if talks else " ".join(step.step_info.executed_actions)) or action_text(step), _DID_CHARS
+            ),
             unlocked=tuple(map(spaced, step_deltas(step).unique)),
             payments=tuple(_payments(step)),
             invalid=step.step_info.invalid_reason is not None,
@@ -288,12 +254,15 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
     return DecisionView(
         turn=turn,
         credit=tuple(credit_figures(stored, signed)),
-        derivation=tuple((_typeset(equation), spaced(words)) for equation, words in credit_lines(stored)),
+        derivation=tuple(
+            (tuple(_NUMBER.split(spaced(line).replace("-", MINUS).replace("*", TIMES))), spaced(words))
+            for line, words in credit_lines(stored)
+        ),
         measures=tuple(_measures(step)),
         unlocked=tuple(map(spaced, step_deltas(step).unique)),
         prompt=tuple(prompt_of(episode, turn)),
         fresh=not episode.full_history,
-        calls=calls_of(step.tool_calls),
+        calls=step.tool_calls,
         answer=step.raw_policy_output or str(step.action_taken.get("content") or ""),
         actions=step.step_info.executed_actions,
         invalid=step.step_info.invalid_reason or "",
@@ -303,11 +272,6 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
         state_key=stored.get("state_key") or "",
         branch_returns=tuple(signed(value) for value in stored.get("branch_returns") or ()),
     )
-
-
-def _typeset(equation: str) -> tuple[str, ...]:
-    """An equation with the signs of print, in pieces: text and number in turn."""
-    return tuple(_NUMBER.split(spaced(equation).replace("-", MINUS).replace("*", TIMES)))
 
 
 def bar_of(advantage: float, largest: float) -> Bar:
@@ -327,10 +291,9 @@ def _measures(step: StepData) -> list[Figure]:
             Figure("unique_delta", str(delta.unique_delta), "achievements unlocked for the first time"),
             Figure("ach_delta", str(delta.ach_delta), "achievements whose counter rose"),
         ]
-    parts = [
+    return figures + [
         Figure(part.source, signed(part.value), "paid beside the environment") for part in step.reward_parts
     ]
-    return figures + parts
 
 
 def _facts(step: StepData) -> list[tuple[str, str]]:
@@ -365,7 +328,3 @@ def _payments(step: StepData) -> list[str]:
 
 def _column(columns: Sequence[Columns], turn: int, name: str) -> float | None:
     return columns[turn - 1].get(name) if turn <= len(columns) else None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _DID_CHARS else text[: _DID_CHARS - 1] + "…"

@@ -46,20 +46,18 @@ def to_begin_from(job: JobRow) -> str:
     known = tables_of(job.config)
     # [[rollout_only]] stays as it was written, and an optional table such as [warmup] even without a key.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
+    fields = JobConfig.model_fields
     tables: dict[str, dict[str, Any]] = {
-        table: {} for table, content in known.items() if isinstance(content, dict) and _is_optional(table)
+        table: {}
+        for table, content in known.items()
+        if isinstance(content, dict) and table in fields and fields[table].default is None
     }
     for key, value in _values(job.config).items():
         table, _, name = key.partition(".")
         if table not in lists and key not in _OF_THE_SERVICE and _text(value) != _default(table, name):
             tables.setdefault(table, {})[name] = value
-    order = list(JobConfig.model_fields)
+    order = list(fields)
     return tomli_w.dumps(dict(sorted((tables | lists).items(), key=lambda one: order.index(one[0]))))
-
-
-def _is_optional(table: str) -> bool:
-    field = JobConfig.model_fields.get(table)
-    return field is not None and field.default is None
 
 
 def _values(config: str) -> dict[str, Any]:
@@ -110,8 +108,3 @@ def end_of(path: str) -> str:
     """The last three parts of a path; the parts before them are alike in most paths."""
     parts = path.split("/")
     return path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])
-
-
-def clip(text: str, most: int) -> str:
-    """The text, cut to `most` characters with an ellipsis."""
-    return text if len(text) <= most else text[: most - 1] + "…"

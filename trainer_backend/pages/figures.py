@@ -1,8 +1,10 @@
 """Pure: numbers, times and names as text for people; some are filters of the templates."""
 
 import math
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
 from urllib.parse import quote
 
 from trainer_backend.core.statistics import Interval
@@ -97,6 +99,17 @@ def size(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def clip(text: str, most: int) -> str:
+    """The text, cut to `most` characters with an ellipsis."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def name_iterations(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`iteration 3` or `iterations 1 to 3`, from rows of metrics in their order."""
+    first, last = rows[0]["iteration"], rows[-1]["iteration"]
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
 def spaced(name: str) -> str:

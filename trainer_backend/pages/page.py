@@ -184,12 +184,10 @@ def _environment() -> Environment:
         loader=FileSystemLoader(ROOT / "templates"),
     )
     environment.filters |= {
-        "static": static_address,
-        "ago": figures.ago,
-        "size": figures.size,
-        "spaced": figures.spaced,
-        "signed": figures.signed,
-    }
+        "static": static_address, "ago": figures.ago, "number": figures.number, "short": figures.short_id,
+        "signed": figures.signed, "size": figures.size, "spaced": figures.spaced,
+    }  # fmt: skip
+    environment.globals["rollout_address"] = figures.rollout_address
     return environment
 
 

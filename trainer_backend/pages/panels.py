@@ -29,6 +29,11 @@ class Line:
     needs: str | None = None
     """A metric of an iteration; a run without it does not show this line."""
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that it draws: its own and those of its band."""
+        return (self.metric, *(self.band or ()))
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -248,22 +253,14 @@ PANELS: tuple[Panel, ...] = (
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Keep the lines of panels, and the panels, that a run has metrics for.
-
-    Args:
-        metrics: (kind, metric) pairs of the run's numbers.
-    """
+    """Keep the lines of panels, and the panels, that a run has metrics for: (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Draw the unique achievements once where they are the outcome too.
-
-    Args:
-        outcome: the environment's name for its outcome.
-    """
+    """Draw the unique achievements once where they are, by the name of `outcome`, the outcome too."""
     if outcome != "unique achievements":
         return list(panels)
     return [
@@ -279,7 +276,7 @@ def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
     Times of day have none: pages/timeline.py draws them.
     """
     pairs = sorted(set(metrics))
-    drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
+    drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in line.metrics}
     names = [
         name
         for kind, name in pairs
@@ -299,11 +296,6 @@ def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
         for panel in panels
         for number, line in enumerate(panel.lines)
     ]  # fmt: skip
-
-
-def metrics_of(line: Line) -> tuple[str, ...]:
-    """The metrics that a line draws: its own and those of its band."""
-    return (line.metric, *(line.band or ()))
 
 
 def _lines(line: Line, pairs: list[tuple[str, str]]) -> Iterator[Line]:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.losses import FAILED
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
@@ -22,13 +21,13 @@ from trainer_backend.evaluation.best import describe_others, find_comparable, pa
 from trainer_backend.job.load import dump_job
 from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
-from trainer_backend.pages.figures import duration, interval, number, spaced
+from trainer_backend.pages.figures import clip, duration, interval, name_iterations, number, spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
 from trainer_backend.pages.run_view import MOST_LOSSES, RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
-from trainer_backend.pages.stored import Frame, FrameSource, played_frames, why_undrawn
+from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.data_record import read_record
 from trainer_backend.rundir.files import write_errors
@@ -73,7 +72,10 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
     episode = rollout.trajectory if rollout else None
     if best is None or rollout is None or episode is None or not episode.steps:
         return None
-    lines = list(zip(decision_lines(episode, []), _prompt_texts(episode), strict=True))
+    # A prompt's new part: in a conversation its new messages, else its last message.
+    talks = bool(episode.full_history)
+    texts = ["\n".join(new_messages(step)) if talks else last_message(step) for step in episode.steps]
+    lines = list(zip(decision_lines(episode, []), (clip(text, _CLIP) for text in texts), strict=True))
     row_id, count = row_of(rollout.group_id), len(lines)
     headline = (
         f"{f'Row {row_id}' if row_id else f'World {episode.seed}'}, evaluation after iteration "
@@ -89,28 +91,17 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
         pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
         return Filmstrip(headline, lines, missing=f"No pictures: {error}")
-    return Filmstrip(headline, lines, [_shot(frame, unlocks, last=count) for frame in pictures])
+    shots = []
+    for frame in pictures:
+        event = unlocks.get(frame.turn, "the end" if frame.turn == count else "the start")
+        uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
+        shots.append(Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri))
+    return Filmstrip(headline, lines, shots)
 
 
-def _prompt_texts(episode: Trajectory) -> list[str]:
-    """The new part of each decision's prompt: in a conversation its new messages, else its last message."""
-    talks = bool(episode.full_history)
-    texts = ["\n".join(new_messages(step)) if talks else last_message(step) for step in episode.steps]
-    return [text if len(text) <= _CLIP else text[: _CLIP - 1] + "…" for text in texts]
-
-
-def _shot(frame: Frame, unlocks: dict[int, str], *, last: int) -> Shot:
-    event = unlocks.get(frame.turn, "the end" if frame.turn == last else "the start")
-    uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-    return Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri)
-
-
-FILE = "report.html"
 _WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
 
 Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: name in the legend, and values by turn
-
-
 Line = tuple[str, str]
 
 
@@ -127,7 +118,7 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
         RunDirectoryError: a file of the run cannot be read, or the report cannot be written.
     """
     story = read_story(directory)
-    return save(directory.report / FILE, _page(directory, story, frames))
+    return save(directory.report / "report.html", _page(directory, story, frames))
 
 
 def save(path: Path, html: bytes) -> Path:
@@ -146,6 +137,8 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
     by_turn = turn_charts(story)
     charts, others = (charts_of([(story.job.job.name, curves)], panels) for panels in (shown, rest))
     job, best = _job_row(directory, story), story.best_evaluation
+    record = read_record(directory)
+    leaks = "" if record is None else record.describe_leaks()
     return saved_page(
         "run",
         [*charts, *by_turn, *others],
@@ -158,7 +151,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
             job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
             now=job.created, can_control=False, losses=story.losses,
         ),
-        figures=[*figure_lines(story), *_leaks(directory)],
+        figures=[*figure_lines(story), *([("not held out", leaks)] if leaks else [])],
         film=filmstrip(story, frames),
         differs=chosen_keys(job),
         toml=job.config,
@@ -174,12 +167,6 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
     )  # fmt: skip
 
 
-def _leaks(directory: RunDirectory) -> list[Line]:
-    record = read_record(directory)
-    leaks = "" if record is None else record.describe_leaks()
-    return [("not held out", leaks)] if leaks else []
-
-
 def _job_row(directory: RunDirectory, story: Story) -> JobRow:
     """The run as a row of a service's store."""
     state, code, detail = state_of_run(read_status(directory.path))
@@ -191,11 +178,18 @@ def _job_row(directory: RunDirectory, story: Story) -> JobRow:
 
 
 def turn_charts(story: Story) -> list[Chart]:
-    """Chart achievements and rewards by decision turn, the first iterations beside the last ones."""
-    windows = _windows(story.by_actor)
-    if not windows:
+    """Chart achievements and rewards by decision turn, the first iterations and the last ones."""
+    rows = story.by_actor
+    if not rows:
         return []
-    rewards = [(label, _rewards(story, rows)) for label, rows in windows]
+    size = min(_WINDOW, len(rows) // 2)  # the first and the last iterations never overlap
+    parts = (rows[:size], rows[-size:]) if size else (rows,)
+    windows = [(name_iterations(part), part) for part in parts]
+    rewards = []
+    for label, part in windows:
+        files = [story.rollouts_file(f"iteration_{row['iteration']}") for row in part]
+        paid_by_turn = reward_by_turn([file for file in files if file is not None], story.job.job.name)
+        rewards.append((label, paid_by_turn))
     note = "r_t that training used, mean a decision; an episode that ended earlier counts 0."
     paid = _turn_chart("reward_by_turn", "Reward by decision turn", note, rewards)
     achieved = _achieved_by_turn(windows)
@@ -211,19 +205,6 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
     return Chart(Panel(key, title, note, (), x="decision turn"), tuple(range(1, longest + 1)), curves)
 
 
-def _windows(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
-    """The first and the last iterations, which never overlap."""
-    size = min(_WINDOW, len(rows) // 2)
-    if size == 0:
-        return [(_span(rows), rows)] if rows else []
-    return [(_span(part), part) for part in (rows[:size], rows[-size:])]
-
-
-def _span(rows: Sequence[Row]) -> str:
-    first, last = rows[0]["iteration"], rows[-1]["iteration"]
-    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
-
-
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
     """First unlocks by turn, or scores in a dialogue; None in other environments."""
     rows = [row for _, part in windows for row in part]
@@ -237,17 +218,12 @@ def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str
 
 
 def _by_turn(windows: Sequence[tuple[str, Sequence[Row]]], name: str) -> Lines:
-    return [(label, _mean_by_turn([row[name] for row in rows])) for label, rows in windows]
-
-
-def _mean_by_turn(lists: Sequence[Sequence[float]]) -> list[float]:
-    longest = max(map(len, lists))
-    return [sum(values[t] for values in lists if t < len(values)) / len(lists) for t in range(longest)]
-
-
-def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
-    paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
-    return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
+    lines = []
+    for label, rows in windows:
+        lists = [row[name] for row in rows]
+        turns = range(max(map(len, lists)))
+        lines.append((label, [sum(one[t] for one in lists if t < len(one)) / len(lists) for t in turns]))
+    return lines
 
 
 _STAGES = (
@@ -268,7 +244,8 @@ def figure_lines(story: Story) -> list[Line]:
         *_training(story),
         *_warmup(story),
         *_time(story),
-        *_failures(story),
+        *((f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())),
+        ("rollouts lost for good", story.losses.count),
     ]
 
 
@@ -352,12 +329,6 @@ def _time(story: Story) -> list[Line]:
         ("time, all stages", f"{whole} (without start-up and saving)"),
         *((f"time, {name}", number(seconds, "seconds")) for name, seconds in totals),
     ]
-
-
-def _failures(story: Story) -> list[Line]:
-    """Failures of the infrastructure by cause."""
-    lines = [(f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())]
-    return [*lines, ("rollouts lost for good", story.losses.count)]
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:

@@ -11,8 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response
 
 from trainer_backend.errors import TrainerError
-from trainer_backend.pages.episode import Episode, anchor_lines, episode_of, segment_of
-from trainer_backend.pages.figures import NONE, number, rollout_address, short_id, signed, spaced
+from trainer_backend.pages.episode import Episode, episode_of, segment_of
+from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import (
     HEADERS,
     BadAddress,
@@ -25,10 +25,11 @@ from trainer_backend.pages.page import (
 from trainer_backend.pages.run import run_frame
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.reads_rollouts import RolloutFilter, RolloutSort
-from trainer_backend.store.rows import Facets, RolloutRow
+from trainer_backend.store.rows import RolloutRow
 
 _SORTS: dict[str, RolloutSort] = {name: name for name in get_args(RolloutSort)}
 _NUMBERS = {"iteration": int, "min_reward": float}
+_FILTERS = tuple(field.name for field in fields(RolloutFilter))
 # A database refuses to compare with a larger whole number.
 _LARGEST = 2**31 - 1
 
@@ -48,86 +49,20 @@ class RolloutQuery:
 
     def query(self, **changes: Any) -> str:
         """The query string of an address with these filters and this order."""
-        values = {name: getattr(self.where, name) for name in _filters()}
+        values = {name: getattr(self.where, name) for name in _FILTERS}
         values |= {"sort": self.sort, "down": int(self.down), "cursor": self.cursor} | changes
         return urlencode({name: value for name, value in values.items() if value is not None})
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutLine:
-    """A line of the table."""
-
-    href: str
-    short: str
-    group: str
-    sibling: int
-    attempt: int
-    stage: str
-    policy: str
-    outcome: str
-    reward: str
-    unique: str
-    decisions: int
-    env_steps: str
-    status: str
-    failed: bool
-    ended: str
-
-
-@dataclass(frozen=True, slots=True)
-class FacetLists:
-    """The values of each filter with their counts; `span` is the range of iterations."""
-
-    stages: tuple[tuple[str, int], ...]
-    policies: tuple[tuple[str, int], ...]
-    statuses: tuple[tuple[str, int], ...]
-    failures: tuple[tuple[str, int], ...]
-    stops: tuple[tuple[str, int], ...]
-    span: str
-
-
 def query_of(params: Mapping[str, str]) -> RolloutQuery:
     """Read the filters and the order from an address; a form also sends its empty fields."""
-    texts = {name: params[name].strip() for name in _filters() if params.get(name, "").strip()}
+    texts = {name: params[name].strip() for name in _FILTERS if params.get(name, "").strip()}
     where = RolloutFilter(**{name: _value(name, text) for name, text in texts.items()})
     name = params.get("sort") or "newest"
     sort = _SORTS.get(name)
     if sort is None:
         raise BadAddress(f"sort is {name[:40]!r}; known: {', '.join(_SORTS)}")
     return RolloutQuery(where, sort, params.get("down", "1") != "0", params.get("cursor") or None)
-
-
-def rollout_line(job_id: str, row: RolloutRow) -> RolloutLine:
-    failed = row.status != "finished"
-    return RolloutLine(
-        href=rollout_address(job_id, row.rollout_id),
-        short=short_id(row.rollout_id),
-        group=row.group_id,
-        sibling=row.sibling,
-        attempt=row.attempt,
-        stage=row.stage,
-        policy=row.policy,
-        outcome=number(row.outcome_reward),
-        reward=signed(row.reward),
-        unique=NONE if row.unique_achievements is None else str(row.unique_achievements),
-        decisions=row.decisions,
-        env_steps=NONE if row.env_steps is None else str(row.env_steps),
-        status=row.status,
-        failed=failed,
-        ended=spaced((row.failure_code if failed else row.stop_reason) or NONE),
-    )
-
-
-def facet_lists(facets: Facets) -> FacetLists:
-    first, last = facets.iterations or (0, 0)
-    return FacetLists(
-        stages=tuple(facets.stages.items()),
-        policies=tuple(facets.policies.items()),
-        statuses=tuple(facets.statuses.items()),
-        failures=tuple(facets.failure_codes.items()),
-        stops=tuple(facets.stop_reasons.items()),
-        span=f"{first} to {last}" if last else "",
-    )
 
 
 def caption(rows: Sequence[RolloutRow], total: int, query: RolloutQuery) -> str:
@@ -137,10 +72,6 @@ def caption(rows: Sequence[RolloutRow], total: int, query: RolloutQuery) -> str:
     else:
         order = f"by {spaced(query.sort)}, {'highest' if query.down else 'lowest'} first"
     return f"{len(rows)} of {total:,} rollouts, {order}"
-
-
-def _filters() -> list[str]:
-    return [field.name for field in fields(RolloutFilter)]
 
 
 def _value(name: str, text: str) -> Any:
@@ -160,6 +91,7 @@ def _value(name: str, text: str) -> Any:
 router = page_router()
 
 _PAGE = 50
+_ANCHORS_SHOWN = 40
 
 
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
@@ -178,9 +110,9 @@ def rollouts(request: Request, job_id: str) -> Response:
 
     return page(
         "rollouts",
-        rows=[rollout_line(job_id, row) for row in rows.items],
+        rows=rows.items,
         caption=caption(rows.items, reads_rollouts.count_rollouts(store, job_id, query.where), query),
-        facets=facet_lists(reads_rollouts.facets(store, job_id)),
+        facets=reads_rollouts.facets(store, job_id),
         chosen=query.where,
         filtered=query.filtered,
         sort=query.sort,
@@ -227,6 +159,9 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
     decision = episode.decision(turn)
     pictures = dashboard.frames.cached(episode.run_dir, episode.stored.rollout)
     count = len(episode.trajectory.steps)
+    # Decisions of the group in the same state, this one among them.
+    key, most = decision.state_key, _ANCHORS_SHOWN
+    anchors = reads_rollouts.anchors(dashboard.store, job_id, episode.row, key, limit=most) if key else ()
     return page(
         "rollout",
         lines=episode.lines(),
@@ -241,7 +176,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
         frame_png=_frame_address(job_id, episode.row.rollout_id),
         missing=pictures if isinstance(pictures, str) else "",
         drawn=pictures is not None,
-        anchors=anchor_lines(dashboard, episode, decision),
+        anchors=anchors,
         colour="advantage" if decision.credit else "logprob",
         **segment_of(dashboard, episode, turn),
         **values,

@@ -1,6 +1,7 @@
 """Pages of one run: its charts, alone or with other runs, its job and its log."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -12,28 +13,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import chosen_keys, differing_keys, folder_of
-from trainer_backend.pages.page import HEADERS, BadAddress, Dashboard, dashboard_of, frame, page, page_router
-from trainer_backend.pages.panels import (
-    PANELS,
-    Kind,
-    Panel,
-    merge_outcome,
-    metrics_of,
-    rest_of,
-    restrict,
-    split_by_line,
-)
+from trainer_backend.pages.page import HEADERS, BadAddress, dashboard_of, frame, page, page_router
+from trainer_backend.pages.panels import PANELS, Kind, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_view import (
     MOST_LOSSES,
     RATES,
     Ends,
-    Head,
     ends_of,
     evaluation_table,
     head_of,
     key_figures,
     list_losses,
-    log_lines,
     seconds_an_iteration,
     success_rates,
 )
@@ -58,12 +48,19 @@ With = Annotated[tuple[str, ...], Query(alias="with")]
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     """The values that the head of every page of a run needs."""
-    return {
-        "head": run_head(dashboard_of(request), job_id),
-        "tabs": TABS,
-        "tab": tab,
-        **frame(request, "runs"),
-    }
+    dashboard = dashboard_of(request)
+    store = dashboard.store
+    job = jobs.get(store, job_id)
+    # Read the place first: rows that arrive during the other reads are then still sent as news.
+    place = _place(store, job)
+    (summary,) = reads.summaries(store, [job], (), sums=(*FAILED, *FINISHED))
+    times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
+    state = read_state(Path(job.run_dir)) if job.run_dir else None
+    head = head_of(
+        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
+        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
+    )  # fmt: skip
+    return {"head": head, "tabs": TABS, "tab": tab, **frame(request, "runs")}
 
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
@@ -79,15 +76,18 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             differs=differing_keys([item.config for item in runs]), **frame(request, "runs"),
         )  # fmt: skip
     checkpoints = reads.checkpoints(store, job_id)
+    first_lines = reads.metric_lines(store, job_id, kind="iteration", limit=1)
+    last_line = reads.last_line(store, job_id, "iteration")
+    held_out = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
     return page(
         "run",
         panels=panels,
         rest=len(rest),
         checkpoints=checkpoints,
-        lines=() if panels else log_lines(_log_of(runs[0], _FIRST_LINES)[0]),
+        lines=() if panels else _log_of(runs[0], _FIRST_LINES)[0],
         **figures_of(
-            iteration_ends(store, job_id),
-            evaluations(store, job_id),
+            Ends(_row(first_lines[0]) if first_lines else None, _row(last_line) if last_line else None),
+            [_row(line) for line in held_out],
             reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id],
             newest=[_row(line) for line in reads.newest_lines(store, job_id, kind="iteration", limit=SHOWN)],
             best=next((row.iteration for row in checkpoints if row.best), None),
@@ -131,12 +131,7 @@ def head(request: Request, job_id: str) -> Response:
 
 
 @router.get("/runs/{job_id}/charts")
-def charts(
-    request: Request,
-    job_id: str,
-    others: With = (),
-    rest: bool = False,
-) -> JSONResponse:
+def charts(request: Request, job_id: str, others: With = (), rest: bool = False) -> JSONResponse:
     """Send the values of every chart, as static/charts.js reads them."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
@@ -177,7 +172,7 @@ def config(request: Request, job_id: str) -> Response:
 def log(request: Request, job_id: str) -> Response:
     """Show the last lines of the run's log."""
     lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
-    return page("log", lines=log_lines(lines), skipped=skipped, **run_frame(request, job_id, "log"))
+    return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
 
 
 def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:
@@ -216,19 +211,6 @@ _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 _KINDS = get_args(Kind)
 
 
-def run_head(dashboard: Dashboard, job_id: str) -> Head:
-    job = jobs.get(dashboard.store, job_id)
-    # Read the place first: rows that arrive during the other reads are then still sent as news.
-    place = _place(dashboard.store, job)
-    (summary,) = reads.summaries(dashboard.store, [job], (), sums=(*FAILED, *FINISHED))
-    times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
-    state = read_state(Path(job.run_dir)) if job.run_dir else None
-    return head_of(
-        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
-        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
-    )  # fmt: skip
-
-
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
     """Return the panels that these runs have values for, and generated panels for all other metrics."""
     of_runs = reads.last_lines(store, job_ids, _KINDS).values()
@@ -254,9 +236,12 @@ def panels_for(
 def run_charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
     """Read the values of panels, with two queries for all panels and runs."""
     ids = [job.id for job in runs]
+    lines = [line for panel in panels for line in panel.lines]
+    names = {
+        kind: sorted({name for one in lines if one.kind == kind for name in one.metrics}) for kind in _KINDS
+    }
     series = {
-        kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=POINTS // len(runs))
-        for kind in _KINDS
+        kind: reads.series(store, ids, names[kind], kind=kind, points=POINTS // len(runs)) for kind in _KINDS
     }
     curves: list[tuple[str, Curves]] = [
         (name, {(kind, metric): one for kind in _KINDS for metric, one in series[kind][job.id].items()})
@@ -277,37 +262,14 @@ def names_of(runs: Sequence[JobRow]) -> list[str]:
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
-def iteration_ends(store: Store, job_id: str) -> Ends:
-    first = reads.metric_lines(store, job_id, kind="iteration", limit=1)
-    last = reads.last_line(store, job_id, "iteration")
-    return Ends(_row(first[0]) if first else None, _row(last) if last else None)
-
-
-def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
-    """Return the rows of all evaluations, the oldest first."""
-    lines = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
-    return [_row(line) for line in lines]
-
-
 def _place(store: Store, job: JobRow) -> str:
     """The end of the store's rows and of the log, in the form of an event id (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
-    row = max((line.number for line in lines), default=0)
-    return f"{row}.{_size(Path(job.run_dir) / LOG_FILE) if job.run_dir else 0}"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    row, size = max((line.number for line in lines), default=0), 0
+    with suppress(FileNotFoundError):
+        size = (Path(job.run_dir) / LOG_FILE).stat().st_size if job.run_dir else 0
+    return f"{row}.{size}"
 
 
 def _row(line: Any) -> dict[str, Any]:
     return {**line.row, "kind": line.kind, "iteration": line.iteration}
-
-
-def _names(panels: Sequence[Panel], kind: str) -> list[str]:
-    return sorted(
-        {name for panel in panels for line in panel.lines if line.kind == kind for name in metrics_of(line)}
-    )

@@ -12,7 +12,7 @@ from trainer_backend.pages.facts import end_of, time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import Spark, spark_of
-from trainer_backend.rundir.state import LogLine, ProcessRecord, ProcessRole, RunState
+from trainer_backend.rundir.state import ProcessRecord, ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
 
 
@@ -42,6 +42,14 @@ class Head:
     """What its last start does, or did, more slowly than it could."""
 
 
+_ACTIONS = {
+    **dict.fromkeys(("queued", "running"), ("pause", "cancel")),
+    **dict.fromkeys(("failed", "cancelled"), ("resume",)),
+    "paused": ("resume", "cancel"),
+    "pausing": ("cancel",),
+}
+
+
 def head_of(
     job: JobRow,
     state: RunState | None,
@@ -53,9 +61,9 @@ def head_of(
     can_control: bool,
     losses: Losses = NO_LOSSES,
 ) -> Head:
-    """
+    """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
+
     Args:
-        state: as the run directory has it, or None.
         iteration: the last one that has ended.
         rate_s: seconds that a recent iteration took, or None.
         losses: of all stages.
@@ -65,10 +73,12 @@ def head_of(
     return Head(
         id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
         progress=_progress(job, state, done, total, rate_s),
-        actions=_actions(job) if can_control else (),
+        actions=_ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
         facts=tuple(_facts(job, state, now, losses)),
         code=job.code or "", detail=job.detail or "",
-        processes=_processes(state) if state is not None and job.state in ACTIVE else (),
+        processes=tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
+        if state is not None and job.state in ACTIVE
+        else (),
         notes=() if state is None else state.notes,
     )  # fmt: skip
 
@@ -90,10 +100,6 @@ def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s
     return " · ".join(parts)
 
 
-def _processes(state: RunState) -> tuple[ProcessRecord, ...]:
-    return tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
-
-
 def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
@@ -108,16 +114,6 @@ def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -
         ("directory", job.run_dir or ""),
     ]
     return [(name, str(value)) for name, value in facts if value]
-
-
-def _actions(job: JobRow) -> tuple[str, ...]:
-    if job.origin == "cli":
-        return ()
-    if job.state in ("queued", "running"):
-        return ("pause", "cancel")
-    if job.state in ("paused", "failed", "cancelled"):
-        return ("resume", "cancel") if job.state == "paused" else ("resume",)
-    return ("cancel",) if job.state == "pausing" else ()
 
 
 _EVENT = "decision/nonzero_frac"
@@ -160,11 +156,7 @@ class KeyFigure:
 
 
 def key_figures(iterations: Ends, held_out: Ends, outcome: str) -> list[KeyFigure]:
-    """Return the key figures that the rows have values for.
-
-    Args:
-        outcome: the environment's name for its outcome.
-    """
+    """Return the key figures that the rows have values for; `outcome` is the environment's name for it."""
     figures = _held_out(held_out, outcome)
     last = iterations.last
     if last is None:
@@ -209,11 +201,7 @@ def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> st
 
 
 MOST_LOSSES = 50  # stages that the page lists
-_STAGES = {
-    **NAMES_BEFORE_RL,
-    "evaluation": "evaluation after iteration {}",
-    "iteration": "iteration {}",
-}
+_STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "iteration": "iteration {}"}
 
 
 def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
@@ -233,11 +221,7 @@ RATES = "eval/success_rates/"
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]], best: int | None) -> Sequence[Sequence[str]]:
-    """Return a heading and a line per evaluation, the oldest first; empty before the first evaluation.
-
-    Args:
-        best: the iteration of the best checkpoint.
-    """
+    """Return a heading and a line per evaluation, the oldest first; empty before the first."""
     if not rows:
         return []
     figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
@@ -317,16 +301,3 @@ def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Se
         high=round(100 * high, 1),
         spark=spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """A line of the log; `clock` is the time of day, `time` the whole moment, UTC."""
-
-    time: str
-    clock: str
-    text: str
-
-
-def log_lines(lines: Sequence[LogLine]) -> list[LogEntry]:
-    return [LogEntry(line.time, line.time[11:19], line.text) for line in lines]

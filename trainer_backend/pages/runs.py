@@ -1,28 +1,31 @@
 """Pages of several runs: the list, and the comparison of chosen ones."""
 
 from dataclasses import dataclass
-from datetime import datetime
 
 from fastapi import Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
-from trainer_backend.pages.facts import clip, folder_of, time_taken
-from trainer_backend.pages.figures import number
+from trainer_backend.pages.facts import folder_of, time_taken
+from trainer_backend.pages.figures import clip, number
 from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
 from trainer_backend.pages.run_view import bounds_of
 from trainer_backend.pages.series import Spark, spark_of
 from trainer_backend.store import jobs, reads
-from trainer_backend.store.rows import ACTIVE, ENDED, JobState, RunSummary, Series, iterations_of, tables_of
+from trainer_backend.store.rows import (
+    ACTIVE,
+    ENDED,
+    JobRow,
+    JobState,
+    RunSummary,
+    Series,
+    iterations_of,
+    tables_of,
+)
 
 # Numbers of the last rows that the list shows.
-LATEST = (
-    "episode/outcome_reward",
-    "eval/outcome_reward",
-    "eval/outcome_reward_low",
-    "eval/outcome_reward_high",
-)
 SPARK = "episode/outcome_reward"
+LATEST = (SPARK, "eval/outcome_reward", "eval/outcome_reward_low", "eval/outcome_reward_high")
 _TEXT = 400  # characters of a detail; the run's own page has all of it
 
 
@@ -30,11 +33,9 @@ _TEXT = 400  # characters of a detail; the run's own page has all of it
 class RunLine:
     """A line of the list of runs."""
 
-    id: str
-    name: str
+    job: JobRow
     where: str
     tags: tuple[str, ...]
-    state: str
     live: bool
     detail: str
     done: int
@@ -44,7 +45,6 @@ class RunLine:
     held_out: str
     bounds: str
     advantage: str
-    begun: datetime | None
     took: str
     lost: str
 
@@ -53,11 +53,9 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
     job, held_out, losses = summary.job, summary.evaluated, sum_losses(summary.sums)
     tables = tables_of(job.config)
     return RunLine(
-        id=job.id,
-        name=job.name,
+        job=job,
         where=f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
         tags=tuple(f"{name}={value}" for name, value in job.tags.items()),
-        state=job.state,
         live=job.state in ACTIVE,
         detail=clip(job.detail or "", _TEXT),
         done=summary.iteration,
@@ -67,7 +65,6 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         held_out=number(held_out.get("eval/outcome_reward")),
         bounds=bounds_of(held_out),
         advantage=str(tables.get("algorithm", {}).get("advantage", "")),
-        begun=job.started,
         took=time_taken(job),
         lost=losses.count if losses.lost else "",
     )
@@ -75,11 +72,10 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
 
 router = page_router()
 
-_GROUPS = (("", "All"), ("active", "Under way"), ("ended", "Ended"))
-_STATES: dict[str, frozenset[JobState]] = {
-    "": frozenset(),
-    "active": ACTIVE | {"queued", "paused"},
-    "ended": ENDED,
+_GROUPS: dict[str, tuple[str, frozenset[JobState]]] = {
+    "": ("All", frozenset()),
+    "active": ("Under way", ACTIVE | {"queued", "paused"}),
+    "ended": ("Ended", ENDED),
 }
 _SPARK_POINTS = 60
 _MOST_RUNS = 6  # the page has as many colours
@@ -89,16 +85,16 @@ _MOST_RUNS = 6  # the page has as many colours
 def runs(request: Request, state: str = "", cursor: str | None = None) -> Response:
     """Show the list of runs, the newest first."""
     dashboard = dashboard_of(request)
-    if state not in _STATES:
-        raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _STATES))}")
-    rows = jobs.find(dashboard.store, states=_STATES[state], cursor=cursor)
+    if state not in _GROUPS:
+        raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _GROUPS))}")
+    rows = jobs.find(dashboard.store, states=_GROUPS[state][1], cursor=cursor)
     summaries = reads.summaries(dashboard.store, rows.items, LATEST, sums=(*FAILED, *FINISHED))
     ids = [job.id for job in rows.items]
     sparks = reads.series(dashboard.store, ids, [SPARK], points=_SPARK_POINTS) if ids else {}
     return page(
         "runs",
         lines=[run_line(summary, sparks[summary.job.id].get(SPARK)) for summary in summaries],
-        groups=_GROUPS,
+        groups=[(key, name) for key, (name, _) in _GROUPS.items()],
         group=state,
         address=f"/?state={state}" + (f"&cursor={cursor}" if cursor else ""),
         cursor=rows.cursor,

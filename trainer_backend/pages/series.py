@@ -16,22 +16,19 @@ Curves = Mapping[tuple[str, str], Series]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart, with a value or None for each of the chart's iterations.
-
-    Attributes:
-        label: its name in the legend.
-        run: index of its run, which is its colour.
-        line: index of its line in the panel; with several runs a panel has one line.
-        dots: its points are marked, since they lie far apart.
-        values_N, low_N, high_N: [N] each; low_N and high_N are empty if the line has no band.
-    """
+    """A line of a chart, with a value or None for each of the chart's iterations."""
 
     label: str
+    """Its name in the legend."""
     run: int
+    """Index of its run, which is its colour."""
     line: int
+    """Index of its line in the panel; with several runs a panel has one line."""
     dots: bool
+    """Its points are marked, since they lie far apart."""
     values_N: tuple[float | None, ...]
     low_N: tuple[float | None, ...] = ()
+    """The band; both of its bounds are empty if the line has none."""
     high_N: tuple[float | None, ...] = ()
 
 
@@ -45,17 +42,12 @@ class Chart:
 
     def as_json(self) -> dict[str, Any]:
         """Return the chart as static/charts.js reads it; absent bounds are left out."""
+        panel = self.panel
         return {
-            "key": self.panel.key,
-            "title": self.panel.title,
-            "form": self.panel.form,
-            "stacked": self.panel.stacked,
-            "unit": self.panel.x,
-            "scatter": self.panel.scatter,
-            "summary": summary(self),
-            "x": self.iterations_N,
+            "key": panel.key, "title": panel.title, "form": panel.form, "stacked": panel.stacked,
+            "unit": panel.x, "scatter": panel.scatter, "summary": summary(self), "x": self.iterations_N,
             "curves": [_curve_json(curve) for curve in self.curves],
-        }
+        }  # fmt: skip
 
 
 def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:

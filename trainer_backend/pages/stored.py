@@ -15,7 +15,7 @@ from cachetools import LRUCache
 from shared_schemas.prefixes import PREFIXES
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
@@ -70,9 +70,17 @@ async def replay(
         NoPictures: its environment draws none.
         TaskAppError: anything else that went wrong.
     """
+    recorded = [ReplayTurn.of(step) for step in episode.steps[: max(turns)]]
+    if not episode.achievements_counts:
+        # Without counters every action may have one name and every reward be 0, so results are compared too.
+        results = [step.step_info.tool_result for step in episode.steps]
+        recorded = [
+            turn.model_copy(update={"result": result})
+            for turn, result in zip(recorded, results, strict=False)
+        ]
     record = ReplayRequest(
-        env_name=episode.env_name, config=dict(config), seed=episode.seed,
-        turns=tuple(_recorded(step, episode) for step in episode.steps[: max(turns)]), frames=tuple(turns),
+        env_name=episode.env_name, config=dict(config), seed=episode.seed, turns=tuple(recorded),
+        frames=tuple(turns),
     )  # fmt: skip
     try:
         frames = await client.replay(record)
@@ -83,21 +91,8 @@ async def replay(
     return [Frame(frame.turn, base64.b64decode(frame.png)) for frame in frames]
 
 
-def _recorded(step: StepData, episode: Trajectory) -> ReplayTurn:
-    """Return the decision to play again, and what to compare.
-
-    Without counters every action may have one name and every reward be 0, so results are compared too.
-    """
-    turn = ReplayTurn.of(step)
-    if episode.achievements_counts:
-        return turn
-    return turn.model_copy(update={"result": step.step_info.tool_result})
-
-
 _EPISODES = 12  # in the cache; an episode has some fifty frames of three kilobytes
 _ENVIRONMENTS = 100  # in the cache: those of runs, that draw nothing
-
-
 # Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
@@ -172,8 +167,8 @@ class Frames:
         assert episode is not None, "why_undrawn names what has none"
         turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
-        # Whoever looks at a run must neither execute code that somebody else's job names, nor send a key to a
-        # host of the job.
+        # A look at a run must neither execute code that another person's job names, nor send a key to a host
+        # of the job.
         plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
         own = ServicesTable(task_plugins=plugins)
         try:

@@ -3,18 +3,18 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trainer_backend.collect.losses import FAILED, FINISHED, Losses, sum_losses
 from trainer_backend.collect.metrics import outcome_name
-from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
+from trainer_backend.evaluation.best import find_best, read_outcomes
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
 
 Row = Mapping[str, Any]
 
-FAILURE = "rollout/failure/"
 EVALUATE_S = "time/evaluate_s"
 
 
@@ -48,7 +48,10 @@ class Story:
     def best_evaluation(self) -> Row | None:
         """The evaluation of `checkpoints/best`."""
         most = self.job.training.max_lost_share
-        return find_best(self.evaluations, self._outcomes, most=most).row
+        files = self.rollouts
+        return find_best(
+            self.evaluations, lambda at: read_outcomes(files / f"evaluation_{at}.parquet"), most=most
+        ).row
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
@@ -95,11 +98,10 @@ class Story:
     @property
     def failures(self) -> Counter[str]:
         """The number of failures by code, over all stages; retried rollouts count too."""
-        counts: Counter[str] = Counter()
-        for row in self.rows:
-            for name, value in row.items():
-                if name.startswith(FAILURE):
-                    counts[name.removeprefix(FAILURE)] += int(value)
+        prefix, counts = "rollout/failure/", Counter[str]()
+        for name, value in chain.from_iterable(row.items() for row in self.rows):
+            if name.startswith(prefix):
+                counts[name.removeprefix(prefix)] += int(value)
         return counts
 
     @property
@@ -115,9 +117,6 @@ class Story:
         """A Parquet file of the run, or None."""
         path = self.rollouts / f"{name}.parquet"
         return path if path.exists() else None
-
-    def _outcomes(self, iteration: int) -> Outcomes:
-        return read_outcomes(self.rollouts / f"evaluation_{iteration}.parquet")
 
     def _of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]

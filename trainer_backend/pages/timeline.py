@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from trainer_backend.pages.figures import MINUS, NONE, duration, number
+from trainer_backend.pages.figures import MINUS, duration, name_iterations, number
 
 Row = Mapping[str, Any]
 # What a bar shows; evaluations are played in the lane of collecting.
@@ -93,9 +93,11 @@ def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> Timeli
         iterations: rows of metrics, the oldest first.
         evaluations: likewise; those in the time of the iterations, and after it, are drawn.
     """
-    rows = _of_last_start([row for row in iterations if _span(row, "learn") and _span(row, "collect")])
-    if not rows:
+    timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
+    if not timed:
         return TimelineView()
+    last_start = timed[-1].get("recovery/resumes")
+    rows = [row for row in timed if row.get("recovery/resumes") == last_start][-SHOWN:]
     collected, learned = _spans(rows, "collect"), _spans(rows, "learn")
     begin = min(span.start for span in (*collected, *learned))
     held_out = [span for span in _spans(evaluations, "evaluate") if span.end > begin]
@@ -106,18 +108,14 @@ def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> Timeli
         tuple(_bar(span, begin, end) for span in spans),
         _ticks(end - begin),
         words,
-        f"{_numbers(rows)} in two lanes over {duration(end - begin)}, collecting above learning. {words}",
+        f"{name_iterations(rows).capitalize()} in two lanes over {duration(end - begin)}, "
+        f"collecting above learning. {words}",
         f"{_clock(end)} UTC",
         tuple(
             (str(one.iteration), _when(one), _when(other))
             for one, other in reversed(list(zip(collected, learned, strict=True)))
         ),
     )
-
-
-def _of_last_start(rows: Sequence[Row]) -> Sequence[Row]:
-    last = rows[-1].get("recovery/resumes") if rows else None
-    return [row for row in rows if row.get("recovery/resumes") == last][-SHOWN:]
 
 
 def _spans(rows: Iterable[Row], work: Work) -> list[_Span]:
@@ -181,19 +179,14 @@ def _who_waited(rows: Sequence[Row]) -> str:
 def _both_s(row: Row) -> float:
     """The seconds in which both worked, from their share and the seconds in which one did."""
     share = row.get("perf/overlap", 0.0)
-    if share >= 1.0:  # nobody waited
+    if share >= 1.0:  # neither waited
         return float(row["timeline/learn_end"] - row["timeline/learn_start"])
     alone = row.get("time/wait_collect_s", 0.0) + row.get("time/wait_learner_s", 0.0)
     return float(alone * share / (1.0 - share))
 
 
-def _numbers(rows: Sequence[Row]) -> str:
-    first, last = rows[0]["iteration"], rows[-1]["iteration"]
-    return f"Iteration {last}" if first == last else f"Iterations {first} to {last}"
-
-
-def _when(span: _Span | None) -> str:
-    return NONE if span is None else f"{_clock(span.start)}, {number(span.end - span.start, 'seconds')}"
+def _when(span: _Span) -> str:
+    return f"{_clock(span.start)}, {number(span.end - span.start, 'seconds')}"
 
 
 def _clock(moment: float) -> str:

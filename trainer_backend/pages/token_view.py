@@ -66,20 +66,17 @@ class Further:
 
 @dataclass(frozen=True, slots=True)
 class SegmentView:
-    """A segment as it is trained, around one of its decisions.
-
-    Attributes:
-        number: from 1.
-        turns: the decisions that it trains.
-        length, sampled: the numbers of all tokens, and of the tokens that are trained.
-        runs: the decision, the ones beside it, and the context between and around them.
-    """
+    """A segment as it is trained, around one of its decisions."""
 
     number: int
+    """From 1."""
     turns: tuple[int, ...]
+    """The decisions that it trains."""
     length: int
+    """The number of all its tokens; `sampled` of those that are trained."""
     sampled: int
     runs: tuple[Run, ...]
+    """The decision, the ones next to it, and the context between and around them."""
     before: Further | None = None
     after: Further | None = None
 
@@ -109,8 +106,11 @@ def segment_view(
     runs = []
     for place in near:
         token = _token_maker(segment, place, decode, advantages, largest)
-        bounds = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
-        runs.append(_run(place, token, *bounds))
+        most, ends = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
+        is_folded = place.end - place.start > most
+        head, tail = (place.start + ends, place.end - ends) if is_folded else (place.end, place.end)
+        shown, rest = (tuple(map(token, range(*part))) for part in ((place.start, head), (tail, place.end)))
+        runs.append(Run(place.turn, shown, tail - head, rest))
     return SegmentView(
         index + 1, tuple(turns), len(segment), len(segment.logprobs), tuple(runs), before, after
     )
@@ -166,66 +166,34 @@ def probability_step(logprob: float) -> int:
     return sum(probability < bound for bound in _PROBABILITIES)
 
 
-def _run(place: _Place, token: Callable[[int], Token], fold: int, ends: int) -> Run:
-    """Make a run; one of more than `fold` tokens keeps only `ends` tokens at each end."""
-    _, start, end = place
-    if end - start <= fold:
-        return Run(place.turn, tuple(map(token, range(start, end))))
-    head, tail = start + ends, end - ends
-    return Run(
-        place.turn, tuple(map(token, range(start, head))), tail - head, tuple(map(token, range(tail, end)))
-    )
-
-
 def _token_maker(
     segment: Segment, place: _Place, decode: Decode, advantages: Advantages, largest: float
 ) -> Callable[[int], Token]:
     """Return the function that makes a token of this run from its place in the segment."""
+    ids = segment.token_ids
     if place.turn is None:
-        return lambda at: _context(int(segment.token_ids[at]), decode)
-    values = _per_token(advantages(place.turn - 1), place.end - place.start)
-    first, versions = int(segment.sampled_positions.searchsorted(place.start)), segment.versions
+        return lambda at: Token(decode(int(ids[at])), "m0", f"id {ids[at]}, context: not trained")
+    values, count = advantages(place.turn - 1), place.end - place.start
+    if len(values) != count:  # the advantage of a whole decision is that of each of its tokens
+        values = [values[0] if values else None] * count
+    first = int(segment.sampled_positions.searchsorted(place.start))
 
     def token(at: int) -> Token:
-        n = first + at - place.start
-        told = _Sampled(int(segment.token_ids[at]), float(segment.logprobs[n]), int(versions[n]))
-        return _sampled(told, decode, values[at - place.start], largest)
+        n, advantage = first + at - place.start, values[at - place.start]
+        logprob = float(segment.logprobs[n])
+        kinds, texts = (
+            ["m1", f"p{probability_step(logprob)}"],
+            [f"id {ids[at]}", f"log-prob {signed(logprob)}"],
+        )
+        texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
+        if advantage is not None:
+            step = advantage_step(advantage, largest)
+            kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
+            texts.append(f"advantage {signed(advantage)}")
+        texts.append(f"policy version {int(segment.versions[n])}")
+        return Token(decode(int(ids[at])), " ".join(kinds), ", ".join(texts))
 
     return token
-
-
-def _per_token(values: Sequence[float | None], count: int) -> Sequence[float | None]:
-    """One value per token; the advantage of a whole decision is that of each of its tokens."""
-    if len(values) == count:
-        return values
-    return [values[0] if values else None] * count
-
-
-def _context(one: int, decode: Decode) -> Token:
-    return Token(decode(one), "m0", f"id {one}, context: not trained")
-
-
-class _Sampled(NamedTuple):
-    """What a segment says of a sampled token."""
-
-    id: int
-    logprob: float
-    version: int
-
-
-def _sampled(sampled: _Sampled, decode: Decode, advantage: float | None, largest: float) -> Token:
-    one, logprob, version = sampled
-    kinds, texts = ["m1", f"p{probability_step(logprob)}"], [f"id {one}", f"log-prob {signed(logprob)}"]
-    texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
-    if advantage is not None:
-        step = advantage_step(advantage, largest)
-        kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
-        texts.append(f"advantage {signed(advantage)}")
-    texts.append(f"policy version {version}")
-    return Token(decode(one), " ".join(kinds), ", ".join(texts))
-
-
-_FILE = "tokenizer.json"
 
 
 def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
@@ -234,7 +202,7 @@ def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
     It decodes one id at a time, and a part of a character as the replacement character. It reads the file
     without torch, whose import would make a page wait.
     """
-    path = next((folder / _FILE for folder in folders if (folder / _FILE).exists()), None)
+    path = next((file for folder in folders if (file := folder / "tokenizer.json").exists()), None)
     if path is None:
         return None
     try:
