@@ -71,14 +71,23 @@ class SamplingKeys(Body):
     does to logits.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(allow_inf_nan=False)
 
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    """divides the logits; 0 takes the likeliest token"""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """nucleus: only the likeliest tokens that reach this probability together are sampled"""
-    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """only so many of the likeliest tokens are sampled; 0 keeps the whole vocabulary"""
+    temperature: float = Field(
+        default=1.0, ge=0.0, le=100.0, description="divides the logits; 0 takes the likeliest token"
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="nucleus: only the likeliest tokens that reach this probability together are sampled",
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="only so many of the likeliest tokens are sampled; 0 keeps the whole vocabulary",
+    )
 
     @property
     def changes(self) -> str:

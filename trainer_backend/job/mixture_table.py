@@ -30,8 +30,9 @@ SwitchStep = Annotated[int, Field(ge=1)]
 class TrainedSamplingKeys(SamplingKeys):
     """The options of training rollouts: neither greedy nor close to uniform."""
 
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
-    """sampling temperature; that of [rollout] is also trained"""
+    temperature: float = Field(
+        default=1.0, gt=0.0, le=10.0, description="sampling temperature; that of [rollout] is also trained"
+    )
 
 
 @with_optional(TrainedSamplingKeys, absent="; absent: as in [rollout]")
