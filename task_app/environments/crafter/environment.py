@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.crafter import prompt
-from task_app.environments.crafter.engine import ACTIONS, RULES, CrafterEngine
+from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.prompt import InvalidCall, read_actions
+from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
 from task_app.environments.crafter.view import LocalView
@@ -22,7 +23,6 @@ from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolR
 
 # Below this daylight the game's picture is dark and noisy, as in stock crafter.
 DARK_BELOW = 0.5
-VITALS = ("health", "food", "drink", "energy")
 _items = itemgetter(*(name for name in RULES.item_start if name not in VITALS))
 _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from task_app.environments.crafter import picture
-from task_app.environments.crafter.engine import (
-    ACHIEVEMENTS,
-    ACTIONS,
-    RULES,
-    CrafterEngine,
-    EpisodeOver,
-    NotReset,
-    daylight_at,
-)
+from task_app.environments.crafter.engine import CrafterEngine, EpisodeOver, NotReset, daylight_at
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, draws_between, meadow, put
 from tests.task_app.environments.crafter.reference import (
     Duel,
