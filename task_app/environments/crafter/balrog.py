@@ -21,6 +21,7 @@ from task_app.environments.crafter import prompt
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACTIONS, VITALS
 from task_app.environments.crafter.view import CENTRE, VOID, nearest_offsets
+from task_app.errors import started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 # Names and descriptions of the actions, in the order of ACTIONS.
@@ -92,7 +93,7 @@ class BalrogEnvironment(CrafterEnvironment):
 
     def reset(self, seed: int) -> Observation:
         super().reset(seed)
-        self._require_engine().act(ACTIONS.index("noop"))
+        started(self._engine).act(ACTIONS.index("noop"))
         self._history.clear()
         return self._observe(0.0, prompt.NO_NEWS)
 

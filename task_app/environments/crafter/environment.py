@@ -18,7 +18,7 @@ from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
 from task_app.environments.crafter.view import LocalView
-from task_app.errors import EpisodeOver
+from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 # Below this daylight the game's picture is dark and noisy, as in stock crafter.
@@ -70,7 +70,7 @@ class CrafterEnvironment:
     def snapshot(self) -> bytes:
         """The game in about 8 KB; raises EpisodeOver before the first reset."""
         reward, news = self._last
-        return pack(self._require_engine(), reward=reward, news=news)
+        return pack(started(self._engine), reward=reward, news=news)
 
     def restore(self, state: bytes) -> Observation:
         engine, reward, news = unpack(state)
@@ -83,7 +83,7 @@ class CrafterEnvironment:
         return self._observe(reward, news)
 
     def reseed(self, seed: int) -> None:
-        self._require_engine().reseed(seed)
+        started(self._engine).reseed(seed)
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         self._require_running()
@@ -91,9 +91,14 @@ class CrafterEnvironment:
 
     def _carry_out(self, actions: Sequence[str], reason: str | None) -> DecisionOutcome:
         engine = self._require_running()
-        before = _Before(engine)
+        health, counts = engine.inventory["health"], dict(engine.achievements)
         rewards, has_effect = _run(engine, actions)
-        news = before.news(engine, has_effect=has_effect, invalid=reason)
+        news = {
+            "unlocked": sorted([name for name in counts if engine.achievements[name] and not counts[name]]),
+            "health_change": int(engine.inventory["health"] - health),
+            "no_effect": not has_effect,
+            "invalid": reason,
+        }
         action_names = tuple(actions[: len(rewards)])
         return DecisionOutcome(
             observation=self._observe(rewards[-1], news),
@@ -119,23 +124,16 @@ class CrafterEnvironment:
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture of the current game, as stock crafter draws it; only for people.
 
-        Raises:
-            EpisodeOver: no episode was started.
-            ValueError: a side is shorter than 9 pixels.
+        A side shorter than 9 pixels is a ValueError.
         """
-        return self._require_engine().frame(width, height)
+        return started(self._engine).frame(width, height)
 
     def outcome_reward(self) -> float:
         """The number of unique achievements so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
-    def _require_engine(self) -> CrafterEngine:
-        if self._engine is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._engine
-
     def _require_running(self) -> CrafterEngine:
-        engine = self._require_engine()
+        engine = started(self._engine)
         if engine.over:
             raise EpisodeOver()
         return engine
@@ -171,23 +169,6 @@ class CrafterEnvironment:
         return compact_text(data) if self.config.text == "compact" else full_text(data)
 
 
-class _Before:
-    """The state before a decision, to compute the decision's news."""
-
-    def __init__(self, engine: CrafterEngine) -> None:
-        self._health = engine.inventory["health"]
-        self._counts = dict(engine.achievements)
-
-    def news(self, engine: CrafterEngine, *, has_effect: bool, invalid: str | None) -> dict[str, Any]:
-        counts = engine.achievements
-        return {
-            "unlocked": sorted([name for name in counts if counts[name] and not self._counts[name]]),
-            "health_change": int(engine.inventory["health"] - self._health),
-            "no_effect": not has_effect,
-            "invalid": invalid,
-        }
-
-
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
     """The reward of each env step that ran, and whether the last one had an effect."""
     rewards: list[float] = []
@@ -217,11 +198,15 @@ def observation_data(
     view: LocalView, *, step: int, max_steps: int, counts: Mapping[str, int], news: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`Observation.data`: JSON-able, and never more than the 9x7 view and the status bar show."""
+    # Those of table and furnace that are in crafting range. On the world's left and top edge Crafter finds
+    # nothing (a quirk that the engine keeps).
+    around = () if 0 in view.position else [row[3:6] for row in view.materials[2:5]]
+    near = [name for name in ("table", "furnace") if any(name in row for row in around)]
     return {
         "rows": [*map(list, view.rows)],
         "facing": [*view.facing],
         "target": view.target,
-        "near": _near(view),
+        "near": near,
         "inventory": dict(view.inventory),
         "position": [*view.position],
         "sleeping": view.sleeping,
@@ -232,12 +217,3 @@ def observation_data(
         "achievements": sorted([name for name, count in counts.items() if count]),
         "news": dict(news),
     }
-
-
-def _near(view: LocalView) -> list[str]:
-    """Those of table and furnace that are in crafting range, the 3x3 cells around the player."""
-    # On the world's left and top edge Crafter finds nothing (a quirk that the engine keeps).
-    if 0 in view.position:
-        return []
-    around = [row[3:6] for row in view.materials[2:5]]
-    return [name for name in ("table", "furnace") if any(name in row for row in around)]
