@@ -23,15 +23,12 @@ def result_text(result: Any) -> str:
     if not isinstance(result, dict):
         return text_of(result)
     parts = result.get("content")
-    texts = (
-        [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
-        if isinstance(parts, list)
-        else []
-    )
+    if not isinstance(parts, list):
+        parts = []
+    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
     if texts:
-        return "\n".join(map(str, texts))
-    value = result.get("structuredContent", result.get("data", result))
-    return text_of(value)
+        return "\n".join(texts)
+    return text_of(result.get("structuredContent", result.get("data", result)))
 
 
 def number(value: Any, name: str) -> float:
