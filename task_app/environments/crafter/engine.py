@@ -68,16 +68,20 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         self.metadata = None
 
     @property
-    def _world(self) -> World:
+    def world(self) -> World:
+        """The world; NotReset before the first reset."""
         if self._world_or_none is None:
             raise NotReset("there is no world yet; call reset() first")
         return self._world_or_none
 
     @property
-    def _player(self) -> Player:
+    def player(self) -> Player:
+        """The player; NotReset before the first reset."""
         if self._player_or_none is None:
             raise NotReset("there is no player yet; call reset() first")
         return self._player_or_none
+
+    _world, _player = world, player  # stock's names, which libraries for stock read
 
     def reset(self) -> None:
         """Start the world that `crafter.Env(seed=seed)` makes at its first reset, the same one each time."""
@@ -102,7 +106,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         Raises:
             NotReset, EpisodeOver: there was no reset, or the player died, or `length` steps were made.
         """
-        world, player = self._world, self._player
+        world, player = self.world, self.player
         if self.over:
             raise EpisodeOver(f"the episode ended at step {self.step_count}; call reset() to start again")
         if not 0 <= action < len(ACTIONS):
@@ -161,52 +165,37 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     @property
     def over(self) -> bool:
-        """Whether the player is dead or `length` steps were made."""
+        """Whether the player is dead, or `length` steps were made."""
         return self.step_count >= self.length or self.dead
 
     @property
     def inventory(self) -> dict[str, int]:
         """The 16 item counts, as a live dict; health, food, drink and energy are among them."""
-        return self._player.inventory
+        return self.player.inventory
 
     @property
     def achievements(self) -> dict[str, int]:
         """The 22 counters, as a live dict; they only grow within an episode."""
-        return self._player.achievements
-
-    @property
-    def sleeping(self) -> bool:
-        """Whether the player sleeps; then the next step is `sleep`, whatever the action."""
-        return self._player.sleeping
-
-    @property
-    def daylight(self) -> float:
-        """1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy."""
-        return self._world.daylight
+        return self.player.achievements
 
     @property
     def position(self) -> tuple[int, int]:
         """(x, y) of the player, 0 .. 63 each, y growing downwards."""
-        return self._player.x, self._player.y
-
-    @property
-    def facing(self) -> tuple[int, int]:
-        """(dx, dy) of the cell that the player faces."""
-        return self._player.facing
+        return self.player.x, self.player.y
 
     @property
     def faced_health(self) -> int:
         """Health of the creature or plant in front of the player; 0 if there is none."""
         # Arrows are things without health.
-        return int(getattr(self._world.at[self._player.target_cell()], "health", 0))
+        return int(getattr(self.world.at[self.player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
         """The player's view, in words."""
-        return local_view(self._world, self._player)
+        return local_view(self.world, self.player)
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture as stock would draw it now; the game does not change."""
-        return picture.draw(self._world, self._player, width, height)
+        return picture.draw(self.world, self.player, width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
         """Stock's name for `frame`; `size` is (width, height), by default 64x64."""
@@ -214,7 +203,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def capture(self) -> GameState:
         """The whole state of the game as plain values."""
-        return capture(self._world, self._player)
+        return capture(self.world, self.player)
 
     def fingerprint(self) -> str:
         """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
@@ -231,7 +220,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def reseed(self, seed: int) -> None:
         """Draw all further random numbers from another seed."""
-        self._world.draw_from(seeded_bits(seed))
+        self.world.draw_from(seeded_bits(seed))
 
     def fork(self) -> "CrafterEngine":
         """An independent copy with the same future."""

@@ -17,7 +17,6 @@ from task_app.environments.crafter.prompt import InvalidCall, read_actions
 from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
-from task_app.environments.crafter.view import LocalView
 from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
@@ -149,21 +148,28 @@ class CrafterEnvironment:
             return ["noop"], str(exc)
 
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
-        assert self._engine is not None
-        self._last = (reward, news)
-        data = observation_data(
-            self._engine.view(),
-            step=self._engine.step_count,
-            max_steps=self.config.length,
-            counts=self._engine.achievements,
-            news=news,
-        )
-        return Observation(
-            text=self._text(data),
-            data=data,
-            achievements_counts=dict(self._engine.achievements),
-            reward_last_step=reward,
-        )
+        engine = started(self._engine)
+        self._last, view = (reward, news), engine.view()
+        # Table and furnace are near in crafting range. On the world's left and top edge Crafter finds none
+        # (a quirk that the engine keeps).
+        around = () if 0 in view.position else [row[3:6] for row in view.materials[2:5]]
+        # Plain JSON, and never more than the 9x7 view and the status bar show.
+        data = {
+            "rows": [*map(list, view.rows)],
+            "facing": [*view.facing],
+            "target": view.target,
+            "near": [name for name in ("table", "furnace") if any(name in row for row in around)],
+            "inventory": dict(view.inventory),
+            "position": [*view.position],
+            "sleeping": view.sleeping,
+            "daylight": round(view.daylight, 3),
+            "dark": view.daylight < DARK_BELOW,
+            "step": engine.step_count,
+            "max_steps": self.config.length,
+            "achievements": sorted([name for name, count in engine.achievements.items() if count]),
+            "news": dict(news),
+        }
+        return Observation(self._text(data), data, dict(engine.achievements), reward)
 
     def _text(self, data: Mapping[str, Any]) -> str:
         return compact_text(data) if self.config.text == "compact" else full_text(data)
@@ -188,32 +194,7 @@ def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
     It leaves out the vitals, which change by themselves. The counters show a drink at nine or a tenth stone,
     and the health in front shows a hit.
     """
-    counts = tuple(engine.achievements.values())
+    player, counts = engine.player, tuple(engine.achievements.values())
     return (
-        engine.position, engine.facing, engine.sleeping, _items(engine.inventory), counts, engine.faced_health
+        engine.position, player.facing, player.sleeping, _items(engine.inventory), counts, engine.faced_health
     )  # fmt: skip
-
-
-def observation_data(
-    view: LocalView, *, step: int, max_steps: int, counts: Mapping[str, int], news: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`Observation.data`: JSON-able, and never more than the 9x7 view and the status bar show."""
-    # Those of table and furnace that are in crafting range. On the world's left and top edge Crafter finds
-    # nothing (a quirk that the engine keeps).
-    around = () if 0 in view.position else [row[3:6] for row in view.materials[2:5]]
-    near = [name for name in ("table", "furnace") if any(name in row for row in around)]
-    return {
-        "rows": [*map(list, view.rows)],
-        "facing": [*view.facing],
-        "target": view.target,
-        "near": near,
-        "inventory": dict(view.inventory),
-        "position": [*view.position],
-        "sleeping": view.sleeping,
-        "daylight": round(view.daylight, 3),
-        "dark": view.daylight < DARK_BELOW,
-        "step": step,
-        "max_steps": max_steps,
-        "achievements": sorted([name for name, count in counts.items() if count]),
-        "news": dict(news),
-    }

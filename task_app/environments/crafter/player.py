@@ -35,6 +35,7 @@ class Player(Thing):
         inventory: the 16 item counts; health, food, drink and energy are items too.
         achievements: the 22 counters, which only grow.
         facing: (dx, dy) of the last direction walked or tried.
+        sleeping: then the next step is `sleep`, whatever the action.
         last_health, hunger, thirst, fatigue, recover: stock's hidden counters; multiples of 0.5 while asleep.
     """
 

@@ -68,7 +68,7 @@ class World:
             balanced.
         material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
         population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
-        daylight: 1 at noon, 0 at midnight.
+        daylight: 1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy.
     """
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:

@@ -220,13 +220,9 @@ class SokobanEnvironment(OneCallEnvironment):
 
 
 def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tuple[Board, State]:
-    """A board with a state of which a shortest solution has a number of pushes within `pushes`.
+    """A board of `size` cells a side, and a state whose shortest solution has `pushes` (least and most).
 
     No box of it is on a goal. Every such number that the board offers is as likely as another.
-
-    Args:
-        size: cells of a side, without the wall around them.
-        pushes: least and most pushes of a shortest solution.
     """
     source = random.Random(seed)
     for _ in range(MOST_DRAWS):
