@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
+from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.errors import EpisodeOver, started
@@ -15,10 +16,8 @@ from task_app.tools.toolbox import Answer, Toolbox
 S = TypeVar("S", bound=BaseModel)
 
 
-class Moment(BaseModel, Generic[S]):
+class Moment(Body, Generic[S], allow_inf_nan=False):
     """A snapshot: the state, and the reward of the last env step, which an observation shows."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     reward: float
     state: S
@@ -85,13 +84,9 @@ class OneCallEnvironment:
 
 
 class ToolEnvironment(OneCallEnvironment, Generic[S]):
-    """An `Environment` with snapshots. A subclass names itself and its state, and defines `begin`, `over`,
-    `counts` and `show`.
+    """An `Environment` with snapshots. A tool reads `self.state`, and calls `run` for each env step.
 
-    A tool reads `self.state`, and calls `run` for each env step.
-
-    Args:
-        tools: those on offer.
+    A subclass names itself and its state, and defines `begin`, `over`, `counts` and `show`.
     """
 
     state_model: type[S]  # frozen; all that the future depends on, without the config

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message
@@ -43,10 +43,8 @@ class BabyAIConfig(Body):
         return level
 
 
-class BabyAIMoment(BaseModel):
+class BabyAIMoment(Body, allow_inf_nan=False):
     """A snapshot: the world's seed and all env steps since, which give the same state again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: str
     seed: int = Field(ge=0, lt=2**31)

@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 
+from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.environments.crafter import prompt
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.grid import VOID
 from task_app.environments.crafter.rules import ACTIONS, VITALS
-from task_app.environments.crafter.view import CENTRE, VOID, nearest_offsets
+from task_app.environments.crafter.view import CENTRE, nearest_offsets
 from task_app.errors import started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
@@ -150,10 +152,8 @@ class BalrogEnvironment(CrafterEnvironment):
         return f"{_status_text(data)}\n{situation_text(data)}"
 
 
-class _Head(BaseModel):
+class _Head(Body):
     """The first line of a snapshot, before that of the game."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
 

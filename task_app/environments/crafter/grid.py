@@ -13,11 +13,13 @@ STRIDE = AREA + 2 * PAD
 CELLS = STRIDE * STRIDE
 CENTER = AREA // 2
 
-# Order of stock's `all_dirs`, which a random number indexes.
-DIRECTIONS: tuple[tuple[int, int], ...] = ((-1, 0), (+1, 0), (0, -1), (0, +1))
+# In the order of stock's `all_dirs`, which a random number indexes.
+FACINGS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
+DIRECTIONS = tuple(FACINGS.values())
+SIDES = {vector: name for name, vector in FACINGS.items()}
 
-VOID_NAME = "void"
-MATERIAL_NAMES: tuple[str, ...] = (VOID_NAME, *MATERIALS)
+VOID = "void"
+MATERIAL_NAMES: tuple[str, ...] = (VOID, *MATERIALS)
 MATERIAL_IDS: dict[str, int] = {name: number for number, name in enumerate(MATERIAL_NAMES)}
 MATERIAL_COUNT = len(MATERIAL_NAMES)
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from task_app.environments.crafter.grid import FACINGS, SIDES
 from task_app.environments.crafter.view import CENTRE, COLUMNS, ROWS, nearest_offsets
 from task_app.environments.crafter.walks import (
-    DIRECTIONS,
     GROUND,
     Cell,
     Ground,
@@ -45,9 +45,8 @@ _EDGES = {
         for x in range(COLUMNS)
         if (x - CENTRE[0]) * dx + (y - CENTRE[1]) * dy == (CENTRE[0] if dx else CENTRE[1])
     )
-    for dx, dy in DIRECTIONS.values()
+    for dx, dy in FACINGS.values()
 }
-_NAME_OF_DIRECTION = {vector: name for name, vector in DIRECTIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
         achievements=frozenset(data["achievements"]),
         facing=ground.facing,
         target=data["target"],
-        neighbours={name: ground.at(step(ground.player, name)) for name in DIRECTIONS},
+        neighbours={name: ground.at(step(ground.player, name)) for name in FACINGS},
         near=frozenset(data["near"]),
         walks=walks,
         lava=_nearest_lava(data["rows"]),
@@ -125,7 +124,7 @@ def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
 
 def facing_name(data: Mapping[str, Any]) -> str:
     dx, dy = data["facing"]
-    return _NAME_OF_DIRECTION[dx, dy]
+    return SIDES[dx, dy]
 
 
 def can_dig(data: Mapping[str, Any]) -> bool:
@@ -144,7 +143,7 @@ def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[st
 def _way_on(ground: Ground, trails: Trails) -> Cell | None:
     """The nearest free cell at the view's edge: preferably straight ahead, then to a side, then back."""
     free = [cell for cell in trails if ground.cells[cell] in GROUND]
-    dx, dy = DIRECTIONS[ground.facing]
+    dx, dy = FACINGS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):
         way = next(filter(_EDGES[vector].__contains__, free), None)
         if way is not None:

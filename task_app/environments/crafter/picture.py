@@ -13,7 +13,7 @@ import numpy.typing as npt
 from crafter import constants
 from crafter import engine as stock
 
-from task_app.environments.crafter.grid import AREA, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.grid import AREA, MATERIAL_NAMES, SIDES, cell_at
 from task_app.environments.crafter.objects import Arrow
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.state import bits_at
@@ -22,7 +22,6 @@ from task_app.environments.crafter.world import Thing, World
 
 Picture = npt.NDArray[np.uint8]
 ITEM_ROWS = 2  # rows of 9 cells for the 16 items, below the map
-SIDES = {(-1, 0): "left", (+1, 0): "right", (0, -1): "up", (0, +1): "down"}
 
 
 @functools.lru_cache(maxsize=1)

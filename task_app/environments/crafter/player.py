@@ -5,7 +5,14 @@ It reproduces the `Player` of stock crafter 1.8.3, with the same draws and quirk
 
 from collections.abc import Callable, Mapping
 
-from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, PLAYER_WALKABLE, STRIDE
+from task_app.environments.crafter.grid import (
+    AREA,
+    FACINGS,
+    MATERIAL_IDS,
+    MATERIAL_NAMES,
+    PLAYER_WALKABLE,
+    STRIDE,
+)
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES, CollectRule, MakeRule, PlaceRule
 from task_app.environments.crafter.world import PLAYER, Thing, World
 
@@ -16,7 +23,6 @@ SLEEP = ACTIONS.index("sleep")
 LAVA, WATER = MATERIAL_IDS["lava"], MATERIAL_IDS["water"]
 # Damage of a blow with the best sword; 1 with bare hands.
 SWORDS = (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5))
-FACINGS = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
 
 
 class Interactive(Thing):

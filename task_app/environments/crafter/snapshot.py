@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 
+from shared_schemas.base import Body
 from shared_schemas.json_text import encodable
 from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
@@ -32,11 +33,7 @@ _MATERIALS = bytes(range(1, MATERIAL_COUNT))
 THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.items()}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class News(_Part):
+class News(Body, allow_inf_nan=False):
     """The effects of the last decision, for the next prompt."""
 
     unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # names of the installed game
@@ -51,7 +48,7 @@ _OF_STATE = (
 )  # fmt: skip
 
 
-class Head(_Part):
+class Head(Body, allow_inf_nan=False):
     """The line of JSON; its fields are those of `GameState`, unless described here.
 
     `reward` (of the last env step) and `news` belong to the last observation.

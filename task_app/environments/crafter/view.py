@@ -3,13 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE, VOID_NAME
+from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.world import World
 
 COLUMNS, ROWS = 9, 7
 CENTRE = (COLUMNS // 2, ROWS // 2)
-VOID = VOID_NAME
 # Offset from the player's cell to the top left cell of the view.
 _TOP_LEFT = -(ROWS // 2) * STRIDE - COLUMNS // 2
 _name_of = MATERIAL_NAMES.__getitem__

@@ -32,10 +32,6 @@ class DialogueConfig(Body):
         refuse_no_opening(prompt, "prompt")
         return prompt
 
-    def opening(self) -> tuple[Message, ...]:
-        """The messages before the first answer."""
-        return dialogue_opening(self.prompt, self.system)
-
 
 class DialogueState(Body):
     """The state of a dialogue; the conversation itself is kept by the episode."""
@@ -51,7 +47,7 @@ class DialogueEnvironment:
     quick_step = True
 
     def __init__(self, config: DialogueConfig) -> None:
-        self._opening = config.opening()
+        self._opening = dialogue_opening(config.prompt, config.system)
         self._answers: int | None = None
 
     def reset(self, seed: int) -> Observation:

@@ -7,7 +7,7 @@ episode loop (task_app/episode/context_tools.py), because they need the history.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS, normalise
@@ -261,10 +261,8 @@ def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class ReaderState(BaseModel):
+class ReaderState(Body, allow_inf_nan=False):
     """The state of a reader: `index` is [chunk_size, overlap], `reward` that of the last env step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     format: Literal[1] = 1
     seed: Count

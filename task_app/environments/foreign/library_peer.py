@@ -19,9 +19,9 @@ from task_app.complaints import state_in
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.configs import ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from task_app.environments.foreign.environment import ForeignConversation
-from task_app.environments.foreign.mcp_words import number, object_in
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.schemas import tool
+from task_app.environments.foreign.words import number, object_in
 from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 

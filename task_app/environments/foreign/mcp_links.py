@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.mcp_words import object_in
 from task_app.environments.foreign.peer import ForeignFailed, Reach
 from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
+from task_app.environments.foreign.words import object_in
 
 INITIALIZE = "initialize"
 _SESSION = "mcp-session-id"

@@ -23,9 +23,9 @@ from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.wire import checked_url
+from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text
 from task_app.errors import InvalidRequest, clipped
 
 # The one that is asked for, and those that a server may answer with. Over HTTP the oldest is not spoken.

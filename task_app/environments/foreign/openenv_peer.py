@@ -14,11 +14,10 @@ from typing import Any
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import OpenEnvConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
-from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.environments.foreign.wire import Http, Socket, below, checked_url
-from task_app.environments.foreign.words import text_of
+from task_app.environments.foreign.wire import Http, Socket, below, checked_url, json_of
+from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text, text_of
 from task_app.errors import clipped
 
 TYPED_TOOL = "step"
@@ -47,10 +46,11 @@ class OpenEnvPeer:
     def open(self) -> tuple[ToolSpec, ...]:
         http = Http(self._name, self._reach)
         try:
-            action = object_in(http.json("GET", below(self._parts, "/schema")), "/schema").get("action")
+            _, text = http.send("GET", below(self._parts, "/schema"))
         finally:
             http.close()
         self._socket = Socket(self._name, below(self._parts, "/ws", websocket=True), self._reach)
+        action = object_in(json_of(text, self._name), "/schema").get("action")
         schema = object_in(action, "the action of /schema")
         tools: list[ToolSpec] = []
         if schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {}):

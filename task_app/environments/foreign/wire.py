@@ -110,9 +110,6 @@ class Http:
             raise ForeignFailed(f"{what} {url}: {text}", unquoted=what)
         return response, bytes(content)
 
-    def json(self, method: str, url: str, *, body: Any = None) -> Any:
-        return json_of(self.send(method, url, body=body)[1], self._name)
-
 
 class Socket:
     """A WebSocket whose messages are JSON objects, each with one answer."""

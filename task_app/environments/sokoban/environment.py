@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message
@@ -58,10 +58,8 @@ class SokobanConfig(Body):
         return self
 
 
-class SokobanMoment(BaseModel):
+class SokobanMoment(Body, allow_inf_nan=False):
     """A snapshot; `best` is the most boxes that stood on goals while the board could be solved."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rows: list[Annotated[str, Field(max_length=9)]] = Field(min_length=6, max_length=9)
     step: int = Field(ge=0, le=MAX_STEPS)
