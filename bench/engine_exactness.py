@@ -19,7 +19,8 @@ import sys
 import numpy as np
 
 from bench.kit import ROOT
-from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.engine import CrafterEngine
+from task_app.environments.crafter.rules import ACTIONS
 
 REFERENCE = ROOT / "tests" / "task_app" / "environments" / "crafter"
 VITALS = ("health", "food", "drink", "energy")

@@ -24,8 +24,8 @@ import numpy as np
 
 from bench import kit
 from shared_schemas.rollouts import EnvSpec
-from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.environment import CrafterEnvironment
+from task_app.environments.crafter.rules import ACTIONS
 from task_app.plugins import default_plug_boards
 from task_app.protocols import ToolRequest
 from task_app.sessions.sessions import EnvironmentSession

@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.rules import ACTIONS
 from task_app.episode.actions import requests_from_wire
 
 TEXT = "compact"

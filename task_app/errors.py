@@ -5,10 +5,13 @@ errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailur
 """
 
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
 from shared_schemas.base import did_you_mean
+
+T = TypeVar("T")
 
 
 def clipped(name: str, at_most: int = 80) -> str:
@@ -111,6 +114,13 @@ class EpisodeOver(Conflict, code="episode_over"):
         hint: str | None = "reset the environment to start a new episode",
     ) -> None:
         super().__init__(detail, where=where, hint=hint)
+
+
+def started(value: T | None) -> T:
+    """What an episode has from its first reset on; raises EpisodeOver before."""
+    if value is None:
+        raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
+    return value
 
 
 class RewardConflict(Conflict, code="reward_conflict"):

@@ -28,16 +28,12 @@ def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
 def state_alone(
     observation: Observation, past: Sequence[PastDecision], *, system: str | None
 ) -> tuple[Message, ...]:
-    """The messages of an environment whose state says all that matters.
+    """The messages of an environment whose state says all that matters, with why the last call was refused.
 
-    Args:
-        observation: the present one.
-        past: the decisions before it; of the last one stands why it was refused.
-        system: the rules; None: the text alone, without reasons, for a small model.
+    Without `system`, the rules, they are the text alone, for a small model.
     """
-    user = Message(role="user", content=observation.text)
     if system is None:
-        return (user,)
-    if past and (reason := past[-1].outcome.invalid_reason):
-        user = user.model_copy(update={"content": f"{observation.text}\nWhy: {reason}"})
-    return Message(role="system", content=system), user
+        return (Message(role="user", content=observation.text),)
+    reason = past[-1].outcome.invalid_reason if past else None
+    text = f"{observation.text}\nWhy: {reason}" if reason else observation.text
+    return Message(role="system", content=system), Message(role="user", content=text)

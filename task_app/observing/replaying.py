@@ -8,6 +8,7 @@ import io
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -26,7 +27,6 @@ from task_app.plugins import PlugBoards
 from task_app.protocols import (
     AnsweredEnvironment,
     ConversationalEnvironment,
-    DecisionOutcome,
     Environment,
     RestorableEnvironment,
 )
@@ -55,26 +55,20 @@ def png(picture: Picture) -> bytes:
 
 
 def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
-    """Pictures of equal size, shown `frame_s` seconds each, again and again -> a GIF file.
+    """At least one picture, all of equal size -> a GIF file, which repeats them, `frame_s` seconds each.
 
     One palette for all, from a few of the pictures: a palette each would triple the file, and make things
     that stand still flicker.
-
-    Raises:
-        ValueError: there is no picture.
     """
     if not pictures:
         raise ValueError("an animated GIF needs at least one picture")
     few = np.concatenate(pictures[:: -(-len(pictures) // _PALETTE_FROM)])
     palette = Image.fromarray(few).quantize(256, dither=Image.Dither.NONE)
-    frames = [
+    first, *rest = (
         Image.fromarray(picture).quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures
-    ]
-    file = io.BytesIO()
-    duration_ms = round(1_000 * frame_s)
-    frames[0].save(
-        file, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0, disposal=1
     )
+    file, ms = io.BytesIO(), round(1_000 * frame_s)
+    first.save(file, "GIF", save_all=True, append_images=rest, duration=ms, loop=0, disposal=1)
     return file.getvalue()
 
 
@@ -98,11 +92,11 @@ class Replay:
 
     def every(self, at_most: int) -> int:
         """The smallest n so that the start, every n-th decision and the last are at most so many frames."""
-        last = len(self.record)
-        return next(n for n in range(1, last + 2) if len(_turns(last, n)) <= max(2, at_most))
+        return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:
-        return _turns(len(self.record), every)
+        last = len(self.record)
+        return sorted({*range(0, last + 1, every), last})
 
     def only(self, turn: int) -> list[int]:
         """Raises InvalidRequest when the episode has no such turn."""
@@ -165,16 +159,11 @@ class Replay:
                 outcome = take_decision(self.environment.step, requests, invalid_reason=refused)
         except EpisodeOver as exc:
             raise _departure(moment.turn + 1) from exc
-        if not _agrees(outcome, recorded):
+        is_same_result = recorded.result is None or encodable(outcome.result) == recorded.result
+        played = outcome.executed_actions, outcome.env_rewards
+        if not is_same_result or played != (recorded.executed_actions, recorded.env_rewards):
             raise _departure(moment.turn + 1)
         return moment.after(requests, outcome)
-
-
-def _agrees(outcome: DecisionOutcome, recorded: ReplayTurn) -> bool:
-    """Whether a decision came out as recorded."""
-    actions_and_rewards = (recorded.executed_actions, recorded.env_rewards)
-    is_same_result = recorded.result is None or encodable(outcome.result) == recorded.result
-    return is_same_result and (outcome.executed_actions, outcome.env_rewards) == actions_and_rewards
 
 
 def _departure(turn: int) -> ReplayDeparts:
@@ -230,7 +219,3 @@ def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
             )
     spec = EnvSpec(env_name=request.env_name, config=config)
     return Replay(environment, boards.resolve(spec), request.turns, request.seed)
-
-
-def _turns(last: int, every: int) -> list[int]:
-    return sorted({*range(0, last + 1, every), last})

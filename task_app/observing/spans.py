@@ -32,6 +32,7 @@ log = structlog.get_logger("task_app")
 
 _SWITCH, _OFF = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_IDS = ("run_id", "iteration", "group_id", "seed")
 _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 
@@ -49,19 +50,16 @@ class Notes:
             _fail(self.span, "deadline")
             return
         facts = reply[0].log_probs
-        sampling = facts.get("sampling")
-        finish_reason = facts.get("finish_reason")
-        _set(
-            self.span,
-            {
-                "gen_ai.response.model": facts.get("model"),
-                "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
-                "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
-                "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
-                "turnwise.turn": turn,
-                **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in Sampling.model_fields},
-            },
-        )
+        sampling, finish_reason = facts.get("sampling"), facts.get("finish_reason")
+        told = {
+            "gen_ai.response.model": facts.get("model"),
+            "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
+            "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
+            "turnwise.turn": turn,
+            **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in Sampling.model_fields},
+        }
+        _set(self.span, told)
 
     def outcome(self, outcome: DecisionOutcome) -> None:
         """Note what the environment returned."""
@@ -106,36 +104,26 @@ class Spans:
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.conversation.id": record.rollout_id,
             "turnwise.env_name": record.env.env_name,
-            **{
-                f"turnwise.{name}": getattr(record, name)
-                for name in ("run_id", "iteration", "group_id", "seed")
-            },
+            **{f"turnwise.{name}": getattr(record, name) for name in _IDS},
         }
         return _opened(self.tracer, "invoke_agent", facts, is_root=True)
 
     def decision(
         self, policy: AgentPolicy, turn: int | None, *, conversation: str | None = None
     ) -> AbstractContextManager[Notes]:
-        """The span of a policy's answer.
+        """The span of a policy's answer; the turn is None where only the answer decides it.
 
-        Args:
-            turn: None where only the answer decides it.
-            conversation: what it belongs to; told where no episode's span above it says that.
+        The conversation that it belongs to is named where no episode's span above it does that.
         """
         if self.tracer is None:
             return _NOTHING
         name, model = policy_name(policy), getattr(getattr(policy, "config", None), "model", None)
-        facts = {
-            "turnwise.turn": turn,
-            "gen_ai.conversation.id": conversation if self.parent is None else None,
-        }
+        above = conversation if self.parent is None else None
+        facts = {"turnwise.turn": turn, "gen_ai.conversation.id": above}
         if not model:
             return _opened(self.tracer, f"decide {name}", facts, context=self.parent)
-        facts |= {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": name,
-            "gen_ai.request.model": model,
-        }
+        chat = {"operation.name": "chat", "provider.name": name, "request.model": model}
+        facts |= {f"gen_ai.{key}": value for key, value in chat.items()}
         return _opened(self.tracer, f"chat {model}", facts, is_client=True, context=self.parent)
 
     def environment(self, env_name: str, action: Action, turn: int) -> AbstractContextManager[Notes]:

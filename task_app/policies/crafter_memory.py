@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from shared_schemas.base import Body
+from task_app.environments.crafter.grid import FACINGS
 from task_app.environments.crafter.landmarks import Facts, can_dig, facing_name, landmark_walks, make_facts
 from task_app.environments.crafter.view import COLUMNS, ROWS
 from task_app.environments.crafter.walks import (
-    DIRECTIONS,
     GROUND,
     HIGHEST,
     LOWEST,
@@ -105,7 +105,7 @@ def _view_cells(data: Mapping[str, Any], x: int, y: int) -> dict[Cell, str]:
 
 def _frontier(ground: Ground, trails: Trails) -> Cell | None:
     """A near free cell beside unknown cells, rather ahead than behind."""
-    dx, dy = DIRECTIONS[ground.facing]
+    dx, dy = FACINGS[ground.facing]
     px, py = place_of(ground.player)
 
     def rank(cell: Cell) -> tuple[float, Cell]:
@@ -123,4 +123,4 @@ def _frontier(ground: Ground, trails: Trails) -> Cell | None:
 
 
 def _opens(ground: Ground, cell: Cell) -> bool:
-    return any(step(cell, name) not in ground.cells for name in DIRECTIONS)
+    return any(step(cell, name) not in ground.cells for name in FACINGS)

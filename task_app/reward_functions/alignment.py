@@ -1,5 +1,4 @@
-"""Pure: the arguments of a reward function for an episode, and the trajectory with the rewards it
-returned."""
+"""Pure: the arguments of a reward function for an episode, and the trajectory with its rewards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,21 +46,19 @@ def with_user_reward(
         raise RewardFunctionFailed(encodable(f"reward function {name!r} {failure}: {why}"))
     result = EvaluateResult.model_validate(encodable_json(result.model_dump()))
     steps, warnings = align_data_for_rl_processing(result, trajectory.steps, rollout_id)
-    user_reward = UserReward(
-        reward_function=name,
-        result=result,
-        environment_outcome_reward=trajectory.outcome_reward,
-        environment_outcome_definition=trajectory.outcome_definition,
-    )
-    return trajectory.model_copy(
-        update={
-            "steps": tuple(steps),
-            "outcome_reward": result.score,
-            "outcome_definition": f"score of the reward function {name!r}",
-            "user_reward": user_reward,
-            "warnings": (*trajectory.warnings, *warnings),
-        }
-    )
+    update = {
+        "steps": tuple(steps),
+        "outcome_reward": result.score,
+        "outcome_definition": f"score of the reward function {name!r}",
+        "user_reward": UserReward(
+            reward_function=name,
+            result=result,
+            environment_outcome_reward=trajectory.outcome_reward,
+            environment_outcome_definition=trajectory.outcome_definition,
+        ),
+        "warnings": (*trajectory.warnings, *warnings),
+    }
+    return trajectory.model_copy(update=update)
 
 
 _MAX_INDICES = 5
@@ -93,10 +90,10 @@ def align_data_for_rl_processing(
     if outputs is None:
         return list(current_step_data_list), []
     rewards_by_t, twice, unknown = _by_step(outputs, len(current_step_data_list))
-    steps = [
-        _with_base_reward(step, rewards_by_t[t]) if t in rewards_by_t else step
-        for t, step in enumerate(current_step_data_list)
-    ]
+    steps = list(current_step_data_list)
+    for t, reward in rewards_by_t.items():
+        parts = (*steps[t].reward_parts, RewardPart(source="user", value=reward))
+        steps[t] = steps[t].model_copy(update={"base_reward": reward, "reward_parts": parts})
     missing = [t for t in range(len(steps)) if t not in rewards_by_t]
     there = f"this episode has 0..{len(steps) - 1}"
     misfits = (
@@ -115,25 +112,15 @@ def _by_step(
     twice: list[int] = []
     unknown: list[int | str] = []
     for output in outputs:
-        t = _decision_of(output.step_index)
-        if t is None or not 0 <= t < count:
+        index = output.step_index
+        t = int(index) if isinstance(index, int) or (index.isascii() and index.isdigit()) else -1
+        if not 0 <= t < count:
             unknown.append(output.step_index)
             continue
         if t in rewards_by_t and t not in twice:
             twice.append(t)
         rewards_by_t[t] = output.base_reward
     return rewards_by_t, twice, unknown
-
-
-def _decision_of(step_index: int | str) -> int | None:
-    if isinstance(step_index, int):
-        return step_index
-    return int(step_index) if step_index.isascii() and step_index.isdigit() else None
-
-
-def _with_base_reward(step: StepData, base_reward: float) -> StepData:
-    part = RewardPart(source="user", value=base_reward)
-    return step.model_copy(update={"base_reward": base_reward, "reward_parts": (*step.reward_parts, part)})
 
 
 def _enumerate(which: Sequence[int | str]) -> str:

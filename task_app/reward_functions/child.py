@@ -40,7 +40,11 @@ def main(source: str, name: str) -> None:
     with asyncio.Runner() as runner:
         try:
             with boundary(f"{source}: reward function {name!r}"):
-                function = _function_of(source, name)
+                function: RewardFunction = (
+                    module_of(Path(source), option="--plugins").REWARD_FUNCTIONS[name]
+                    if source.endswith(".py")
+                    else EntryPoint(name, source, "turnwise.reward_functions").load()
+                )
         except ServiceError as exc:
             _say(replies, {"error": exc.detail})
             return
@@ -49,20 +53,10 @@ def main(source: str, name: str) -> None:
             _say(replies, _answer(function, json.loads(line), runner, name))
 
 
-def _function_of(source: str, name: str) -> RewardFunction:
-    if not source.endswith(".py"):
-        function: RewardFunction = EntryPoint(name, source, "turnwise.reward_functions").load()
-        return function
-    of_file: RewardFunction = module_of(Path(source), option="--plugins").REWARD_FUNCTIONS[name]
-    return of_file
-
-
 def _exchange() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for the exchange; the function gets an empty stdin, and its prints go to
-    stderr."""
+    """Take stdin and stdout for the exchange; the function's stdin is empty, and its prints go to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # A closed pipe and not /dev/null, which on a badly set-up machine is an ordinary file with others'
-    # output.
+    # A closed pipe and not /dev/null, which on a badly set-up machine is an ordinary file with other output.
     empty, far_end = os.pipe()
     os.close(far_end)
     os.dup2(empty, 0)
@@ -88,7 +82,7 @@ def _end() -> None:
     """End this process and the processes that the function started.
 
     The service starts this process as the leader of a group. A process started by hand may be in the group of
-    a shell, which must go on.
+    a shell, which must stay.
     """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

@@ -105,7 +105,7 @@ class RewardPool:
             self._calls.add(call)
             call.add_done_callback(partial(self._finish_call, batch))
             for request in batch:
-                request.result.add_done_callback(partial(_cancel_if_nobody_waits, call, batch))
+                request.result.add_done_callback(partial(_cancel_if_unwanted, call, batch))
 
     def _next_batch(self) -> list[_Request]:
         most = self.settings.max_reward_batch if self.plugin.mode == "batch" else 1
@@ -172,7 +172,7 @@ class RewardPool:
             request.result.set_exception(CriticalError(f"the call of reward function {self.name!r} ended"))
 
 
-def _cancel_if_nobody_waits(
+def _cancel_if_unwanted(
     call: "asyncio.Task[None]", batch: Sequence[_Request], result: "asyncio.Future[EvaluateResult]"
 ) -> None:
     if all(request.result.cancelled() for request in batch):

@@ -85,8 +85,7 @@ class RewardProcess:
         return self._has_answered and self._process.returncode is None
 
     async def end(self) -> None:
-        """Kill the process group, and wait until it is gone, even if this wait is cancelled: otherwise
-        nobody would close its pipes."""
+        """Kill the process group, and wait for it, also where the wait is cancelled: its pipes must close."""
         task = asyncio.ensure_future(self._end())
         cancellation = None
         while not task.done():

@@ -37,11 +37,7 @@ class Contents:
 
 
 def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
-    """The envelope around a snapshot.
-
-    Raises:
-        SnapshotRefused: it holds more than `at_most_bytes`, so `open_envelope` would refuse it.
-    """
+    """The envelope around a snapshot; one of more than `at_most_bytes` is refused, as in `open_envelope`."""
     text = json.dumps({"kind": kind, **contents.head}, ensure_ascii=False, allow_nan=False)
     # A lone surrogate from a plug-in becomes "?", as in every answer.
     head = text.encode("utf-8", "replace")
@@ -57,9 +53,7 @@ def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
 def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> Contents:
     """The contents that `seal` put into the envelope.
 
-    Raises:
-        SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too
-            large once decompressed.
+    SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too large.
     """
     inside = _decompress(_body_of(data), at_most_bytes=at_most_bytes)
     (length,) = _HEAD_LENGTH.unpack_from(inside.ljust(_HEAD_LENGTH.size, b"\0"))
@@ -85,11 +79,7 @@ def to_text(data: bytes) -> str:
 
 
 def from_text(text: str, *, where: str) -> bytes:
-    """The bytes of a snapshot in JSON.
-
-    Raises:
-        SnapshotRefused: not base64, or not in the form that `to_text` writes.
-    """
+    """The bytes of a snapshot in JSON; SnapshotRefused if it is not base64 as `to_text` writes it."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as exc:

@@ -14,6 +14,7 @@ from task_app.protocols import (
     PastDecision,
     ReseedableEnvironment,
     RestorableEnvironment,
+    steps_quickly,
 )
 from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads, in_thread
@@ -31,14 +32,11 @@ class StartView:
     past: tuple[PastDecision, ...] = ()
 
 
-Begin = Callable[[Environment], Awaitable[StartView]]
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
     """`begin` brings a fresh environment to the start; the parent is the episode of the snapshot."""
 
-    begin: Begin
+    begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None
     parent_turn: int | None = None
 
@@ -72,7 +70,7 @@ def reseed(environment: Environment, seed: int) -> None:
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:
     """`restore` in a thread, or at once in an environment whose steps are quick too."""
-    if getattr(environment, "quick_step", False):
+    if steps_quickly(environment):
         return restore(environment, state)
     return await in_thread(threads, "environment.restore", restore, environment, state)
 
@@ -80,7 +78,7 @@ async def restore_in_thread(environment: Environment, state: bytes, threads: Thr
 def refusal_of(name: str, exc: ValueError) -> SnapshotRefused:
     """The error for a state that the plug-in refuses."""
     first_line = (str(exc).splitlines() or [""])[0][:300]
-    return SnapshotRefused(f"{name!r} cannot go on from this snapshot: {first_line}")
+    return SnapshotRefused(f"{name!r} cannot continue from this snapshot: {first_line}")
 
 
 class Worlds:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
+from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
-from task_app.errors import EpisodeOver
+from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools.function import function_tool
 from task_app.tools.toolbox import Answer, Toolbox
@@ -15,42 +16,88 @@ from task_app.tools.toolbox import Answer, Toolbox
 S = TypeVar("S", bound=BaseModel)
 
 
-class Moment(BaseModel, Generic[S]):
+class Moment(Body, Generic[S], allow_inf_nan=False):
     """A snapshot: the state, and the reward of the last env step, which an observation shows."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     reward: float
     state: S
 
 
-class ToolEnvironment(Generic[S]):
-    """An `Environment` with snapshots. A subclass names itself and its state, and defines the four methods
-    that raise NotImplementedError here.
+class OneCallEnvironment:
+    """Carries out decisions of one tool call each; a subclass defines what raises NotImplementedError here.
 
-    A tool is a method with a typed signature. It reads `self.state`, and calls `run` for each env step. A
-    call that runs none costs one env step without effect, and so does a call that is refused.
-
-    Args:
-        tools: those on offer.
+    A tool is a method with a typed signature, which adds each env step that it runs to `_ran`. A call that
+    runs none costs one env step without effect, and so does a call that is refused.
     """
 
     name: str
     outcome_definition: str
-    state_model: type[S]  # frozen; all that the future depends on, beside the config
 
     def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
         self._toolbox = Toolbox(map(function_tool, tools))
-        self._state: S | None = None
         self._ran: list[tuple[str, float]] = []  # env steps of the present decision, with their rewards
+
+    def over(self) -> bool:
+        """Whether the state is an end of the task itself."""
+        raise NotImplementedError
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return self._toolbox.specs()
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        before, self._ran = self._state_before(), []
+        if self.over() or self._is_cut():
+            raise EpisodeOver()
+        names = " or ".join(tool.function.name for tool in self.tools())
+        reason = invalid_reason or (None if len(calls) == 1 else f"call {names} once")
+        answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
+        if answer.refused is not None:
+            self._ran = []  # what a tool did before it refused is taken back
+            self._run_nothing("noop", before)
+        elif not self._ran:
+            self._run_nothing(calls[0].name, before)
+        actions, rewards = zip(*self._ran, strict=True)
+        return DecisionOutcome(
+            self._observe_after(before, is_refused=answer.refused is not None),
+            env_rewards=rewards,
+            terminated=self.over(),
+            truncated=self._is_cut() and not self.over(),
+            executed_actions=actions,
+            invalid_reason=answer.refused,
+            result=answer.text,
+        )
+
+    def _is_cut(self) -> bool:
+        """Whether a limit of env steps is reached."""
+        return False
+
+    def _state_before(self) -> Any:
+        """The state, for the methods below; raises EpisodeOver before the first reset."""
+        raise NotImplementedError
+
+    def _run_nothing(self, action: str, before: Any) -> None:
+        """Run an env step without effect."""
+        raise NotImplementedError
+
+    def _observe_after(self, before: Any, *, is_refused: bool) -> Observation:
+        raise NotImplementedError
+
+
+class ToolEnvironment(OneCallEnvironment, Generic[S]):
+    """An `Environment` with snapshots. A tool reads `self.state`, and calls `run` for each env step.
+
+    A subclass names itself and its state, and defines `begin`, `over`, `counts` and `show`.
+    """
+
+    state_model: type[S]  # frozen; all that the future depends on, without the config
+
+    def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
+        super().__init__(tools)
+        self._state: S | None = None
         self._reward = 0.0
 
     def begin(self, seed: int) -> S:
         """The state at the start; all chance comes from the seed."""
-        raise NotImplementedError
-
-    def over(self) -> bool:
-        """Whether the state is an end of the task itself."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, int]:
@@ -67,12 +114,10 @@ class ToolEnvironment(Generic[S]):
 
     @property
     def state(self) -> S:
-        if self._state is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._state
+        return started(self._state)
 
     def run(self, action: str, state: S, reward: float = 0.0) -> bool:
-        """Run one env step, after which `state` holds; whether the episode goes on."""
+        """Run one env step, after which `state` holds; return whether the episode continues."""
         self._state, self._reward = state, reward
         self._ran.append((action, reward))
         return not self.over()
@@ -80,31 +125,6 @@ class ToolEnvironment(Generic[S]):
     def reset(self, seed: int) -> Observation:
         self._state, self._reward = self.begin(seed), 0.0
         return self._observe()
-
-    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        state, self._ran = self.state, []
-        if self.over():
-            raise EpisodeOver()
-        names = " or ".join(tool.function.name for tool in self.tools())
-        reason = invalid_reason or (None if len(calls) == 1 else f"call {names} once")
-        answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
-        if answer.refused is not None:
-            self._ran = []  # what a tool did before it refused is taken back
-            self.run("noop", state)
-        elif not self._ran:
-            self.run(calls[0].name, state)
-        actions, rewards = zip(*self._ran, strict=True)
-        return DecisionOutcome(
-            self._observe(),
-            env_rewards=rewards,
-            terminated=self.over(),
-            executed_actions=actions,
-            invalid_reason=answer.refused,
-            result=answer.text,
-        )
-
-    def tools(self) -> tuple[ToolSpec, ...]:
-        return self._toolbox.specs()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """The text of the observation alone; a subclass may say more."""
@@ -116,6 +136,15 @@ class ToolEnvironment(Generic[S]):
     def restore(self, state: bytes) -> Observation:
         moment = state_in(self._moment_model(), state)
         self._state, self._reward = moment.state, moment.reward
+        return self._observe()
+
+    def _state_before(self) -> S:
+        return self.state
+
+    def _run_nothing(self, action: str, before: S) -> None:
+        self.run(action, before)
+
+    def _observe_after(self, before: S, *, is_refused: bool) -> Observation:
         return self._observe()
 
     def _moment_model(self) -> "type[Moment[S]]":

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from shared_schemas.base import suggest_to_policy
 from shared_schemas.messages import FunctionSpec, ToolSpec
+from task_app.complaints import most_specific
 from task_app.errors import clipped
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -38,8 +39,7 @@ class FunctionTool:
 
     def _complaint(self, exc: ValidationError) -> str:
         """The first of pydantic's errors, worded for a model."""
-        errors = exc.errors(include_url=False, include_context=False)
-        error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+        error = most_specific(exc.errors(include_url=False, include_context=False))
         name = self.spec.function.name
         place = clipped(".".join(map(str, error["loc"])))
         if error["type"] == "extra_forbidden":
@@ -79,18 +79,14 @@ def _spec_of(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"tool {name}: {parameter} cannot be given by name, as a model gives arguments")
         if parameter.name not in hints:
-            raise TypeError(
-                f"tool {name}: the parameter {parameter.name!r} has no type; its schema needs one"
-            )
+            raise TypeError(f"tool {name}: the parameter {parameter.name!r} has no type; a schema needs one")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     arguments = create_model(name, __config__=_CONFIG, **fields)
     schema = _schema(arguments)
     for parameter_name, part in schema["properties"].items():
         if part.keys() <= _SAYS_NO_TYPE:
-            raise TypeError(
-                f"tool {name}: the type of {parameter_name!r} allows anything; name what is meant"
-            )
+            raise TypeError(f"tool {name}: the type of {parameter_name!r} allows anything; say what is meant")
     function_spec = FunctionSpec(name=name, description=_first_paragraph(function), parameters=schema)
     return ToolSpec(function=function_spec), arguments
 
@@ -109,9 +105,7 @@ def _refuse_no_text(function: Callable[..., Any]) -> None:
 def _first_paragraph(function: Callable[..., str]) -> str:
     paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
     if not paragraph:
-        raise TypeError(
-            f"tool {function.__name__} has no docstring; its first paragraph tells a model what it does"
-        )
+        raise TypeError(f"tool {function.__name__} has no docstring, from which a model learns what it does")
     return paragraph
 
 
@@ -119,9 +113,8 @@ def _schema(arguments: type[BaseModel]) -> dict[str, Any]:
     """The JSON Schema without parts that a model need not read: titles that repeat names, and null values."""
     schema = arguments.model_json_schema()
     schema.pop("title")
-    schema["properties"] = {name: _plain(part) for name, part in schema["properties"].items()}
-    if "$defs" in schema:
-        schema["$defs"] = {name: _plain(part) for name, part in schema["$defs"].items()}
+    for key in schema.keys() & {"properties", "$defs"}:
+        schema[key] = {name: _plain(part) for name, part in schema[key].items()}
     return schema
 
 

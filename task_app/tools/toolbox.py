@@ -1,6 +1,6 @@
 """The tools of one environment: it finds the tool of a call, and returns its answer within bounds."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from shared_schemas.base import suggest_to_policy
@@ -30,11 +30,7 @@ class Answer:
 
 
 class Toolbox:
-    """Tools by name; no two may share one.
-
-    Args:
-        max_result_chars: a longer result is cut, and ends with a note about it.
-    """
+    """Tools by name; no two may share one. A result beyond `max_result_chars` is cut, and a note says so."""
 
     def __init__(self, tools: Iterable[Tool], *, max_result_chars: int = MAX_RESULT_CHARS) -> None:
         self._tools: dict[str, Tool] = {}
@@ -50,21 +46,26 @@ class Toolbox:
 
     def answer(self, call: ToolRequest) -> Answer:
         """Carry out one call, or say why not; errors of the tool's own code other than ToolRefused pass."""
-        tool = self._tools.get(call.name)
-        if tool is None:
-            name = clipped(call.name)
-            return Answer.of_refusal(f"there is no tool {name!r}{suggest_to_policy(name, self._tools)}")
-        if call.arguments is None:
-            excerpt = clipped(call.raw_arguments)
-            return Answer.of_refusal(f"the arguments of {call.name} are no JSON object: {excerpt!r}")
+        if fault := call_fault(call, self._tools):
+            return Answer.of_refusal(fault)
         try:
-            text: object = tool.call(call.arguments)
+            text: object = self._tools[call.name].call(call.arguments or {})
         except ToolRefused as exc:
             return Answer.of_refusal(str(exc))
         if not isinstance(text, str):
             excerpt = f"{clipped(repr(text))} ({type(text).__name__})"
             raise TypeError(f"tool {call.name} returned {excerpt}; text is needed")
         return Answer(truncate(encodable(text), self._max_result_chars))
+
+
+def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
+    """Why a call names no known tool, or has no object of arguments; None if it does."""
+    name = clipped(call.name)
+    if call.name not in known:
+        return f"there is no tool {name!r}{suggest_to_policy(name, known)}"
+    if call.arguments is None:
+        return f"the arguments of {name} are no JSON object: {clipped(call.raw_arguments)!r}"
+    return None
 
 
 def truncate(text: str, max_chars: int) -> str:

@@ -3,8 +3,8 @@
 import pytest
 
 from task_app.dialects.one_call.request import legacy_calls
-from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.prompt import tool_spec
+from task_app.environments.crafter.rules import ACTIONS
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import running_app
 

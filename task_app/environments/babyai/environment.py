@@ -5,18 +5,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
-from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.messages import Message
 from task_app.complaints import state_in
 from task_app.environments.babyai.level import NOOP, ActionName, Level, level_id
 from task_app.environments.babyai.text import SYSTEM, compact_text, full_text
 from task_app.environments.past import state_alone
 from task_app.episode.state_keys import StateKey
-from task_app.errors import EpisodeOver
-from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
-from task_app.tools import Answer, Toolbox, function_tool
+from task_app.errors import started
+from task_app.protocols import Observation, PastDecision
+from task_app.tools import OneCallEnvironment
 
 MAX_ACTIONS, MAX_STEPS = 5, 1_000
 _LAST_SHOWN = 4
@@ -43,10 +43,8 @@ class BabyAIConfig(Body):
         return level
 
 
-class BabyAIMoment(BaseModel):
+class BabyAIMoment(Body, allow_inf_nan=False):
     """A snapshot: the world's seed and all env steps since, which give the same state again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: str
     seed: int = Field(ge=0, lt=2**31)
@@ -56,7 +54,7 @@ class BabyAIMoment(BaseModel):
     invalid: bool
 
 
-class BabyAIEnvironment:
+class BabyAIEnvironment(OneCallEnvironment):
     """One episode; equal seeds and calls give equal episodes in every process. No step draws anything."""
 
     name = "babyai"
@@ -65,18 +63,17 @@ class BabyAIEnvironment:
 
     def __init__(self, config: BabyAIConfig | None = None) -> None:
         self.config = config or BabyAIConfig()
-        self._toolbox = Toolbox([function_tool(self.act)])
+        super().__init__([self.act])
         self._level: Level | None = None
         self._seed = 0
         self._actions: list[str] = []
         self._state: list[Any] = []
-        self._rewards: list[float] = []  # of the present decision
         self._success = self._ended = False
 
     def act(self, actions: Annotated[list[ActionName], Field(min_length=1, max_length=MAX_ACTIONS)]) -> str:
         """Carry out actions in order."""
         for action in actions:
-            if self._is_over():
+            if self.over() or self._is_cut():
                 break
             self._do(action)
         return "accomplished" if self._success else "not accomplished yet"
@@ -88,27 +85,8 @@ class BabyAIEnvironment:
         self._seed, self._actions, self._success, self._ended = seed, [], False, False
         return self._observe(0.0)
 
-    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._require_started()
-        if self._is_over():
-            raise EpisodeOver()
-        before, first, self._rewards = self._state, len(self._actions), []
-        reason = invalid_reason or (None if len(calls) == 1 else "call the tool once")
-        answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
-        if answer.refused is not None:
-            self._do(NOOP)
-        return DecisionOutcome(
-            self._observe(self._rewards[-1], before=before, invalid=answer.refused is not None),
-            env_rewards=tuple(self._rewards),
-            terminated=self._ended,
-            truncated=self._is_over() and not self._ended,
-            executed_actions=tuple("noop" if name == NOOP else name for name in self._actions[first:]),
-            invalid_reason=answer.refused,
-            result=answer.text,
-        )
-
-    def tools(self) -> tuple[ToolSpec, ...]:
-        return self._toolbox.specs()
+    def over(self) -> bool:
+        return self._ended
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """What is seen now, and the last actions."""
@@ -119,7 +97,7 @@ class BabyAIEnvironment:
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture of the whole grid with the view lit up; EpisodeOver before a reset."""
-        env = self._require_started().env
+        env = started(self._level).env
         pixels = env.get_frame(highlight=True, tile_size=max(4, min(width, height) // env.width))
         rows = np.arange(height) * len(pixels) // height
         picture: npt.NDArray[np.uint8] = pixels[rows[:, None], np.arange(width) * pixels.shape[1] // width]
@@ -127,7 +105,7 @@ class BabyAIEnvironment:
 
     def snapshot(self) -> bytes:
         """The episode as JSON; raises EpisodeOver before the first reset."""
-        self._require_started()
+        started(self._level)
         moment = {"level": self.config.level, "seed": self._seed, "actions": self._actions, **self._last}
         return BabyAIMoment.model_validate(moment).model_dump_json().encode()
 
@@ -140,24 +118,29 @@ class BabyAIEnvironment:
             )
         self.reset(moment.seed)
         for action in moment.actions:
-            if self._is_over():
-                raise ValueError("the snapshot's actions go on after the end of the episode")
+            if self.over() or self._is_cut():
+                raise ValueError("the snapshot has actions after the end of the episode")
             self._do(action)
         return self._observe(moment.reward, no_effect=moment.no_effect, invalid=moment.invalid)
 
     def _do(self, action: str) -> None:
-        reward, self._ended = self._require_started().act(action)
+        reward, self._ended = started(self._level).act(action)
         self._success = reward > 0.0
         self._actions.append(action)
-        self._rewards.append(reward)
+        self._ran.append(("noop" if action == NOOP else action, reward))
 
-    def _is_over(self) -> bool:
-        return self._ended or len(self._actions) >= self.config.length
+    def _is_cut(self) -> bool:
+        return len(self._actions) >= self.config.length
 
-    def _require_started(self) -> Level:
-        if self._level is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._level
+    def _state_before(self) -> list[Any]:
+        started(self._level)
+        return self._state
+
+    def _run_nothing(self, action: str, before: list[Any]) -> None:
+        self._do(NOOP)
+
+    def _observe_after(self, before: list[Any], *, is_refused: bool) -> Observation:
+        return self._observe(self._ran[-1][1], before=before, invalid=is_refused)
 
     def _observe(
         self,
@@ -168,7 +151,7 @@ class BabyAIEnvironment:
         invalid: bool = False,
     ) -> Observation:
         """The observation now; `before` is the state of the last one, instead of `no_effect`."""
-        level = self._require_started()
+        level = started(self._level)
         self._state = level.state()
         no_effect = self._state == before if before is not None else no_effect
         self._last: dict[str, Any] = {"reward": reward, "no_effect": no_effect, "invalid": invalid}

@@ -5,25 +5,21 @@ Source: Chevalier-Boisvert et al., BabyAI (arXiv 1810.08272); minigrid, envs/bab
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, Literal
 
 ActionName = Literal["left", "right", "forward", "pickup", "drop", "toggle"]
 NOOP = "done"  # what no level of BabyAI reacts to
 
-# Of an object beside its type and colour.
 _DOOR_STATES = ("open", "closed", "locked")
 _SIDES = {"ahead": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 def level_id(level: str, *, spec_of: Callable[[str], object] = find_spec) -> str:
-    """The name under which gymnasium knows a level.
+    """The name under which gymnasium knows a level; ValueError without that level, or without minigrid.
 
-    Args:
-        spec_of: finds an installed package.
-
-    Raises:
-        ValueError: there is no such level, or no minigrid.
+    `spec_of` finds an installed package.
     """
     if spec_of("minigrid") is None:
         raise ValueError("babyai needs minigrid, which is not installed: pip install 'turnwise[babyai]'")
@@ -33,8 +29,6 @@ def level_id(level: str, *, spec_of: Callable[[str], object] = find_spec) -> str
 
     known = {name.split("-")[1]: name for name in registry if name.startswith("BabyAI-")}
     if level not in known:
-        from difflib import get_close_matches
-
         close = get_close_matches(level, known, n=1)
         meant = f". Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"{level!r} is no level of BabyAI, such as GoToLocal or PutNextLocal{meant}")
@@ -66,7 +60,7 @@ class Level:
     @property
     def carrying(self) -> str | None:
         held = self.env.carrying
-        return None if held is None else f"{held.color} {held.type}"
+        return f"{held.color} {held.type}" if held is not None else None
 
     def objects(self) -> list[dict[str, Any]]:
         """What is in view, the nearest first: its words, how far it is ahead and to the right, its role."""
@@ -112,7 +106,7 @@ class Level:
 
 
 def _role(instruction: Any, item: Any) -> str | None:
-    """What a mission wants of an object: `goal`, or to move it (`move`) beside another (`beside`)."""
+    """The role of an object in a mission: `goal`, `move` (to another), or `beside` (another comes to it)."""
     for name, role in (("desc", "goal"), ("desc_move", "move"), ("desc_fixed", "beside")):
         described = getattr(instruction, name, None)
         if described is not None and any(one is item for one in described.obj_set):

@@ -21,7 +21,7 @@ def full_text(data: Mapping[str, Any]) -> str:
     room = data["room"]
     lines = [
         f"Mission: {data['mission']}. Step {data['step']} of {data['max_steps']}.",
-        *(f"You see a {item['words']}: {_way(item)}." for item in data["objects"]),
+        *(f"You see a {item['words']}: {', '.join(_legs(item, *_WAYS))}." for item in data["objects"]),
         f"Free cells: {room['ahead']} ahead, {room['left']} to the left, {room['right']} to the right.",
         f"You carry a {data['carrying']}." if data["carrying"] else "You carry nothing.",
     ]
@@ -37,7 +37,7 @@ def compact_text(data: Mapping[str, Any]) -> str:
     """
     words = [data["mission"]]
     for item in data["objects"]:
-        words += [item["role"] or "see", item["words"], *_legs(item["ahead"], item["right"])]
+        words += [item["role"] or "see", item["words"], *_legs(item, "F{}", "R{}", "L{}")]
     words.append("free")
     words += [f"{letter}{data['room'][side]}" for letter, side in zip("FLR", _ROOM, strict=True)]
     if data["carrying"]:
@@ -52,16 +52,12 @@ _NEWS = {
 }
 
 
-def _legs(ahead: int, right: int) -> Iterator[str]:
-    if ahead:
-        yield f"F{ahead}"
-    if right:
-        yield f"{'R' if right > 0 else 'L'}{abs(right)}"
+_WAYS = ("{} ahead", "{} to the right", "{} to the left")
 
 
-def _way(item: Mapping[str, Any]) -> str:
-    ahead, right = item["ahead"], item["right"]
-    parts = [f"{ahead} ahead"] if ahead else []
-    if right:
-        parts.append(f"{abs(right)} to the {'right' if right > 0 else 'left'}")
-    return ", ".join(parts)
+def _legs(item: Mapping[str, Any], ahead: str, right: str, left: str) -> Iterator[str]:
+    """How far an object is ahead and to a side, in these words."""
+    if item["ahead"]:
+        yield ahead.format(item["ahead"])
+    if item["right"]:
+        yield (right if item["right"] > 0 else left).format(abs(item["right"]))

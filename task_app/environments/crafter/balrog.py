@@ -12,15 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 
+from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.environments.crafter import prompt
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
-from task_app.environments.crafter.rules import ACTIONS
-from task_app.environments.crafter.view import COLUMNS, ROWS, VOID
+from task_app.environments.crafter.grid import VOID
+from task_app.environments.crafter.rules import ACTIONS, VITALS
+from task_app.environments.crafter.view import CENTRE, nearest_offsets
+from task_app.errors import started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 # Names and descriptions of the actions, in the order of ACTIONS.
@@ -70,8 +73,7 @@ _COMPLAINT = (
 )
 _SLEEPING = "You are sleeping, and will not be able take actions until energy is full.\n\n\n\n"
 _DEAD = "You died.\n\n\n\n"
-_VITALS = ("health", "food", "drink", "energy")
-_CENTRE = (COLUMNS // 2, ROWS // 2)
+# What BALROG removes from an answer, which must be an action's name then.
 _UNREAD = re.compile(r"[^a-zA-Z\s:]")
 _CLIP = 80
 
@@ -93,7 +95,7 @@ class BalrogEnvironment(CrafterEnvironment):
 
     def reset(self, seed: int) -> Observation:
         super().reset(seed)
-        self._require_engine().act(ACTIONS.index("noop"))
+        started(self._engine).act(ACTIONS.index("noop"))
         self._history.clear()
         return self._observe(0.0, prompt.NO_NEWS)
 
@@ -111,7 +113,7 @@ class BalrogEnvironment(CrafterEnvironment):
 
     def answer(self, text: str) -> DecisionOutcome:
         """Carry out the action that the text names."""
-        word = read_answer(text)
+        word = _UNREAD.sub("", text.strip())
         known = f"answer with one of the {len(ANSWERS)} names alone, such as {ANSWERS[1]!r}"
         return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
 
@@ -147,27 +149,20 @@ class BalrogEnvironment(CrafterEnvironment):
         return replace(observation, data=self._data)
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        return f"{status_text(data)}\n{situation_text(data)}"
+        return f"{_status_text(data)}\n{situation_text(data)}"
 
 
-class _Head(BaseModel):
+class _Head(Body):
     """The first line of a snapshot, before that of the game."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
 
 
-def read_answer(text: str) -> str:
-    """The text without everything but letters, white space and colons; it must be an action's name then."""
-    return _UNREAD.sub("", text.strip())
-
-
-def status_text(data: Mapping[str, Any]) -> str:
+def _status_text(data: Mapping[str, Any]) -> str:
     """Vitals and inventory, which only the present observation shows."""
     inventory = data["inventory"]
-    vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in _VITALS)
-    items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in _VITALS]
+    vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in VITALS)
+    items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in VITALS]
     held = "\n".join(("Your inventory:", *items)) if items else "You have nothing in your inventory."
     return f"Your status:\n{vitals}\n\n{held}"
 
@@ -186,32 +181,21 @@ def situation_text(data: Mapping[str, Any]) -> str:
 def _nearest(data: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Offset (dx, dy) of the nearest cell of each kind, in the order in which the columns show the kinds."""
     x, y = data["position"]
-    if x < _CENTRE[0] or y < _CENTRE[1]:
+    if x < CENTRE[0] or y < CENTRE[1]:
         # BALROG cuts its view from an array, and a negative index there leaves nothing.
         return {}
-    offsets: dict[str, tuple[int, int]] = {}
-    for dx in range(-_CENTRE[0], _CENTRE[0] + 1):
-        for dy in range(-_CENTRE[1], _CENTRE[1] + 1):
-            name = _kind(data["rows"][dy + _CENTRE[1]][dx + _CENTRE[0]])
-            if name == VOID or (dx, dy) == (0, 0):
-                continue
-            if name not in offsets or _steps(dx, dy) < _steps(*offsets[name]):
-                offsets[name] = (dx, dy)
-    return offsets
+    columns = [list(map(_kind, column)) for column in zip(*data["rows"], strict=True)]
+    return {name: (dx, dy) for name, (dy, dx) in nearest_offsets(columns, without=(VOID, "player")).items()}
 
 
 def _kind(name: str) -> str:
     return "plant" if name == "ripe-plant" else name
 
 
-def _steps(dx: int, dy: int) -> int:
-    return abs(dx) + abs(dy)
-
-
 def _place(dx: int, dy: int) -> str:
     """`3 steps to your north-west`."""
     along, across = ("", "south", "north")[(dy > 0) - (dy < 0)], ("", "east", "west")[(dx > 0) - (dx < 0)]
-    steps = _steps(dx, dy)
+    steps = abs(dx) + abs(dy)
     return f"{steps} step{'s' if steps > 1 else ''} to your {'-'.join(filter(None, (along, across)))}"
 
 

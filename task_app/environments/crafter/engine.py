@@ -19,23 +19,11 @@ from task_app.environments.crafter.balance import balance
 from task_app.environments.crafter.grid import AREA, CENTER
 from task_app.environments.crafter.objects import Being, Plant
 from task_app.environments.crafter.player import Player
-from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES, Rules
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS
 from task_app.environments.crafter.state import GameState, capture, rebuild
 from task_app.environments.crafter.view import COLUMNS, ROWS, LocalView, local_view
 from task_app.environments.crafter.world import World, seeded_bits
 from task_app.environments.crafter.worldgen import generate_world
-
-__all__ = [
-    "ACHIEVEMENTS",
-    "ACTIONS",
-    "RULES",
-    "CrafterEngine",
-    "EngineError",
-    "EpisodeOver",
-    "LocalView",
-    "NotReset",
-    "Rules",
-]
 
 SEED_LIMIT = 2**31 - 1
 STOCK_SIZE = 64  # side in pixels of the picture that stock draws in every step
@@ -60,21 +48,19 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         """Prepare an engine without a world; `reset` makes it.
 
         Args:
-            seed: 0 .. 2**31 - 2, as for `crafter.Env`.
+            seed: 0 .. 2**31 - 2, as for `crafter.Env`; ValueError otherwise.
             length: env steps after which the episode is over, at least 1.
-
-        Raises:
-            ValueError: a seed or length has another type or lies outside its range.
         """
         # Stock's constructor is not called: it loads all textures (30 ms, 0.5 MB) each time.
-        self._seed = _check_int("seed", seed, 0, SEED_LIMIT - 1)
-        self._length = _check_int("length", length, 1, None)
-        self._episode, self._step = 0, 0
+        # gym's base class has a method `seed`.
+        self.seed_value = _check_int("seed", seed, 0, SEED_LIMIT - 1)
+        self.length = _check_int("length", length, 1, None)
+        self._episode, self.step_count = 0, 0
         self._world_or_none: World | None = None
         self._player_or_none: Player | None = None
         self._unlocked: set[str] = set()
         self._zero_count = len(ACHIEVEMENTS)
-        self._last_health = 0
+        self.last_health = 0  # after the last step; the next reward is computed from it
         # Attributes that stock's spaces, and libraries for stock, read.
         self._area, self._view, self._reward = (AREA, AREA), np.array((9, 9)), True
         self._size = np.array((STOCK_SIZE, STOCK_SIZE))
@@ -82,50 +68,51 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         self.metadata = None
 
     @property
-    def _world(self) -> World:
+    def world(self) -> World:
+        """The world; NotReset before the first reset."""
         if self._world_or_none is None:
             raise NotReset("there is no world yet; call reset() first")
         return self._world_or_none
 
     @property
-    def _player(self) -> Player:
+    def player(self) -> Player:
+        """The player; NotReset before the first reset."""
         if self._player_or_none is None:
             raise NotReset("there is no player yet; call reset() first")
         return self._player_or_none
 
+    _world, _player = world, player  # stock's names, which libraries for stock read
+
     def reset(self) -> None:
         """Start the world that `crafter.Env(seed=seed)` makes at its first reset, the same one each time."""
-        self._episode, self._step = 1, 0
+        self._episode, self.step_count = 1, 0
         player = Player(CENTER, CENTER, Plant)
         # hash() of a tuple of ints does not depend on PYTHONHASHSEED.
-        world = generate_world(hash((self._seed, self._episode)) % (2**31 - 1), player)
+        world = generate_world(hash((self.seed_value, self._episode)) % (2**31 - 1), player)
         world.daylight = daylight_at(0)
         self._world_or_none, self._player_or_none = world, player
-        self._last_health = player.inventory["health"]
+        self.last_health = player.inventory["health"]
         self._unlocked = set()
         self._zero_count = len(ACHIEVEMENTS)
 
     def act(self, action: int) -> float:
-        """Run one env step.
+        """Run one env step, and return stock's reward.
+
+        The reward is the change of health / 10, plus 1.0 if any achievement was unlocked (however many).
 
         Args:
-            action: index in ACTIONS, 0 .. 16.
-
-        Returns:
-            Stock's reward: change of health / 10, plus 1.0 if any achievement was unlocked (however many).
+            action: index in ACTIONS, 0 .. 16; ValueError otherwise.
 
         Raises:
-            NotReset: there was no reset.
-            EpisodeOver: the player died, or `length` steps were made.
-            ValueError: the action does not exist.
+            NotReset, EpisodeOver: there was no reset, or the player died, or `length` steps were made.
         """
-        world, player = self._world, self._player
+        world, player = self.world, self.player
         if self.over:
-            raise EpisodeOver(f"the episode ended at step {self._step}; call reset() to start again")
+            raise EpisodeOver(f"the episode ended at step {self.step_count}; call reset() to start again")
         if not 0 <= action < len(ACTIONS):
             raise ValueError(f"action must lie in 0 .. {len(ACTIONS) - 1}, got {action!r}")
-        self._step += 1
-        world.daylight = daylight_at(self._step)
+        self.step_count += 1
+        world.daylight = daylight_at(self.step_count)
         others = cast("list[Being]", world.things[1:])  # before the player acts: a new plant waits a step
         player.update(world, action)
         px, py = player.x, player.y
@@ -138,7 +125,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         ]
         for being in near:
             being.update(world, player)
-        if self._step % BALANCE_EVERY == 0:
+        if self.step_count % BALANCE_EVERY == 0:
             balance(world, player)
         if world.daylight < 0.5:
             world.random.random_sample(NIGHT_DRAWS)
@@ -146,8 +133,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def _reward_of_step(self, player: Player) -> float:
         health = player.inventory["health"]
-        reward = (health - self._last_health) / 10
-        self._last_health = health
+        reward = (health - self.last_health) / 10
+        self.last_health = health
         counts = [*player.achievements.values()]
         if counts.count(0) != self._zero_count:
             self._zero_count = counts.count(0)
@@ -172,79 +159,43 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return None, reward, self.over, info
 
     @property
-    def seed_value(self) -> int:
-        """The seed of the episode (gym's base class has a method `seed`)."""
-        return self._seed
-
-    @property
-    def length(self) -> int:
-        """Number of env steps after which the episode is over."""
-        return self._length
-
-    @property
     def dead(self) -> bool:
         """Whether the player's health is 0."""
         return self._player_or_none is not None and self._player_or_none.inventory["health"] <= 0
 
     @property
     def over(self) -> bool:
-        """Whether the player is dead or `length` steps were made."""
-        return self._step >= self._length or self.dead
-
-    @property
-    def step_count(self) -> int:
-        """Number of env steps since the reset."""
-        return self._step
-
-    @property
-    def last_health(self) -> int:
-        """Health after the last step, from which the next reward is computed."""
-        return self._last_health
+        """Whether the player is dead, or `length` steps were made."""
+        return self.step_count >= self.length or self.dead
 
     @property
     def inventory(self) -> dict[str, int]:
         """The 16 item counts, as a live dict; health, food, drink and energy are among them."""
-        return self._player.inventory
+        return self.player.inventory
 
     @property
     def achievements(self) -> dict[str, int]:
         """The 22 counters, as a live dict; they only grow within an episode."""
-        return self._player.achievements
-
-    @property
-    def sleeping(self) -> bool:
-        """Whether the player sleeps; then the next step is `sleep`, whatever the action."""
-        return self._player.sleeping
-
-    @property
-    def daylight(self) -> float:
-        """1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy."""
-        return self._world.daylight
+        return self.player.achievements
 
     @property
     def position(self) -> tuple[int, int]:
         """(x, y) of the player, 0 .. 63 each, y growing downwards."""
-        player = self._player
-        return player.x, player.y
-
-    @property
-    def facing(self) -> tuple[int, int]:
-        """(dx, dy) of the cell that the player faces."""
-        return self._player.facing
+        return self.player.x, self.player.y
 
     @property
     def faced_health(self) -> int:
         """Health of the creature or plant in front of the player; 0 if there is none."""
         # Arrows are things without health.
-        return int(getattr(self._world.at[self._player.target_cell()], "health", 0))
+        return int(getattr(self.world.at[self.player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
         """The player's view, in words."""
-        return local_view(self._world, self._player)
+        return local_view(self.world, self.player)
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture as stock would draw it now; the game does not change."""
-        return picture.draw(self._world, self._player, width, height)
+        return picture.draw(self.world, self.player, width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
         """Stock's name for `frame`; `size` is (width, height), by default 64x64."""
@@ -252,7 +203,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def capture(self) -> GameState:
         """The whole state of the game as plain values."""
-        return capture(self._world, self._player)
+        return capture(self.world, self.player)
 
     def fingerprint(self) -> str:
         """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
@@ -260,7 +211,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         digest = hashlib.sha256(state.ground)
         digest.update(state.words.astype("<u4").tobytes())
         rest = (
-            (self._seed, self._length, self._step, self._last_health, sorted(self._unlocked)),
+            (self.seed_value, self.length, self.step_count, self.last_health, sorted(self._unlocked)),
             (state.things, state.chunks, state.word_position, state.place, state.facing),
             (state.inventory, state.achievements, state.sleeping, [float(value) for value in state.hidden]),
         )
@@ -268,20 +219,20 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return digest.hexdigest()
 
     def reseed(self, seed: int) -> None:
-        """Go on with the random numbers of another seed, for all that has not happened yet."""
-        self._world.draw_from(seeded_bits(seed))
+        """Draw all further random numbers from another seed."""
+        self.world.draw_from(seeded_bits(seed))
 
     def fork(self) -> "CrafterEngine":
         """An independent copy with the same future."""
-        return self.with_state(self.capture(), self._step, self._last_health)
+        return self.with_state(self.capture(), self.step_count, self.last_health)
 
     def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
         """A new engine with this one's seed and length, in the given state after `step` steps."""
-        other = CrafterEngine(self._seed, length=self._length)
+        other = CrafterEngine(self.seed_value, length=self.length)
         world, player = rebuild(state)
         world.daylight = daylight_at(step)
         other._world_or_none, other._player_or_none = world, player
-        other._episode, other._step, other._last_health = 1, step, last_health
+        other._episode, other.step_count, other.last_health = 1, step, last_health
         other._unlocked = {name for name, count in player.achievements.items() if count > 0}
         other._zero_count = len(ACHIEVEMENTS) - len(other._unlocked)
         return other
@@ -296,13 +247,9 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any
     return int(value)
 
 
-class EngineError(RuntimeError):
-    """The engine cannot do this in its present state; the message says what to call first."""
-
-
-class NotReset(EngineError):
+class NotReset(RuntimeError):
     """There is no world yet; call reset() first."""
 
 
-class EpisodeOver(EngineError):
+class EpisodeOver(RuntimeError):
     """The episode has ended; call reset(). (Stock crafter lets a dead player walk on.)"""

@@ -12,17 +12,16 @@ from pydantic import Field, model_validator
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.crafter import prompt
-from task_app.environments.crafter.engine import ACTIONS, RULES, CrafterEngine
+from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.prompt import InvalidCall, read_actions
+from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
-from task_app.environments.crafter.view import LocalView
-from task_app.errors import EpisodeOver
+from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 # Below this daylight the game's picture is dark and noisy, as in stock crafter.
 DARK_BELOW = 0.5
-VITALS = ("health", "food", "drink", "energy")
 _items = itemgetter(*(name for name in RULES.item_start if name not in VITALS))
 _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 
@@ -70,7 +69,7 @@ class CrafterEnvironment:
     def snapshot(self) -> bytes:
         """The game in about 8 KB; raises EpisodeOver before the first reset."""
         reward, news = self._last
-        return pack(self._require_engine(), reward=reward, news=news)
+        return pack(started(self._engine), reward=reward, news=news)
 
     def restore(self, state: bytes) -> Observation:
         engine, reward, news = unpack(state)
@@ -83,7 +82,7 @@ class CrafterEnvironment:
         return self._observe(reward, news)
 
     def reseed(self, seed: int) -> None:
-        self._require_engine().reseed(seed)
+        started(self._engine).reseed(seed)
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         self._require_running()
@@ -91,9 +90,14 @@ class CrafterEnvironment:
 
     def _carry_out(self, actions: Sequence[str], reason: str | None) -> DecisionOutcome:
         engine = self._require_running()
-        before = _Before(engine)
+        health, counts = engine.inventory["health"], dict(engine.achievements)
         rewards, has_effect = _run(engine, actions)
-        news = before.news(engine, has_effect=has_effect, invalid=reason)
+        news = {
+            "unlocked": sorted([name for name in counts if engine.achievements[name] and not counts[name]]),
+            "health_change": int(engine.inventory["health"] - health),
+            "no_effect": not has_effect,
+            "invalid": reason,
+        }
         action_names = tuple(actions[: len(rewards)])
         return DecisionOutcome(
             observation=self._observe(rewards[-1], news),
@@ -119,23 +123,16 @@ class CrafterEnvironment:
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture of the current game, as stock crafter draws it; only for people.
 
-        Raises:
-            EpisodeOver: no episode was started.
-            ValueError: a side is shorter than 9 pixels.
+        A side shorter than 9 pixels is a ValueError.
         """
-        return self._require_engine().frame(width, height)
+        return started(self._engine).frame(width, height)
 
     def outcome_reward(self) -> float:
         """The number of unique achievements so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
-    def _require_engine(self) -> CrafterEngine:
-        if self._engine is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._engine
-
     def _require_running(self) -> CrafterEngine:
-        engine = self._require_engine()
+        engine = started(self._engine)
         if engine.over:
             raise EpisodeOver()
         return engine
@@ -151,41 +148,31 @@ class CrafterEnvironment:
             return ["noop"], str(exc)
 
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
-        assert self._engine is not None
-        self._last = (reward, news)
-        data = observation_data(
-            self._engine.view(),
-            step=self._engine.step_count,
-            max_steps=self.config.length,
-            counts=self._engine.achievements,
-            news=news,
-        )
-        return Observation(
-            text=self._text(data),
-            data=data,
-            achievements_counts=dict(self._engine.achievements),
-            reward_last_step=reward,
-        )
+        engine = started(self._engine)
+        self._last, view = (reward, news), engine.view()
+        # Table and furnace are near in crafting range. On the world's left and top edge Crafter finds none
+        # (a quirk that the engine keeps).
+        around = () if 0 in view.position else [row[3:6] for row in view.materials[2:5]]
+        # Plain JSON, and never more than the 9x7 view and the status bar show.
+        data = {
+            "rows": [*map(list, view.rows)],
+            "facing": [*view.facing],
+            "target": view.target,
+            "near": [name for name in ("table", "furnace") if any(name in row for row in around)],
+            "inventory": dict(view.inventory),
+            "position": [*view.position],
+            "sleeping": view.sleeping,
+            "daylight": round(view.daylight, 3),
+            "dark": view.daylight < DARK_BELOW,
+            "step": engine.step_count,
+            "max_steps": self.config.length,
+            "achievements": sorted([name for name, count in engine.achievements.items() if count]),
+            "news": dict(news),
+        }
+        return Observation(self._text(data), data, dict(engine.achievements), reward)
 
     def _text(self, data: Mapping[str, Any]) -> str:
         return compact_text(data) if self.config.text == "compact" else full_text(data)
-
-
-class _Before:
-    """The state before a decision, to compute the decision's news."""
-
-    def __init__(self, engine: CrafterEngine) -> None:
-        self._health = engine.inventory["health"]
-        self._counts = dict(engine.achievements)
-
-    def news(self, engine: CrafterEngine, *, has_effect: bool, invalid: str | None) -> dict[str, Any]:
-        counts = engine.achievements
-        return {
-            "unlocked": sorted([name for name in counts if counts[name] and not self._counts[name]]),
-            "health_change": int(engine.inventory["health"] - self._health),
-            "no_effect": not has_effect,
-            "invalid": invalid,
-        }
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
@@ -207,37 +194,7 @@ def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
     It leaves out the vitals, which change by themselves. The counters show a drink at nine or a tenth stone,
     and the health in front shows a hit.
     """
-    counts = tuple(engine.achievements.values())
+    player, counts = engine.player, tuple(engine.achievements.values())
     return (
-        engine.position, engine.facing, engine.sleeping, _items(engine.inventory), counts, engine.faced_health
+        engine.position, player.facing, player.sleeping, _items(engine.inventory), counts, engine.faced_health
     )  # fmt: skip
-
-
-def observation_data(
-    view: LocalView, *, step: int, max_steps: int, counts: Mapping[str, int], news: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`Observation.data`: JSON-able, and never more than the 9x7 view and the status bar show."""
-    return {
-        "rows": [*map(list, view.rows)],
-        "facing": [*view.facing],
-        "target": view.target,
-        "near": _near(view),
-        "inventory": dict(view.inventory),
-        "position": [*view.position],
-        "sleeping": view.sleeping,
-        "daylight": round(view.daylight, 3),
-        "dark": view.daylight < DARK_BELOW,
-        "step": step,
-        "max_steps": max_steps,
-        "achievements": sorted([name for name, count in counts.items() if count]),
-        "news": dict(news),
-    }
-
-
-def _near(view: LocalView) -> list[str]:
-    """Those of table and furnace that are in crafting range, the 3x3 cells around the player."""
-    # On the world's left and top edge Crafter finds nothing (a quirk that the engine keeps).
-    if 0 in view.position:
-        return []
-    around = [row[3:6] for row in view.materials[2:5]]
-    return [name for name in ("table", "furnace") if any(name in row for row in around)]

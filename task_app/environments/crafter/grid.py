@@ -13,11 +13,13 @@ STRIDE = AREA + 2 * PAD
 CELLS = STRIDE * STRIDE
 CENTER = AREA // 2
 
-# Order of stock's `all_dirs`, which a random number indexes.
-DIRECTIONS: tuple[tuple[int, int], ...] = ((-1, 0), (+1, 0), (0, -1), (0, +1))
+# In the order of stock's `all_dirs`, which a random number indexes.
+FACINGS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
+DIRECTIONS = tuple(FACINGS.values())
+SIDES = {vector: name for name, vector in FACINGS.items()}
 
-VOID_NAME = "void"
-MATERIAL_NAMES: tuple[str, ...] = (VOID_NAME, *MATERIALS)
+VOID = "void"
+MATERIAL_NAMES: tuple[str, ...] = (VOID, *MATERIALS)
 MATERIAL_IDS: dict[str, int] = {name: number for number, name in enumerate(MATERIAL_NAMES)}
 MATERIAL_COUNT = len(MATERIAL_NAMES)
 
@@ -43,22 +45,13 @@ def chunk_bounds(chunk: int) -> tuple[int, int, int, int]:
     return xmin, min(xmin + CHUNK_SIZE, AREA), ymin, min(ymin + CHUNK_SIZE, AREA)
 
 
-def _cells_of_chunk(chunk: int) -> tuple[int, ...]:
-    xmin, xmax, ymin, ymax = chunk_bounds(chunk)
-    return tuple(cell_at(x, y) for x in range(xmin, xmax) for y in range(ymin, ymax))
-
-
-def _chunk_table() -> bytes:
-    table = bytearray(CELLS)
-    for chunk, cells in enumerate(CHUNK_CELLS):
-        for cell in cells:
-            table[cell] = chunk
-    return bytes(table)
-
-
 # Cells of each chunk, x before y: the order in which stock numbers free cells to draw one for a spawn.
-CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(_cells_of_chunk(chunk) for chunk in range(CHUNK_COUNT))
-CHUNK_OF: bytes = _chunk_table()
+CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(
+    tuple(cell_at(x, y) for x in range(xmin, xmax) for y in range(ymin, ymax))
+    for xmin, xmax, ymin, ymax in map(chunk_bounds, range(CHUNK_COUNT))
+)
+_chunk_by_cell = {cell: chunk for chunk, cells in enumerate(CHUNK_CELLS) for cell in cells}
+CHUNK_OF: bytes = bytes(_chunk_by_cell.get(cell, 0) for cell in range(CELLS))
 
 WALKABLE = material_flags(*RULES.walkable)
 PLAYER_WALKABLE = material_flags(*RULES.walkable, "lava")

@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from task_app.environments.crafter.view import COLUMNS, ROWS
+from task_app.environments.crafter.grid import FACINGS, SIDES
+from task_app.environments.crafter.view import CENTRE, COLUMNS, ROWS, nearest_offsets
 from task_app.environments.crafter.walks import (
-    DIRECTIONS,
     GROUND,
     Cell,
     Ground,
@@ -36,7 +36,6 @@ PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GR
 KINDS = ("way", *PLACES, *THINGS)
 # A walk is shown up to the leg that completes this many cells; a short decision goes no further.
 MAX_CELLS = 4
-_CENTRE = (COLUMNS // 2, ROWS // 2)
 _VIEW = tuple(cell_at(x, y) for y in range(ROWS) for x in range(COLUMNS))
 # By a direction: the cells of the view's edge there.
 _EDGES = {
@@ -44,11 +43,10 @@ _EDGES = {
         cell_at(x, y)
         for y in range(ROWS)
         for x in range(COLUMNS)
-        if (x - _CENTRE[0]) * dx + (y - _CENTRE[1]) * dy == (_CENTRE[0] if dx else _CENTRE[1])
+        if (x - CENTRE[0]) * dx + (y - CENTRE[1]) * dy == (CENTRE[0] if dx else CENTRE[1])
     )
-    for dx, dy in DIRECTIONS.values()
+    for dx, dy in FACINGS.values()
 }
-_NAME_OF_DIRECTION = {vector: name for name, vector in DIRECTIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,9 @@ def read_facts(data: Mapping[str, Any]) -> Facts:
 def view_walks(
     rows: tuple[tuple[str, ...], ...], facing: str, *, can_dig: bool
 ) -> tuple[Ground, Mapping[str, Walk]]:
-    """The cells of a view, [7][9] names, around the player, and its walks; nobody may change them."""
+    """The cells of a view, [7][9] names, around the player, and its walks, which are cached."""
     cells = dict(zip(_VIEW, chain.from_iterable(rows), strict=True))
-    ground = Ground(cells, player=cell_at(*_CENTRE), facing=facing)
+    ground = Ground(cells, player=cell_at(*CENTRE), facing=facing)
     trails = find_trails(ground, can_dig=can_dig)
     walks = landmark_walks(ground, trails, max_cells=MAX_CELLS)
     way = _way_on(ground, trails)
@@ -105,7 +103,7 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
         achievements=frozenset(data["achievements"]),
         facing=ground.facing,
         target=data["target"],
-        neighbours={name: ground.at(step(ground.player, name)) for name in DIRECTIONS},
+        neighbours={name: ground.at(step(ground.player, name)) for name in FACINGS},
         near=frozenset(data["near"]),
         walks=walks,
         lava=_nearest_lava(data["rows"]),
@@ -116,16 +114,9 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
 
 def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
     """The offset of the nearest lava in view; among equally near ones the first row by row."""
-    offsets = [
-        (x - _CENTRE[0], y - _CENTRE[1])
-        for y, row in enumerate(rows)
-        if "lava" in row
-        for x, name in enumerate(row)
-        if name == "lava"
-    ]
-    if not offsets:
+    if not any("lava" in row for row in rows):  # as in most views
         return ()
-    dx, dy = min(offsets, key=lambda offset: abs(offset[0]) + abs(offset[1]))
+    dx, dy = nearest_offsets(rows, without=())["lava"]
     across = (Leg("left" if dx < 0 else "right", abs(dx)),) if dx else ()
     along = (Leg("up" if dy < 0 else "down", abs(dy)),) if dy else ()
     return across + along
@@ -133,7 +124,7 @@ def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
 
 def facing_name(data: Mapping[str, Any]) -> str:
     dx, dy = data["facing"]
-    return _NAME_OF_DIRECTION[dx, dy]
+    return SIDES[dx, dy]
 
 
 def can_dig(data: Mapping[str, Any]) -> bool:
@@ -152,7 +143,7 @@ def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[st
 def _way_on(ground: Ground, trails: Trails) -> Cell | None:
     """The nearest free cell at the view's edge: preferably straight ahead, then to a side, then back."""
     free = [cell for cell in trails if ground.cells[cell] in GROUND]
-    dx, dy = DIRECTIONS[ground.facing]
+    dx, dy = FACINGS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):
         way = next(filter(_EDGES[vector].__contains__, free), None)
         if way is not None:

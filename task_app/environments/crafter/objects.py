@@ -6,7 +6,7 @@ that last act from moving anything.
 
 from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
 from task_app.environments.crafter.player import Interactive, Player
-from task_app.environments.crafter.world import ARROW, COW, PLANT, SKELETON, ZOMBIE, Thing, World
+from task_app.environments.crafter.world import ARROW, COW, PLANT, SKELETON, ZOMBIE, World
 
 PATH = MATERIAL_IDS["path"]
 BREAKABLE = (MATERIAL_IDS["table"], MATERIAL_IDS["furnace"])
@@ -15,14 +15,17 @@ RIPE_AFTER = 300
 
 
 class Being(Interactive):
-    """A thing with health and at most one further counter."""
+    """A thing with health; `counter` names the further counter of those that have one, which starts at 0."""
 
     __slots__ = ("health",)
     start_health: int
+    counter = ""
 
     def __init__(self, x: int, y: int) -> None:
         super().__init__(x, y)
         self.health = self.start_health
+        if self.counter:
+            setattr(self, self.counter, 0)
 
     def hurt(self, damage: int) -> None:
         self.health = max(0, self.health - damage)
@@ -33,11 +36,13 @@ class Being(Interactive):
 
     def extra(self) -> tuple[int, ...]:
         """Hidden state besides place and health, for fingerprints and snapshots."""
-        return ()
+        return (getattr(self, self.counter),) if self.counter else ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:
         """Set health and the numbers from `extra`."""
         self.health = health
+        if self.counter:
+            setattr(self, self.counter, extra[0])
 
 
 def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
@@ -74,10 +79,8 @@ class Zombie(Being):
     __slots__ = ("cooldown",)
     kind = ZOMBIE
     start_health = 5
-
-    def __init__(self, x: int, y: int) -> None:
-        super().__init__(x, y)
-        self.cooldown = 0
+    counter = "cooldown"
+    cooldown: int
 
     def update(self, world: World, player: Player) -> None:
         if self.health <= 0:
@@ -99,12 +102,6 @@ class Zombie(Being):
         if self.health <= 0:
             player.achievements["defeat_zombie"] += 1
 
-    def extra(self) -> tuple[int, ...]:
-        return (self.cooldown,)
-
-    def restore(self, health: int, extra: tuple[int, ...]) -> None:
-        self.health, (self.cooldown,) = health, extra
-
 
 class Skeleton(Being):
     """Keeps 3 cells away, shoots within 5, follows within 8."""
@@ -112,10 +109,8 @@ class Skeleton(Being):
     __slots__ = ("reload",)
     kind = SKELETON
     start_health = 3
-
-    def __init__(self, x: int, y: int) -> None:
-        super().__init__(x, y)
-        self.reload = 0
+    counter = "reload"
+    reload: int
 
     def update(self, world: World, player: Player) -> None:
         if self.health <= 0:
@@ -147,12 +142,6 @@ class Skeleton(Being):
         self.hurt(damage)
         if self.health <= 0:
             player.achievements["defeat_skeleton"] += 1
-
-    def extra(self) -> tuple[int, ...]:
-        return (self.reload,)
-
-    def restore(self, health: int, extra: tuple[int, ...]) -> None:
-        self.health, (self.reload,) = health, extra
 
 
 class Arrow(Being):
@@ -187,15 +176,13 @@ class Arrow(Being):
 
 
 class Plant(Being):
-    """Ripens, unless a creature beside it eats it."""
+    """Ripens, unless a creature on a neighbouring cell eats it."""
 
     __slots__ = ("grown",)
     kind = PLANT
     start_health = 1
-
-    def __init__(self, x: int, y: int) -> None:
-        super().__init__(x, y)
-        self.grown = 0
+    counter = "grown"
+    grown: int
 
     @property
     def ripe(self) -> bool:
@@ -220,16 +207,5 @@ class Plant(Being):
             player.inventory["food"] += 4
             player.achievements["eat_plant"] += 1
 
-    def extra(self) -> tuple[int, ...]:
-        return (self.grown,)
-
-    def restore(self, health: int, extra: tuple[int, ...]) -> None:
-        self.health, (self.grown,) = health, extra
-
 
 BEINGS: dict[int, type[Being]] = {cls.kind: cls for cls in (Cow, Zombie, Skeleton, Arrow, Plant)}
-
-
-def beings(things: list[Thing]) -> list[Being]:
-    """All things but the player, in order of creation."""
-    return [thing for thing in things if isinstance(thing, Being)]

@@ -5,6 +5,7 @@ generator; stock uses the game's own, so there an extra picture changes the game
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from crafter import constants
 from crafter import engine as stock
 
-from task_app.environments.crafter.grid import AREA, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.grid import AREA, MATERIAL_NAMES, SIDES, cell_at
 from task_app.environments.crafter.objects import Arrow
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.state import bits_at
@@ -21,7 +22,6 @@ from task_app.environments.crafter.world import Thing, World
 
 Picture = npt.NDArray[np.uint8]
 ITEM_ROWS = 2  # rows of 9 cells for the 16 items, below the map
-SIDES = {(-1, 0): "left", (+1, 0): "right", (0, -1): "up", (0, +1): "down"}
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,14 +41,6 @@ class _MapView(stock.LocalView):  # type: ignore[misc]  # crafter has no types
         return _vignette(tuple(shape), stddev)
 
 
-class _Thing:
-    """A thing in the form that stock's view reads."""
-
-    def __init__(self, thing: Thing) -> None:
-        self.pos = np.array((thing.x, thing.y))
-        self.texture = texture_name(thing)
-
-
 class _World:
     """A world in the form that stock's view reads; `random` is a copy."""
 
@@ -56,7 +48,10 @@ class _World:
 
     def __init__(self, world: World) -> None:
         self._materials = world.materials
-        self.objects = [_Thing(thing) for thing in world.things]
+        self.objects = [
+            SimpleNamespace(pos=np.array((thing.x, thing.y)), texture=_texture_name(thing))
+            for thing in world.things
+        ]
         self.daylight = world.daylight
         twister = world.bits.state["state"]
         self.random = np.random.RandomState(bits_at(twister["key"], twister["pos"]))
@@ -65,13 +60,7 @@ class _World:
         return MATERIAL_NAMES[self._materials[cell_at(int(pos[0]), int(pos[1]))]], None
 
 
-class _Player:
-    def __init__(self, player: Player) -> None:
-        self.pos = (player.x, player.y)
-        self.sleeping = player.sleeping
-
-
-def texture_name(thing: Thing) -> str:
+def _texture_name(thing: Thing) -> str:
     """Name of stock's texture file for a thing."""
     if isinstance(thing, Player):
         return "player-sleep" if thing.sleeping else f"player-{SIDES[thing.facing]}"
@@ -81,16 +70,10 @@ def texture_name(thing: Thing) -> str:
 
 
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
-    """Draw the game as stock's `render((width, height))` does.
+    """[height, width, 3] RGB picture of the game, as stock's `render((width, height))` draws it.
 
     Args:
-        width, height: in pixels, at least 9 each; 9x9 cells of equal size are centred in it.
-
-    Returns:
-        [height, width, 3] uint8 RGB.
-
-    Raises:
-        ValueError: a side is shorter than 9 pixels.
+        width, height: in pixels, at least 9 each, otherwise ValueError; 9x9 equal cells are centred in it.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")
@@ -99,7 +82,8 @@ def draw(world: World, player: Player, width: int, height: int) -> Picture:
     unit = size // grid
     map_view = _MapView(_World(world), _textures(), (COLUMNS, ROWS))
     item_view = stock.ItemView(_textures(), (COLUMNS, ITEM_ROWS))
-    picture = np.concatenate([map_view(_Player(player), unit), item_view(player.inventory, unit)], 1)
+    viewer = SimpleNamespace(pos=(player.x, player.y), sleeping=player.sleeping)
+    picture = np.concatenate([map_view(viewer, unit), item_view(player.inventory, unit)], 1)
     canvas = np.zeros((width, height, 3), np.uint8)
     left, top = (size - unit * grid) // 2
     canvas[left : left + picture.shape[0], top : top + picture.shape[1]] = picture

@@ -5,7 +5,14 @@ It reproduces the `Player` of stock crafter 1.8.3, with the same draws and quirk
 
 from collections.abc import Callable, Mapping
 
-from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, PLAYER_WALKABLE, STRIDE
+from task_app.environments.crafter.grid import (
+    AREA,
+    FACINGS,
+    MATERIAL_IDS,
+    MATERIAL_NAMES,
+    PLAYER_WALKABLE,
+    STRIDE,
+)
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES, CollectRule, MakeRule, PlaceRule
 from task_app.environments.crafter.world import PLAYER, Thing, World
 
@@ -16,7 +23,6 @@ SLEEP = ACTIONS.index("sleep")
 LAVA, WATER = MATERIAL_IDS["lava"], MATERIAL_IDS["water"]
 # Damage of a blow with the best sword; 1 with bare hands.
 SWORDS = (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5))
-FACINGS = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
 
 
 class Interactive(Thing):
@@ -35,21 +41,10 @@ class Player(Thing):
         inventory: the 16 item counts; health, food, drink and energy are items too.
         achievements: the 22 counters, which only grow.
         facing: (dx, dy) of the last direction walked or tried.
+        sleeping: then the next step is `sleep`, whatever the action.
         last_health, hunger, thirst, fatigue, recover: stock's hidden counters; multiples of 0.5 while asleep.
     """
 
-    __slots__ = (
-        "achievements",
-        "facing",
-        "fatigue",
-        "hunger",
-        "inventory",
-        "last_health",
-        "plant",
-        "recover",
-        "sleeping",
-        "thirst",
-    )
     kind = PLAYER
 
     def __init__(self, x: int, y: int, plant: Callable[[int, int], Thing]) -> None:
@@ -61,10 +56,7 @@ class Player(Thing):
         self.achievements = dict.fromkeys(ACHIEVEMENTS, 0)
         self.sleeping = False
         self.last_health = self.inventory["health"]
-        self.hunger: float = 0
-        self.thirst: float = 0
-        self.fatigue: float = 0
-        self.recover: float = 0
+        self.hunger = self.thirst = self.fatigue = self.recover = 0.0
 
     def hurt(self, damage: int) -> None:
         self.inventory["health"] = max(0, self.inventory["health"] - damage)
@@ -80,7 +72,11 @@ class Player(Thing):
         HANDLERS[action](self, world)
         self._update_life_stats()
         self._degen_or_regen_health()
-        self._clamp_inventory()
+        amounts = self.inventory.values()
+        # Nearly every step changes nothing here, and two built-in calls find that faster than a loop.
+        if max(amounts) > SMALLEST_MAX or min(amounts) < 0:
+            for name, amount in self.inventory.items():
+                self.inventory[name] = max(0, min(amount, ITEM_MAX[name]))
         health = self.inventory["health"]
         if health < self.last_health:  # woken by pain, which is no wake_up achievement
             self.sleeping = False
@@ -116,13 +112,6 @@ class Player(Thing):
         if self.recover < -15:
             self.recover = 0
             inventory["health"] = max(0, inventory["health"] - 1)
-
-    def _clamp_inventory(self) -> None:
-        amounts = self.inventory.values()
-        # Nearly every step changes nothing here, and two built-in calls find that faster than a loop.
-        if max(amounts) > SMALLEST_MAX or min(amounts) < 0:
-            for name, amount in self.inventory.items():
-                self.inventory[name] = max(0, min(amount, ITEM_MAX[name]))
 
     def target_cell(self) -> int:
         """Index of the faced cell; it may lie one cell outside the world."""
@@ -169,9 +158,8 @@ class Player(Thing):
         target = self.target_cell()
         if world.at[target] is not None or MATERIAL_NAMES[world.materials[target]] not in rule.where:
             return
-        if not self._holds(rule.uses):
+        if not self._use(rule.uses):
             return
-        self._use(rule.uses)
         if rule.kind == "material":
             world.set_material(target, MATERIAL_IDS[name])
         else:
@@ -179,15 +167,11 @@ class Player(Thing):
         self.achievements[f"place_{name}"] += 1
 
     def make(self, world: World, name: str, rule: MakeRule) -> None:
-        """Craft a tool beside the materials that it needs."""
+        """Craft a tool near the materials that it needs."""
         nearby = self._materials_nearby(world)
-        if not all(MATERIAL_IDS[material] in nearby for material in rule.nearby) or not self._holds(
-            rule.uses
-        ):
-            return
-        self._use(rule.uses)
-        self.inventory[name] += rule.gives
-        self.achievements[f"make_{name}"] += 1
+        if all(MATERIAL_IDS[material] in nearby for material in rule.nearby) and self._use(rule.uses):
+            self.inventory[name] += rule.gives
+            self.achievements[f"make_{name}"] += 1
 
     def _materials_nearby(self, world: World) -> set[int]:
         # Quirk of stock: its slice from x - 1 = -1 is empty, so at the left and top edge nothing is nearby.
@@ -204,9 +188,13 @@ class Player(Thing):
     def _holds(self, needs: Mapping[str, int]) -> bool:
         return all(self.inventory[name] >= amount for name, amount in needs.items())
 
-    def _use(self, uses: Mapping[str, int]) -> None:
+    def _use(self, uses: Mapping[str, int]) -> bool:
+        """Use items up if all are there; return whether they were."""
+        if not self._holds(uses):
+            return False
         for name, amount in uses.items():
             self.inventory[name] -= amount
+        return True
 
 
 Handler = Callable[[Player, World], None]

@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any
 
 from shared_schemas.base import suggest_to_policy
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
+from task_app.errors import clipped
 from task_app.protocols import PastDecision, ToolRequest
 
 MAX_PAST = 3
@@ -73,6 +75,7 @@ def _amounts(items: Mapping[str, int]) -> str:
 @cache
 def tool_spec(max_actions: int) -> ToolSpec:
     """`interact_many(actions)`, the only tool of Crafter."""
+    description = f"Carry out 1 to {max_actions} Crafter actions in order."
     actions = {
         "type": "array",
         "items": {"type": "string", "enum": list(ACTIONS)},
@@ -80,40 +83,34 @@ def tool_spec(max_actions: int) -> ToolSpec:
         "maxItems": max_actions,
         "description": "names of the actions, carried out in order",
     }
-    return ToolSpec(
-        function=FunctionSpec(
-            name=TOOL_NAME,
-            description=f"Carry out 1 to {max_actions} Crafter actions in order.",
-            parameters={
-                "type": "object",
-                "properties": {"actions": actions},
-                "required": ["actions"],
-                "additionalProperties": False,
-            },
-        )
-    )
+    parameters = {
+        "type": "object",
+        "properties": {"actions": actions},
+        "required": ["actions"],
+        "additionalProperties": False,
+    }
+    function = FunctionSpec(name=TOOL_NAME, description=description, parameters=parameters)
+    return ToolSpec(function=function)
 
 
 def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
     """The observation, up to three earlier calls (latest first), and the fault of the last call, if any."""
     decisions = list(past[: -MAX_PAST - 1 : -1])
-    calls = [f"- {_call_line(decision.tool_calls)}" for decision in decisions] or ["- none"]
-    lines = [observation_text, "", "Previous tool calls (most recent first):", *calls]
+    calls = []
+    for decision in decisions:
+        line = "; ".join(f"{call.name}: {_arguments(call)}" for call in decision.tool_calls)
+        calls.append(f"- {line[:CLIP] or 'no call'}")
+    lines = [observation_text, "", "Previous tool calls (most recent first):", *(calls or ["- none"])]
     if decisions and (reason := decisions[0].outcome.invalid_reason):
         lines += ["", f"Your last call was not carried out: {_sentence(reason)} {_NOOP_RAN}"]
     return "\n".join(lines)
 
 
-def _call_line(calls: Sequence[ToolRequest]) -> str:
-    return "; ".join(f"{call.name}: {_arguments(call)}" for call in calls)[:CLIP] or "no call"
-
-
 def _arguments(call: ToolRequest) -> str:
     if call.arguments is None:
         return call.raw_arguments
-    text = json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False)
     # A lone surrogate is valid JSON, but could not be sent or stored.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return encodable(json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False))
 
 
 def result_text(action_names: Sequence[str], news: Mapping[str, Any]) -> str:
@@ -169,31 +166,24 @@ def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_acti
 
 def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) -> list[str]:
     if call.name != TOOL_NAME:
-        raise InvalidCall(
-            f"unknown tool {_clip(call.name)!r}{suggest_to_policy(call.name[:CLIP], [TOOL_NAME])}"
-        )
+        raise _unknown("tool", call.name, [TOOL_NAME])
     if call.arguments is None:
-        raise InvalidCall(f"the arguments of {TOOL_NAME} are no JSON object: {_clip(call.raw_arguments)!r}")
+        raise InvalidCall(f"the arguments of {TOOL_NAME} are no JSON object: {clipped(call.raw_arguments)!r}")
     extra = sorted(str(key) for key in call.arguments if key != "actions")
     if extra:
-        raise InvalidCall(
-            f"unknown argument {_clip(extra[0])!r}{suggest_to_policy(extra[0][:CLIP], ['actions'])}"
-        )
-    return _check_names(call.arguments.get("actions"), known=known, max_actions=max_actions)
-
-
-def _check_names(actions: Any, *, known: Sequence[str], max_actions: int) -> list[str]:
+        raise _unknown("argument", extra[0], ["actions"])
+    actions: Any = call.arguments.get("actions")
     if not isinstance(actions, list | tuple):
         raise InvalidCall(f"'actions' must be a list of 1 to {max_actions} action names")
     if not 1 <= len(actions) <= max_actions:
         raise InvalidCall(f"'actions' holds {len(actions)} names; allowed are 1 to {max_actions}")
     for action in actions:
         if not isinstance(action, str):
-            raise InvalidCall(f"'actions' must hold names, not {_clip(repr(action))}")
+            raise InvalidCall(f"'actions' must hold names, not {clipped(repr(action))}")
         if action not in known:
-            raise InvalidCall(f"unknown action {_clip(action)!r}{suggest_to_policy(action[:CLIP], known)}")
+            raise _unknown("action", action, known)
     return list(actions)
 
 
-def _clip(text: str, limit: int = 40) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _unknown(what: str, name: str, known: Sequence[str]) -> InvalidCall:
+    return InvalidCall(f"unknown {what} {clipped(name)!r}{suggest_to_policy(name[:CLIP], known)}")

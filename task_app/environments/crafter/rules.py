@@ -5,10 +5,11 @@ read them here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 from crafter import constants
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,10 @@ class CollectRule:
     `probability` applies to the gain; the material turns into `leaves` either way.
     """
 
-    requires: Mapping[str, int]
-    receives: Mapping[str, int]
+    requires: Annotated[Mapping[str, int], Field(validation_alias="require")]
+    receives: Annotated[Mapping[str, int], Field(validation_alias="receive")]
     leaves: str
-    probability: float
+    probability: float = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class PlaceRule:
 
     uses: Mapping[str, int]
     where: tuple[str, ...]
-    kind: str
+    kind: Annotated[str, Field(validation_alias="type")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +59,14 @@ class Rules:
     walkable: tuple[str, ...]
 
 
-def _collect_rule(info: Mapping[str, Any]) -> CollectRule:  # Any: foreign YAML
-    return CollectRule(
-        requires=dict(info["require"]),
-        receives=dict(info["receive"]),
-        leaves=info["leaves"],
-        probability=info.get("probability", 1),
-    )
-
-
-def _read_rules() -> Rules:
-    return Rules(
-        collect={name: _collect_rule(info) for name, info in constants.collect.items()},
-        place={
-            name: PlaceRule(uses=dict(info["uses"]), where=tuple(info["where"]), kind=info["type"])
-            for name, info in constants.place.items()
-        },
-        make={
-            name: MakeRule(uses=dict(info["uses"]), nearby=tuple(info["nearby"]), gives=info["gives"])
-            for name, info in constants.make.items()
-        },
-        item_max={name: info["max"] for name, info in constants.items.items()},
-        item_start={name: info["initial"] for name, info in constants.items.items()},
-        walkable=tuple(constants.walkable),
-    )
-
-
 ACTIONS: tuple[str, ...] = tuple(constants.actions)
 ACHIEVEMENTS: tuple[str, ...] = tuple(constants.achievements)
 MATERIALS: tuple[str, ...] = tuple(constants.materials)
-RULES: Rules = _read_rules()
+RULES: Rules = TypeAdapter(Rules).validate_python(
+    {
+        **{name: getattr(constants, name) for name in ("collect", "place", "make", "walkable")},
+        "item_max": {name: info["max"] for name, info in constants.items.items()},
+        "item_start": {name: info["initial"] for name, info in constants.items.items()},
+    }
+)
+VITALS = ("health", "food", "drink", "energy")

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 
+from shared_schemas.base import Body
 from shared_schemas.json_text import encodable
 from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
@@ -33,11 +33,7 @@ _MATERIALS = bytes(range(1, MATERIAL_COUNT))
 THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.items()}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class News(_Part):
+class News(Body, allow_inf_nan=False):
     """The effects of the last decision, for the next prompt."""
 
     unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # names of the installed game
@@ -46,7 +42,13 @@ class News(_Part):
     invalid: str | None = Field(max_length=100_000)
 
 
-class Head(_Part):
+# Fields that the line of JSON has as they stand in `GameState`.
+_OF_STATE = (
+    "things", "chunks", "word_position", "place", "facing", "inventory", "achievements", "sleeping",
+)  # fmt: skip
+
+
+class Head(Body, allow_inf_nan=False):
     """The line of JSON; its fields are those of `GameState`, unless described here.
 
     `reward` (of the last env step) and `news` belong to the last observation.
@@ -71,11 +73,7 @@ class Head(_Part):
 
 
 def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> bytes:
-    """The game of `engine`, with reward and news of its last observation.
-
-    Raises:
-        NotReset: there is no game yet.
-    """
+    """The game of `engine`, with reward and news of its last observation; NotReset without a game."""
     state = engine.capture()
     head = {
         "format": FORMAT,
@@ -83,14 +81,7 @@ def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> by
         "length": engine.length,
         "step": engine.step_count,
         "last_health": engine.last_health,
-        "things": state.things,
-        "chunks": state.chunks,
-        "word_position": state.word_position,
-        "place": state.place,
-        "facing": state.facing,
-        "inventory": state.inventory,
-        "achievements": state.achievements,
-        "sleeping": state.sleeping,
+        **{name: getattr(state, name) for name in _OF_STATE},
         # Ints and halves are both written as floats, so that equal games are equal bytes.
         "hidden": list(map(float, state.hidden)),
         "reward": reward,
@@ -115,11 +106,14 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
     _check_names("achievements", head.achievements, ACHIEVEMENTS)
     if head.facing not in DIRECTIONS:
         raise ValueError(f"snapshot.facing is {head.facing}; known: {DIRECTIONS}")
+    ground = rest[:GROUND_BYTES]
+    if ground.translate(None, _MATERIALS):
+        raise ValueError(f"snapshot's ground must hold materials 1 .. {MATERIAL_COUNT - 1}")
     state = GameState(
-        ground=_ground(rest[:GROUND_BYTES]),
+        ground=ground,
         things=_things(head),
         chunks=tuple(head.chunks),
-        words=_words(rest[GROUND_BYTES:]),
+        words=np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32),
         word_position=head.word_position,
         place=head.place,
         facing=head.facing,
@@ -137,16 +131,6 @@ def _check_names(field: str, counts: dict[str, int], known: tuple[str, ...]) -> 
     if set(counts) != set(known):
         differing = sorted(set(counts) ^ set(known))
         raise ValueError(f"snapshot.{field} has missing or unknown names: {', '.join(differing)[:200]}")
-
-
-def _ground(ground: bytes) -> bytes:
-    if ground.translate(None, _MATERIALS):
-        raise ValueError(f"snapshot's ground must hold materials 1 .. {MATERIAL_COUNT - 1}")
-    return ground
-
-
-def _words(raw: bytes) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(raw, "<u4").astype(np.uint32)
 
 
 def _things(head: Head) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,6 @@ It holds the ground, things in order of creation, order of the chunks, generator
 the player with hidden counters. Material counts, chunk membership and daylight follow from these.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_app.environments.crafter.grid import AREA, PAD, STRIDE
-from task_app.environments.crafter.objects import BEINGS, Plant, beings
+from task_app.environments.crafter.objects import BEINGS, Being, Plant
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.world import World
 
@@ -50,7 +49,9 @@ def capture(world: World, player: Player) -> GameState:
     return GameState(
         ground=padded[PAD : PAD + AREA, PAD : PAD + AREA].tobytes(),
         things=tuple(
-            (being.kind, being.x, being.y, being.health, *being.extra()) for being in beings(world.things)
+            (thing.kind, thing.x, thing.y, thing.health, *thing.extra())
+            for thing in world.things
+            if isinstance(thing, Being)
         ),
         chunks=tuple(world.chunk_order),
         words=twister["key"],
@@ -76,15 +77,11 @@ def rebuild(state: GameState) -> tuple[World, Player]:
     for name, value in zip(HIDDEN, state.hidden, strict=True):
         setattr(player, name, value)
     world.add(player)
-    _add_beings(world, state.things)
-    return world, player
-
-
-def _add_beings(world: World, things: Iterable[tuple[int, ...]]) -> None:
-    for kind, x, y, health, *extra in things:
+    for kind, x, y, health, *extra in state.things:
         being = BEINGS[kind](x, y)
         being.restore(health, tuple(extra))
         world.add(being)
+    return world, player
 
 
 class _ZeroSeed(np.random.bit_generator.ISeedSequence):

@@ -8,16 +8,15 @@ which groups unlike situations. The vitals change by themselves and are in `exac
 from collections.abc import Mapping
 from typing import Any
 
-from task_app.environments.crafter.view import COLUMNS, ROWS
+from task_app.environments.crafter.rules import VITALS
+from task_app.environments.crafter.view import nearest_offsets
 from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
 
-_VITALS = frozenset({"health", "food", "drink", "energy"})
 # The history of BALROG's text is past news, and its answers are the same everywhere.
 _TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answer_names"})
 # Kinds to walk on: they are everywhere, so the nearest one says nothing.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})
-_CENTRE = (COLUMNS // 2, ROWS // 2)
 # Health of 1 to 3, 4 to 6, 7 to 9: in danger, hurt, well.
 _HEALTH_BAND = 3
 
@@ -27,7 +26,7 @@ def nearest(observation: Observation) -> Any:
     dark."""
     data = observation.data
     return [
-        _nearest_of_each_kind(data["rows"]),
+        {name: list(offset) for name, offset in nearest_offsets(data["rows"], without=_FLOOR).items()},
         data["target"],
         _items(data),
         -(-data["inventory"]["health"] // _HEALTH_BAND),
@@ -62,18 +61,4 @@ CRAFTER_STATE_KEYS: Mapping[str, StateKey] = {
 
 
 def _items(data: Mapping[str, Any]) -> dict[str, int]:
-    return {name: count for name, count in data["inventory"].items() if count and name not in _VITALS}
-
-
-def _nearest_of_each_kind(rows: list[list[str]]) -> dict[str, list[int]]:
-    """[dx, dy] of the nearest cell of each kind, in steps; among equals the first in reading order."""
-    nearest_by_name: dict[str, tuple[int, int, int]] = {}
-    for y, row in enumerate(rows):
-        for x, name in enumerate(row):
-            if name in _FLOOR:
-                continue
-            dx, dy = x - _CENTRE[0], y - _CENTRE[1]
-            distance = abs(dx) + abs(dy)
-            if name not in nearest_by_name or distance < nearest_by_name[name][0]:
-                nearest_by_name[name] = (distance, dx, dy)
-    return {name: [dx, dy] for name, (_, dx, dy) in nearest_by_name.items()}
+    return {name: count for name, count in data["inventory"].items() if count and name not in VITALS}

@@ -5,11 +5,12 @@ few dozen words of a small closed vocabulary, one token each.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import news_lines
-from task_app.environments.crafter.walks import Leg, Walk
+from task_app.environments.crafter.walks import Leg
 
 MATERIAL_ITEMS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
@@ -30,6 +31,9 @@ def full_text(data: Mapping[str, Any]) -> str:
     """The state as named lines and the map row by row; the first line of the map is the north."""
     inventory = data["inventory"]
     items = [f"{name}:{count}" for name, count in inventory.items() if count and name != "health"]
+    light = "dark (night; zombies may be about)" if data["dark"] else "day"
+    if data["sleeping"]:
+        light = "asleep (every action is sleep until you wake)"
     lines = [
         "=== CRAFTER GAME STATE ===",
         f"Step: {data['step']}/{data['max_steps']}",
@@ -39,7 +43,7 @@ def full_text(data: Mapping[str, Any]) -> str:
         f"Inventory: {', '.join(items) or 'empty'}",
         f"Achievements: {', '.join(data['achievements']) or 'none'}",
         f"In front: {data['target']}",
-        f"Light: {_light(data)}",
+        f"Light: {light}",
         *(f"News: {line}" for line in news_lines(data["news"])),
         "",
         "Local Map View (9x7):",
@@ -48,12 +52,6 @@ def full_text(data: Mapping[str, Any]) -> str:
         "Choose your next actions.",
     ]
     return "\n".join(lines)
-
-
-def _light(data: Mapping[str, Any]) -> str:
-    if data["sleeping"]:
-        return "asleep (every action is sleep until you wake)"
-    return "dark (night; zombies may be about)" if data["dark"] else "day"
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
@@ -68,17 +66,19 @@ def compact_text(data: Mapping[str, Any]) -> str:
     `water L2 U1` is a walk: two left, then one up, which bumps into the water and so faces it. `xU2` are two
     cells up through stone: dig each, then enter it. `more`: the walk goes on. The faced cell `@...` has no
     walk. `grass` and `ground` (to build on) end facing such a cell; `way` leads out of view. `lava R2 D1` is
-    no
-    walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that the
-    last call changed nothing, with `invalid` because it was refused.
+    no walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that
+    the last call changed nothing, with `invalid` because it was refused.
     """
     facts = read_facts(data)
-    head, news = list(_state_words(facts)), list(_news_words(data["news"]))
+    head, news = list(_state_words(facts)), [f"+{name}" for name in data["news"]["unlocked"]]
+    flags = data["news"]["health_change"] < 0, data["news"]["no_effect"], data["news"]["invalid"] is not None
+    news += compress(NEWS_WORDS, flags)
     if facts.lava:
         head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
         # A crowded view loses the kinds that come last.
-        words = [kind, *_walk_words(facts.walks[kind])] if kind in facts.walks else []
+        walk = facts.walks.get(kind)
+        words = [kind, *_leg_words(walk.legs), *["more"] * walk.more] if walk else []
         head += words if len(head) + len(words) + len(news) <= MAX_WORDS else []
     return " ".join((head + news)[:MAX_WORDS])
 
@@ -97,15 +97,3 @@ def _state_words(facts: Facts) -> Iterator[str]:
 
 def _leg_words(legs: Iterable[Leg]) -> Iterator[str]:
     yield from (f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in legs)
-
-
-def _walk_words(walk: Walk) -> Iterator[str]:
-    yield from _leg_words(walk.legs)
-    if walk.more:
-        yield "more"
-
-
-def _news_words(news: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"+{name}" for name in news["unlocked"])
-    flags = (news["health_change"] < 0, news["no_effect"], news["invalid"] is not None)
-    yield from (word for word, is_so in zip(NEWS_WORDS, flags, strict=True) if is_so)

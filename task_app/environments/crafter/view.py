@@ -1,14 +1,14 @@
 """The player's view: the 9x7 cells around the player, row by row as on the screen."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE, VOID_NAME
+from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.world import World
 
 COLUMNS, ROWS = 9, 7
-VOID = VOID_NAME
+CENTRE = (COLUMNS // 2, ROWS // 2)
 # Offset from the player's cell to the top left cell of the view.
 _TOP_LEFT = -(ROWS // 2) * STRIDE - COLUMNS // 2
 _name_of = MATERIAL_NAMES.__getitem__
@@ -36,6 +36,17 @@ class LocalView(NamedTuple):
     """(x, y) in the 64x64 world."""
     inventory: Mapping[str, int]
     """The 16 item counts, among them health, food, drink and energy (0 to 9 each); a copy."""
+
+
+def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) -> dict[str, tuple[int, int]]:
+    """(dx, dy) from the middle to the nearest cell of each name, in steps; among equals the first as read."""
+    nearest: dict[str, tuple[int, int]] = {}
+    for dy, row in enumerate(rows, start=-(len(rows) // 2)):
+        for dx, name in enumerate(row, start=-(len(row) // 2)):
+            x, y = nearest.get(name, (len(row), len(rows)))
+            if name not in without and abs(dx) + abs(dy) < abs(x) + abs(y):
+                nearest[name] = (dx, dy)
+    return nearest
 
 
 def local_view(world: World, player: Player) -> LocalView:

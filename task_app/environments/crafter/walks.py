@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from task_app.environments.crafter.grid import FACINGS, VOID
+
 # A cell is one number, x before y: numbers compare as (x, y) does, and a neighbour is a sum away.
 Cell = int
 _MARGIN, _COLUMN = 8, 128
 # The coordinates that a cell can have: those of the 64x64 world, and what a view shows beyond its edges.
 LOWEST, HIGHEST = -_MARGIN, _COLUMN - _MARGIN - 1
-DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-_STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in DIRECTIONS.items()}
+_STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in FACINGS.items()}
 _CELLS = _COLUMN * _COLUMN
 GROUND = frozenset({"grass", "sand", "path"})
 ROCK = frozenset({"stone"})
-VOID = "void"
 _DIG_COST = 3  # turn, dig, enter
 
 

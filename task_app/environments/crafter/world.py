@@ -5,7 +5,7 @@ It has the same state and draws as stock crafter's `engine.World`, without a num
 
 import numpy as np
 
-from task_app.environments.crafter.grid import CELLS, CHUNK_COUNT, CHUNK_OF, MATERIAL_COUNT, PAD, STRIDE
+from task_app.environments.crafter.grid import CELLS, CHUNK_COUNT, CHUNK_OF, MATERIAL_COUNT, STRIDE, cell_at
 
 KINDS: tuple[str, ...] = ("player", "cow", "zombie", "skeleton", "arrow", "plant")
 PLAYER, COW, ZOMBIE, SKELETON, ARROW, PLANT = range(len(KINDS))
@@ -25,7 +25,7 @@ class Thing:
 
     def __init__(self, x: int, y: int) -> None:
         self.x, self.y = x, y
-        self.cell = (y + PAD) * STRIDE + x + PAD
+        self.cell = cell_at(x, y)
         self.removed = False
 
     @property
@@ -68,28 +68,18 @@ class World:
             balanced.
         material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
         population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
-        daylight: 1 at noon, 0 at midnight.
+        daylight: 1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy.
     """
-
-    __slots__ = (
-        "at",
-        "bits",
-        "chunk_order",
-        "daylight",
-        "material_counts",
-        "materials",
-        "population",
-        "random",
-        "things",
-        "uniform",
-        "word",
-    )
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
         """Use `materials` ([CELLS], with a border of 0) and a seeded bit generator."""
         self.draw_from(bits)
         self.materials = materials
-        self.material_counts = count_materials(materials)
+        # The border counts as void of chunk 0, which nothing reads.
+        keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
+        keys += np.frombuffer(materials, np.uint8)
+        counts: list[int] = np.bincount(keys, minlength=CHUNK_COUNT * MATERIAL_COUNT).tolist()
+        self.material_counts = counts
         self.at: list[Thing | None] = [None] * CELLS
         self.things: list[Thing] = []
         self.chunk_order: dict[int, None] = {}
@@ -146,14 +136,3 @@ def seeded_bits(seed: int) -> np.random.MT19937:
     bits = np.random.MT19937(0)
     np.random.RandomState(bits).seed(seed)
     return bits
-
-
-def count_materials(materials: bytearray) -> list[int]:
-    """[CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
-
-    The border counts as void of chunk 0, which nothing reads.
-    """
-    keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
-    keys += np.frombuffer(materials, np.uint8)
-    counts: list[int] = np.bincount(keys, minlength=CHUNK_COUNT * MATERIAL_COUNT).tolist()
-    return counts

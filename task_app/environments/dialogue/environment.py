@@ -5,21 +5,21 @@ the whole dialogue; the environment has no outcome of its own.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec, dialogue_opening, refuse_no_opening
 from task_app.complaints import state_in
-from task_app.errors import EpisodeOver
+from task_app.errors import started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """The prompt; `system` stands before it if it is text alone."""
+    """The prompt; `system` comes before it if it is text alone."""
 
     prompt: tuple[Message, ...] | str = Field(
         min_length=1, description="chat messages, or the text of a user message"
@@ -32,15 +32,11 @@ class DialogueConfig(Body):
         refuse_no_opening(prompt, "prompt")
         return prompt
 
-    def opening(self) -> tuple[Message, ...]:
-        """The messages before the first answer."""
-        return dialogue_opening(self.prompt, self.system)
-
 
 class DialogueState(Body):
     """The state of a dialogue; the conversation itself is kept by the episode."""
 
-    answers: Annotated[int, Field(ge=0, strict=True)]
+    answers: int = Field(ge=0, strict=True)
 
 
 class DialogueEnvironment:
@@ -51,7 +47,7 @@ class DialogueEnvironment:
     quick_step = True
 
     def __init__(self, config: DialogueConfig) -> None:
-        self._opening = config.opening()
+        self._opening = dialogue_opening(config.prompt, config.system)
         self._answers: int | None = None
 
     def reset(self, seed: int) -> Observation:
@@ -59,11 +55,11 @@ class DialogueEnvironment:
         return self._observation()
 
     def opening(self) -> tuple[Message, ...]:
-        self._refuse_before_reset()
+        started(self._answers)
         return self._opening
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._refuse_before_reset()
+        started(self._answers)
         reason = invalid_reason or NO_TOOLS
         return DecisionOutcome(
             self._observation(),
@@ -71,12 +67,11 @@ class DialogueEnvironment:
             executed_actions=("noop",),
             invalid_reason=reason,
             result=f"error: {reason}",
-            results=tuple(f"error: {reason}" for _ in calls),
+            results=(f"error: {reason}",) * len(calls),
         )
 
     def answer(self, text: str) -> DecisionOutcome:
-        self._refuse_before_reset()
-        self._answers = (self._answers or 0) + 1
+        self._answers = started(self._answers) + 1
         return DecisionOutcome(self._observation(), env_rewards=(0.0,), executed_actions=("answer",))
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -89,17 +84,11 @@ class DialogueEnvironment:
         return 0.0
 
     def snapshot(self) -> bytes:
-        self._refuse_before_reset()
-        return DialogueState(answers=self._answers or 0).model_dump_json().encode()
+        return DialogueState(answers=started(self._answers)).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
         self._answers = state_in(DialogueState, state).answers
         return self._observation()
 
     def _observation(self) -> Observation:
-        question = self._opening[-1].content or ""
-        return Observation(question, {"answers": self._answers or 0})
-
-    def _refuse_before_reset(self) -> None:
-        if self._answers is None:
-            raise EpisodeOver("the dialogue has not begun; reset it first")
+        return Observation(self._opening[-1].content or "", {"answers": self._answers or 0})

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 
 @contextmanager
@@ -90,14 +89,14 @@ class SearchIndex:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        words = [_words(text) for text in texts]
-        self._bm25 = _index(words) if any(words) else None
+        self._bm25, words = bm25s.BM25(), [_words(text) for text in texts]
+        self._bm25.vocab_dict = {}  # without words it can make no index
+        if any(words):
+            self._bm25.index(words, show_progress=False)
 
     def hits(self, query: str, *, at_most: int) -> list[Hit]:
-        known = (
-            [] if self._bm25 is None else [word for word in _words(query) if word in self._bm25.vocab_dict]
-        )
-        if self._bm25 is None or not known:
+        known = [word for word in _words(query) if word in self._bm25.vocab_dict]
+        if not known:
             return []
         scores = self._bm25.get_scores(known)
         # bm25s's own retrieval uses argpartition, whose order of ties differs between processors.
@@ -123,9 +122,3 @@ def snippet(text: str, query: str) -> str:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
-
-
-def _index(words: list[list[str]]) -> Any:
-    index = bm25s.BM25()
-    index.index(words, show_progress=False)
-    return index

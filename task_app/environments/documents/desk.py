@@ -122,8 +122,7 @@ class Desk:
             return self.notes.delete(key)
         if new_content is None:
             return f"error: give new_content to {mode}"
-        change = self.notes.append if mode == "append" else self.notes.overwrite
-        return change(key, new_content, new_summary)
+        return self.notes.change(key, new_content, new_summary, append=mode == "append")
 
     def finish(
         self, answer: Annotated[str, Field(max_length=2_000, description="the answer, and nothing else")]

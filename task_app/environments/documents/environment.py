@@ -5,10 +5,9 @@ episode loop (task_app/episode/context_tools.py), because they need the history.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS, normalise
@@ -19,21 +18,14 @@ from task_app.environments.documents.desk import MAX_CHUNK_CHARS, MAX_TITLE_CHAR
 from task_app.environments.documents.generate import GenerateConfig, Task, generate_task
 from task_app.environments.documents.notes import MAX_NOTES, Note, Notes
 from task_app.environments.past import past_messages
-from task_app.errors import EpisodeOver
+from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools import Answer, Toolbox, function_tool
 
 ToolName = Literal[
-    "analyzeText",
-    "loadDocument",
-    "buildIndex",
-    "readChunk",
-    "searchEngine",
-    "note",
-    "readNote",
-    "updateNote",
-    "finish",
-]
+    "analyzeText", "loadDocument", "buildIndex", "readChunk", "searchEngine", "note", "readNote",
+    "updateNote", "finish",
+]  # fmt: skip
 TOOLS: tuple[ToolName, ...] = ToolName.__args__  # type: ignore[attr-defined]  # a Literal's own values
 NOT_RUN = Answer.of_refusal("not carried out: the task had ended before")
 
@@ -44,10 +36,6 @@ def _checkable(answer: str) -> str:
     return answer
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 AcceptedAnswer = Annotated[str, Field(max_length=MAX_ANSWER_CHARS), AfterValidator(_checkable)]
 
 
@@ -56,7 +44,10 @@ class DocumentsConfig(Body):
 
     document_content: str | None = Field(default=None, min_length=1, max_length=MAX_DOCUMENT_CHARS)
     question: str | None = Field(default=None, min_length=1, max_length=MAX_QUESTION_CHARS)
-    ground_truth: Annotated[tuple[AcceptedAnswer, ...], BeforeValidator(_as_tuple)] = Field(
+    ground_truth: Annotated[
+        tuple[AcceptedAnswer, ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ] = Field(
         default=(), description="the answer, or a list of accepted answers; case and punctuation are ignored"
     )
     generate: GenerateConfig | None = Field(default=None, description="instead of the three keys above")
@@ -123,19 +114,30 @@ class DocumentsEnvironment:
         self._last_reward = 0.0
 
     def reset(self, seed: int) -> Observation:
-        self._begin(seed)
+        self._seed, self._task = seed, self.config.task(seed)
+        self._desk = self._new_desk(self._task.document)
         if self.config.indexed:
             self._desk.chunks = cut_into_chunks(self._desk.document, size=self.config.chunk_size, overlap=0)
         return self._observe(0.0)
 
     def opening(self) -> tuple[Message, ...]:
-        return opening(self._data(self._require_started()))
+        return opening(self._data(started(self._task)))
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._require_running()
+        started(self._task)
+        if self._desk.answer is not None:
+            raise EpisodeOver()
         reason = invalid_reason or (None if calls else NO_CALL)
         if reason is not None:
-            return self._refuse(Answer.of_refusal(reason), len(calls))
+            refusal = Answer.of_refusal(reason)
+            return DecisionOutcome(
+                observation=self._observe(0.0),
+                env_rewards=(0.0,),
+                executed_actions=("noop",),
+                invalid_reason=refusal.refused,
+                result=refusal.text,
+                results=(refusal.text,) * len(calls),
+            )
         toolbox = self._toolbox()
         answers: list[Answer] = []
         rewards: list[float] = []
@@ -145,15 +147,14 @@ class DocumentsEnvironment:
                 continue
             answers.append(toolbox.answer(call))
             rewards.append(self.outcome_reward())
-        action_names = [
-            "noop" if answer.refused else call.name for answer, call in zip(answers, calls, strict=True)
-        ]
+        pairs = zip(answers, calls, strict=True)
+        actions = ["noop" if answer.refused else call.name for answer, call in pairs]
         results = tuple(answer.text for answer in answers)
         return DecisionOutcome(
             observation=self._observe(rewards[-1]),
             env_rewards=tuple(rewards),
             terminated=self._desk.answer is not None,
-            executed_actions=tuple(action_names[: len(rewards)]),
+            executed_actions=tuple(actions[: len(rewards)]),
             invalid_reason=next((answer.refused for answer in answers if answer.refused), None),
             result="\n".join(results),
             results=results,
@@ -167,64 +168,60 @@ class DocumentsEnvironment:
         return self._toolbox().specs()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        return with_past(observation.data, past)
+        return (*opening(observation.data), *past_messages(past))
 
     def outcome_reward(self) -> float:
-        """0 until the answer is given."""
+        """1 if the answer is an accepted one; 0 until it is given."""
         if self._task is None or self._desk.answer is None:
             return 0.0
         return correctness(self._desk.answer, self._task.answers)
 
     def snapshot(self) -> bytes:
-        """The reader's state; raises EpisodeOver before the first reset."""
-        self._require_started()
-        return pack(self._desk, seed=self._seed, reward=self._last_reward)
+        """The reader's state without the document, which follows from config and seed."""
+        task, desk = started(self._task), self._desk
+        state = ReaderState(
+            seed=self._seed,
+            chars=len(task.document),
+            notes=desk.notes.all,
+            index=(desk.chunks.size, desk.chunks.overlap) if desk.chunks else None,
+            next_chunk=desk.next_chunk,
+            answer=desk.answer,
+            reward=self._last_reward,
+        )
+        return state.model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
-        reader_state = state_in(ReaderState, state)
-        task = self.config.task(reader_state.seed)
-        desk = desk_of(reader_state, self._new_desk(task.document))
-        self._seed, self._task, self._desk = reader_state.seed, task, desk
-        return self._observe(reader_state.reward)
+        reader = state_in(ReaderState, state)
+        task = self.config.task(reader.seed)
+        if reader.chars != len(task.document):
+            raise ValueError(
+                f"the snapshot's document has {reader.chars} characters, this environment's has "
+                f"{len(task.document)}"
+            )
+        desk = self._new_desk(task.document, reader.notes)
+        desk.next_chunk, desk.answer = reader.next_chunk, reader.answer
+        if reader.index is not None:
+            desk.chunks = cut_into_chunks(task.document, size=reader.index[0], overlap=reader.index[1])
+        self._seed, self._task, self._desk = reader.seed, task, desk
+        return self._observe(reader.reward)
 
-    def _begin(self, seed: int) -> None:
-        self._seed, self._task = seed, self.config.task(seed)
-        self._desk = self._new_desk(self._task.document)
-
-    def _new_desk(self, document: str) -> Desk:
+    def _new_desk(self, document: str, notes: Mapping[str, Note] | None = None) -> Desk:
         config = self.config
-        notes = Notes(max_read_chars=config.max_result_chars)
-        return Desk(document, config.chunk_size, notes, max_chunk_chars=config.max_chunk_chars)
+        bounded = Notes(notes, max_read_chars=config.max_result_chars)
+        return Desk(document, config.chunk_size, bounded, max_chunk_chars=config.max_chunk_chars)
 
     def _toolbox(self) -> Toolbox:
         tools = (function_tool(getattr(self._desk, name)) for name in self.config.tools)
         return Toolbox(tools, max_result_chars=self.config.max_result_chars)
 
-    def _require_started(self) -> Task:
-        if self._task is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._task
-
-    def _require_running(self) -> None:
-        self._require_started()
-        if self._desk.answer is not None:
-            raise EpisodeOver()
-
-    def _refuse(self, answer: Answer, calls: int) -> DecisionOutcome:
-        """Refuse the whole decision, which costs one no-op."""
-        return DecisionOutcome(
-            observation=self._observe(0.0),
-            env_rewards=(0.0,),
-            executed_actions=("noop",),
-            invalid_reason=answer.refused,
-            result=answer.text,
-            results=(answer.text,) * calls,
-        )
-
     def _observe(self, reward: float) -> Observation:
         self._last_reward = reward
-        data = self._data(self._require_started())
-        return Observation(text=observation_text(data), data=data, reward_last_step=reward)
+        data = self._data(started(self._task))
+        # The reader's progress; the results of its calls hold the text that it read.
+        index = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
+        notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
+        text = f"Question: {data['question']}\n{index}; {notes}"
+        return Observation(text=text, data=data, reward_last_step=reward)
 
     def _data(self, task: Task) -> dict[str, Any]:
         chunks = self._desk.chunks
@@ -261,27 +258,11 @@ def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
     return Message(role="system", content=SYSTEM), task.model_copy(update={"content": text})
 
 
-def observation_text(data: Mapping[str, Any]) -> str:
-    """The reader's progress; the results of its calls hold the text that it read."""
-    index = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
-    notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
-    return f"Question: {data['question']}\n{index}; {notes}"
-
-
-def with_past(data: Mapping[str, Any], past: Sequence[PastDecision]) -> tuple[Message, ...]:
-    """The opening and the past decisions, as calls and results."""
-    return (*opening(data), *past_messages(past))
-
-
-# A snapshot leaves out the document, which follows from config and seed.
-
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class ReaderState(BaseModel):
+class ReaderState(Body, allow_inf_nan=False):
     """The state of a reader: `index` is [chunk_size, overlap], `reward` that of the last env step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     format: Literal[1] = 1
     seed: Count
@@ -291,31 +272,3 @@ class ReaderState(BaseModel):
     next_chunk: Annotated[int, Field(ge=0, le=MAX_CHUNKS)]
     answer: Annotated[str, Field(max_length=2_000)] | None
     reward: float
-
-
-def pack(desk: Desk, *, seed: int, reward: float) -> bytes:
-    chunks = desk.chunks
-    state = ReaderState(
-        seed=seed,
-        chars=len(desk.document),
-        notes=desk.notes.all,
-        index=(chunks.size, chunks.overlap) if chunks else None,
-        next_chunk=desk.next_chunk,
-        answer=desk.answer,
-        reward=reward,
-    )
-    return state.model_dump_json().encode()
-
-
-def desk_of(state: ReaderState, fresh: Desk) -> Desk:
-    """The desk of a stored state; `fresh` is the desk at the episode's start."""
-    document = fresh.document
-    if state.chars != len(document):
-        raise ValueError(
-            f"the snapshot's document has {state.chars} characters, this environment's has {len(document)}"
-        )
-    chunks = None
-    if state.index is not None:
-        chunks = cut_into_chunks(document, size=state.index[0], overlap=state.index[1])
-    notes = fresh.notes.with_all(state.notes)
-    return replace(fresh, notes=notes, chunks=chunks, next_chunk=state.next_chunk, answer=state.answer)

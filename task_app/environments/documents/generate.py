@@ -1,12 +1,10 @@
-"""Generates documents and questions of any length from a seed: filler, distractors, and the facts in
-question.
+"""Generates documents and questions of any length from a seed: filler, distractors, and the facts asked for.
 
 needle  one fact is hidden in the text: "The code of Amber Harbour is 48213."
 hops    a parcel changes hands `hops` times; the question is the last owner's locker.
 count   deliveries are listed; the question is how many of one kind came to one place.
 keeper  like needle, but the answer is one of 16 names: "The keeper of Amber Harbour is Mira." For small
-    models,
-        to which a number is a sequence of tokens that they have never seen together.
+        models, to which a number is a sequence of tokens that they have never seen together.
 """
 
 import random
@@ -46,6 +44,7 @@ _FILLER = (
     "{person} wrote a letter about {thing} and did not send it.",
     "The road to {place} was closed for a week.",
 )
+_PARAGRAPH = 6  # sentences
 
 
 class GenerateConfig(Body):
@@ -57,10 +56,7 @@ class GenerateConfig(Body):
     )
     hops: int = Field(default=2, ge=1, le=12, description="for kind hops: how often the parcel changes hands")
     distractors: int = Field(
-        default=8,
-        ge=0,
-        le=150,
-        description="similar facts about other names; for kind hops at most 15",
+        default=8, ge=0, le=150, description="similar facts about other names; for kind hops at most 15"
     )
 
 
@@ -81,15 +77,28 @@ def generate_task(settings: GenerateConfig, seed: int) -> Task:
     places = sorted(source.randint(0, len(sentences)) for _ in facts)
     for place, fact in zip(reversed(places), reversed(facts), strict=True):
         sentences.insert(place, fact)
-    return Task(_paragraphs(sentences), question, (answer,))
+    paragraphs = (sentences[i : i + _PARAGRAPH] for i in range(0, len(sentences), _PARAGRAPH))
+    return Task("\n".join(map(" ".join, paragraphs)), question, (answer,))
 
 
 def _needle(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     names = _places(1 + settings.distractors, source)
     codes = source.sample(range(10_000, 100_000), len(names))
-    facts = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+    return _one_of_many("code", "What", names, list(map(str, codes)), source)
+
+
+def _keeper(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
+    names = _places(1 + settings.distractors, source)
+    return _one_of_many("keeper", "Who", names, source.choices(_PEOPLE, k=len(names)), source)
+
+
+def _one_of_many(
+    what: str, which: str, names: list[str], values: list[str], source: random.Random
+) -> tuple[list[str], str, str]:
+    """A fact about each name, and the question for that of the first."""
+    facts = [f"The {what} of {name} is {value}." for name, value in zip(names, values, strict=True)]
     source.shuffle(facts)
-    return facts, f"What is the code of {names[0]}?", str(codes[0])
+    return facts, f"{which} is the {what} of {names[0]}?", values[0]
 
 
 def _hops(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
@@ -117,14 +126,6 @@ def _count(settings: GenerateConfig, source: random.Random) -> tuple[list[str], 
     return deliveries, f"How many crates of {thing} arrived at {place}?", str(count)
 
 
-def _keeper(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
-    names = _places(1 + settings.distractors, source)
-    keepers = source.choices(_PEOPLE, k=len(names))
-    facts = [f"The keeper of {name} is {keeper}." for name, keeper in zip(names, keepers, strict=True)]
-    source.shuffle(facts)
-    return facts, f"Who is the keeper of {names[0]}?", keepers[0]
-
-
 _KINDS = {"needle": _needle, "hops": _hops, "count": _count, "keeper": _keeper}
 
 
@@ -144,7 +145,3 @@ def _filler(chars: int, source: random.Random) -> list[str]:
         sentences.append(sentence)
         chars -= len(sentence) + 1
     return sentences
-
-
-def _paragraphs(sentences: list[str], *, of: int = 6) -> str:
-    return "\n".join(" ".join(sentences[i : i + of]) for i in range(0, len(sentences), of))

@@ -33,10 +33,6 @@ class Notes:
     def all(self) -> dict[str, Note]:
         return dict(self._notes)
 
-    def with_all(self, notes: Mapping[str, Note]) -> "Notes":
-        """A copy with these notes and the same bounds."""
-        return Notes(notes, max_read_chars=self._max_read_chars)
-
     def write(self, key: str, summary: str, content: str) -> str:
         if key in self._notes:
             return f"error: there is a note {key!r} already; updateNote changes it"
@@ -48,18 +44,16 @@ class Notes:
         note = self._notes.get(key)
         return self._unknown(key) if note is None else _format(key, note)
 
-    def append(self, key: str, content: str, summary: str | None) -> str:
+    def change(self, key: str, content: str, summary: str | None, *, append: bool) -> str:
+        """Append to a note, or overwrite it."""
         note = self._notes.get(key)
         if note is None:
             return self._unknown(key)
-        new_summary = note.summary if summary is None else summary
-        return self._store(key, Note(summary=new_summary, content=f"{note.content}\n{content}"))
-
-    def overwrite(self, key: str, content: str, summary: str | None) -> str:
-        note = self._notes.get(key)
-        if note is None:
-            return self._unknown(key)
-        return self._store(key, Note(summary=note.summary if summary is None else summary, content=content))
+        update = {
+            "summary": note.summary if summary is None else summary,
+            "content": f"{note.content}\n{content}" if append else content,
+        }
+        return self._store(key, note.model_copy(update=update))
 
     def delete(self, key: str) -> str:
         if self._notes.pop(key, None) is None:

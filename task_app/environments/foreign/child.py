@@ -26,8 +26,7 @@ class Child:
     """The process; what it prints to stderr goes to the task app's log, up to a bound.
 
     Args:
-        name: of the environment, in errors and in the log.
-        source: what names the command, in errors.
+        name, source: of the environment, and what names the command, for errors.
         variables: its further environment variables.
         folder: where it runs; None: where the task app does.
     """
@@ -91,9 +90,8 @@ class Child:
     def close(self, *, grace_s: float = 0.0) -> None:
         """End the process and what it has forked, which may hold its pipes.
 
-        Args:
-            grace_s: it has this long to end by itself once its stdin is closed, and as long after a SIGTERM;
-                then it is killed.
+        It has `grace_s` to end by itself once its stdin is closed, and as long after a SIGTERM; then it is
+        killed.
         """
         try:
             if grace_s:
@@ -144,9 +142,8 @@ class Child:
 def end_all(grace_s: float) -> None:
     """End what is still open when the service ends: a call that hangs holds the lock of its environment.
 
-    Args:
-        grace_s: those that are being closed have this long for it, and all others as long after a SIGTERM;
-            then they are killed.
+    Those that are being closed have `grace_s` for it, and all others as long after a SIGTERM; then they are
+    killed.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + grace_s

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shared_schemas.json_text import encodable
@@ -21,7 +22,7 @@ from task_app.environments.foreign.configs import SYSTEM, RemoteConfig
 from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Shown, SpokenPeer
 from task_app.environments.foreign.schemas import Tools
 from task_app.environments.past import past_messages
-from task_app.errors import EpisodeOver
+from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools.toolbox import MAX_RESULT_CHARS, truncate
 
@@ -39,31 +40,32 @@ class ForeignEnvironment:
     Args:
         name: as in `env_name`, with its prefix.
         instructions: the system message.
+        is_secret: no error may quote what the foreign side says, which may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
 
-    def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM) -> None:
+    def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM, is_secret: bool = False) -> None:
         self.name = name
         self._peer = peer
         self._instructions = instructions
+        self._is_secret = is_secret
         self._lock = threading.Lock()
         self._tools: Tools | None = None
         self._is_open = self._runs = False
         self._return = 0.0
         self._shown: Observation | None = None
         self._achievements: frozenset[str] | None = None
-        # For whoever forgets an environment without closing it.
+        # Closes the peer of an environment that was forgotten.
         weakref.finalize(self, peer.close).atexit = False
 
     def tools(self) -> tuple[ToolSpec, ...]:
         """The tools; before the first reset the foreign side is asked, and left again."""
         if self._tools is None:
-            with self._lock:
-                try:
-                    self._tools = Tools(self._peer.open())
-                finally:
-                    self._peer.close()
+            with self._lock, self._left_at_a_failure():
+                self._open()
+                self._leave()
+        assert self._tools is not None, "read at the opening"
         return self._tools.specs
 
     def reset(self, seed: int) -> Observation:
@@ -103,7 +105,7 @@ class ForeignEnvironment:
     def _open(self) -> None:
         if self._is_open:
             return
-        self._is_open = True
+        self._is_open = True  # also if that fails: a peer is closed after a failure
         specs = self._peer.open()
         if self._tools is not None and self._tools.specs != specs:
             raise ForeignFailed(f"{self.name} offers other tools than before")
@@ -117,10 +119,15 @@ class ForeignEnvironment:
 
     @contextmanager
     def _left_at_a_failure(self) -> Iterator[None]:
-        """Leave the foreign side if it fails: nobody knows its state then."""
+        """Leave the foreign side if it fails: its state is unknown then."""
         try:
             yield
         except EpisodeOver:
+            raise
+        except ForeignFailed as failed:
+            self._leave()
+            if self._is_secret:
+                raise type(failed)(failed.unquoted) from None  # what caused it quotes too
             raise
         except BaseException:
             self._leave()
@@ -155,7 +162,7 @@ class ForeignEnvironment:
 
     def _outcome(self, calls: Sequence[ToolRequest], shown: Sequence[Shown]) -> DecisionOutcome:
         rewards = tuple(self._reward(one) for one in shown)
-        results = [_result(one) for one in shown]
+        results = [f"error: {encodable(one.refused)}" if one.refused else _words(one) for one in shown]
         self._return += math.fsum(rewards)
         terminated, truncated = shown[-1].terminated, shown[-1].truncated
         self._runs = not (terminated or truncated)
@@ -194,15 +201,12 @@ class ForeignEnvironment:
             json.dumps(shown.data, allow_nan=False)
         except ValueError as exc:
             raise ForeignFailed(f"{self.name} shows a number that is not finite") from exc
-        text = truncate(encodable(shown.text), MAX_RESULT_CHARS) or NOTHING
-        self._shown = Observation(text, self._data(shown), self._counts(shown))
+        self._shown = Observation(_words(shown), self._data(shown), self._counts(shown))
         return self._shown
 
     def _again(self, reward: float) -> Observation:
         """The last observation, after an env step of this reward."""
-        assert self._shown is not None, "an episode is under way"
-        last = self._shown
-        self._shown = Observation(last.text, last.data, last.achievements_counts, reward)
+        self._shown = replace(started(self._shown), reward_last_step=reward)
         return self._shown
 
     def _data(self, shown: Shown) -> Mapping[str, Any]:
@@ -241,8 +245,7 @@ class ForeignConversation(ForeignEnvironment):
         return super().reset(seed)
 
     def opening(self) -> tuple[Message, ...]:
-        if self._shown is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
+        started(self._shown)
         return (*self._system(self._own_system), Message(role="user", content=self._opening))
 
     def answer(self, text: str) -> DecisionOutcome:
@@ -267,13 +270,13 @@ class ForeignConversation(ForeignEnvironment):
         return {**shown.data, "opening": self._opening, "system": self._own_system}
 
 
-def _result(shown: Shown) -> str:
-    if shown.refused:
-        return f"error: {encodable(shown.refused)}"
+def _words(shown: Shown) -> str:
     return truncate(encodable(shown.text), MAX_RESULT_CHARS) or NOTHING
 
 
-def remote_environment(name: str, peer: Peer, config: RemoteConfig) -> ForeignEnvironment:
+def remote_environment(
+    name: str, peer: Peer, config: RemoteConfig, *, is_secret: bool = False
+) -> ForeignEnvironment:
     """The environment of a server, with the prompts of its config."""
     kind = ForeignEnvironment if config.prompts == "fresh" else ForeignConversation
-    return kind(name, peer, instructions=config.instructions)
+    return kind(name, peer, instructions=config.instructions, is_secret=is_secret)

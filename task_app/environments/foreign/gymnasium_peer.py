@@ -27,7 +27,7 @@ from task_app.environments.foreign.environment import ForeignEnvironment
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.schemas import tool
 from task_app.environments.foreign.words import text_of
-from task_app.errors import EpisodeOver, InvalidRequest, clipped
+from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import Observation
 
 Wrapper = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
@@ -42,11 +42,9 @@ _LONGEST_ID = 200
 def gymnasium_environment(
     argument: str, config: GymnasiumConfig, reach: Reach, *, wrapper: Wrapper | None = None
 ) -> ForeignEnvironment:
-    """The environment of an id.
+    """The environment of ID, or of MODULE:ID with a module of the operator's list.
 
-    Args:
-        argument: ID, or MODULE:ID with a module of the operator's list.
-        wrapper: around it, from an operator's file; it may change the spaces.
+    A `wrapper` from an operator's file is put around it, and may change the spaces.
     """
     if "render_mode" in config.kwargs:
         raise InvalidRequest(
@@ -62,8 +60,12 @@ def gymnasium_environment(
         )
     peer = GymnasiumPeer(spec, config, render_mode=mode if mode in modes else None, wrapper=wrapper)
     restores = all(hasattr(wrapper or creator, name) for name in ("get_state", "set_state"))
-    kind = _CLASSES[mode in modes and mode == "rgb_array", restores]
-    instructions = _description(creator) if config.instructions is None else config.instructions
+    kind = _CLASSES[mode in modes and mode == "rgb_array"][restores]
+    instructions = config.instructions
+    if instructions is None:  # the first paragraph of the docstring's description, in one line
+        doc = getdoc(creator) or ""
+        text = doc.partition("## Description")[2].strip() or doc.strip()
+        instructions = " ".join(text.partition("\n\n")[0].split())[:2_000] or SYSTEM
     return kind(f"gymnasium:{spec.id}", peer, instructions=instructions)
 
 
@@ -91,7 +93,9 @@ class GymnasiumPeer:
     def open(self) -> tuple[ToolSpec, ...]:
         self._env = self._make()
         space = self.env.action_space
-        self._names = self._config.action_names or _enum_names(self.env)
+        # Without names in the config those of an enum of the actions, as minigrid has it.
+        enum = tuple(getattr(getattr(self.env.unwrapped, "actions", None), "__members__", ()))
+        self._names = self._config.action_names or (enum if len(enum) == getattr(space, "n", None) else ())
         if self._config.action_names and len(self._names) != getattr(space, "n", None):
             raise InvalidRequest(
                 f"{len(self._names)} names for {space}; each value of a Discrete space needs one",
@@ -110,8 +114,7 @@ class GymnasiumPeer:
         return self._shown(observation, info)
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        for call in calls:
-            yield self._step(call.arguments[ARGUMENT])
+        return (self._step(call.arguments[ARGUMENT]) for call in calls)
 
     def close(self) -> None:
         env, self._env = self._env, None
@@ -159,8 +162,11 @@ class GymnasiumPeer:
                 raise self._wordless(exc) from exc
             data = None
         text = str(self.env.render()) if self._render_mode == "ansi" else text_of(data)
-        counts = _counts(info.get("achievements"))
-        return Shown(text, {"observation": data}, reward, terminated, truncated, achievements=counts)
+        counts = info.get("achievements")
+        if not isinstance(counts, Mapping | None):
+            raise ForeignFailed('info["achievements"] is no dict of counts')
+        achievements = None if counts is None else {str(name): int(count) for name, count in counts.items()}
+        return Shown(text, {"observation": data}, reward, terminated, truncated, achievements=achievements)
 
     def _make(self) -> gymnasium.Env[Any, Any]:
         kwargs: dict[str, Any] = dict(self._config.kwargs)
@@ -220,9 +226,7 @@ class Restorable(ForeignEnvironment):
     _peer: GymnasiumPeer
 
     def snapshot(self) -> bytes:
-        if self._shown is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        last = self._shown
+        last = started(self._shown)
         state = {
             "elapsed": self._peer.elapsed, "total": self._return, "runs": self._runs, "text": last.text,
             "data": last.data, "counts": last.achievements_counts, "reward": last.reward_last_step,
@@ -248,12 +252,8 @@ class RestorablePictured(Restorable, Pictured):
     """Both."""
 
 
-_CLASSES = {
-    (False, False): ForeignEnvironment,
-    (True, False): Pictured,
-    (False, True): Restorable,
-    (True, True): RestorablePictured,
-}
+# By whether it is pictured, and whether it is restorable.
+_CLASSES = ((ForeignEnvironment, Restorable), (Pictured, RestorablePictured))
 
 
 def _spec(argument: str, reach: Reach) -> EnvSpec:
@@ -280,25 +280,3 @@ def _spec(argument: str, reach: Reach) -> EnvSpec:
             + PREFIXES["gymnasium"].how,
         )
     return spec
-
-
-def _enum_names(env: gymnasium.Env[Any, Any]) -> tuple[str, ...]:
-    """Names of the actions, where the environment has an enum of them, as minigrid has."""
-    actions = getattr(env.unwrapped, "actions", None)
-    names = tuple(getattr(actions, "__members__", ()))
-    return names if len(names) == getattr(env.action_space, "n", None) else ()
-
-
-def _counts(achievements: Any) -> dict[str, int] | None:
-    if achievements is None:
-        return None
-    if not isinstance(achievements, Mapping):
-        raise ForeignFailed('info["achievements"] is no dict of counts')
-    return {str(name): int(count) for name, count in achievements.items()}
-
-
-def _description(creator: Any) -> str:
-    """The first paragraph of the docstring's description, in one line."""
-    doc = getdoc(creator) or ""
-    text = doc.partition("## Description")[2].strip() or doc.strip()
-    return " ".join(text.partition("\n\n")[0].split())[:2_000] or SYSTEM

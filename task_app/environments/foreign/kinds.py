@@ -40,18 +40,14 @@ def _gymnasium(argument: str, config: GymnasiumConfig, reach: Reach) -> Environm
     try:
         from task_app.environments.foreign.gymnasium_peer import gymnasium_environment
     except ModuleNotFoundError as exc:
-        raise _needs("gymnasium", "gym", exc) from exc
+        if (exc.name or "").partition(".")[0] != "gymnasium":
+            raise
+        raise InvalidRequest(
+            "this task app has no gymnasium, which such an environment needs",
+            where="env_name",
+            hint='the operator installs it: pip install "turnwise[gym]"',
+        ) from exc
     return gymnasium_environment(argument, config, reach)
-
-
-def _needs(package: str, extra: str, exc: ModuleNotFoundError) -> InvalidRequest:
-    if (exc.name or "").partition(".")[0] != package:
-        raise exc
-    return InvalidRequest(
-        f"this task app has no {package}, which such an environment needs",
-        where="env_name",
-        hint=f'the operator installs it: pip install "turnwise[{extra}]"',
-    )
 
 
 FOREIGN: dict[str, ForeignKind] = {

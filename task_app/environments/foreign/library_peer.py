@@ -19,10 +19,10 @@ from task_app.complaints import state_in
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.configs import ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from task_app.environments.foreign.environment import ForeignConversation
-from task_app.environments.foreign.mcp_words import number, object_in
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.errors import EpisodeOver, InvalidRequest, clipped
+from task_app.environments.foreign.words import number, object_in
+from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 
 CHILDREN = Path(__file__).with_name("children")
@@ -51,11 +51,7 @@ def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) 
 
 
 class LibraryPeer:
-    """One process, which plays one world at a time.
-
-    Args:
-        library: the prefix; `children/LIBRARY_child.py` plays.
-    """
+    """One process, which plays one world at a time; `children/LIBRARY_child.py` plays."""
 
     def __init__(self, library: str, argument: str, config: Mapping[str, Any], reach: Reach) -> None:
         self._name = f"{library}:{argument}"
@@ -71,13 +67,9 @@ class LibraryPeer:
         # Temporary files of a process that is killed stay otherwise.
         self._folder = tempfile.mkdtemp(prefix="turnwise-environment-")
         # Libraries that walk over sets of texts would make another world of a seed in each process.
-        variables = {"PYTHONHASHSEED": "0", "TMPDIR": self._folder}
+        variables, source = {"PYTHONHASHSEED": "0", "TMPDIR": self._folder}, self._library.upper()
         self._child = Child(
-            self._name,
-            self._command,
-            self._reach,
-            source=f"TURNWISE_{self._library.upper()}_PYTHON",
-            variables=variables,
+            self._name, self._command, self._reach, source=f"TURNWISE_{source}_PYTHON", variables=variables
         )
         start_s = max(START_S, self._reach.deadline_s)
         ready = object_in(self._reply(self._child, start_s), "the process's first line").get("ready")
@@ -86,12 +78,9 @@ class LibraryPeer:
                 self._child.tell({"offer": 0})
                 ready = self._reply(self._child, start_s)
             self._tools = _objects(ready, self._name)
+        due = "the parameters of a tool of the process"
         return tuple(
-            tool(
-                str(one.get("name")),
-                str(one.get("description")),
-                _objects([one.get("parameters")], self._name)[0],
-            )
+            tool(str(one.get("name")), str(one.get("description")), object_in(one.get("parameters"), due))
             for one in self._tools
         )
 
@@ -184,9 +173,7 @@ class Replayable(ForeignConversation):
         return outcome
 
     def snapshot(self) -> bytes:
-        if self._seed is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return Moment(seed=self._seed, said=self._said).model_dump_json().encode()
+        return Moment(seed=started(self._seed), said=self._said).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
         """Play the episode up to the moment again; ValueError: the state is none, or runs past the end."""

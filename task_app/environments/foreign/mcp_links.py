@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.mcp_words import object_in
 from task_app.environments.foreign.peer import ForeignFailed, Reach
 from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
+from task_app.environments.foreign.words import object_in
 
 INITIALIZE = "initialize"
 _SESSION = "mcp-session-id"
@@ -31,11 +31,7 @@ class Link(Protocol):
 
 
 class HttpLink:
-    """A session over streamable HTTP.
-
-    Args:
-        headers: of every request.
-    """
+    """A session over streamable HTTP; every request has the `headers`."""
 
     def __init__(
         self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] | None = None
@@ -102,7 +98,8 @@ class ProcessLink:
             message = object_in(next(lines), "a line of the process")
             if "method" in message:
                 self._answer(message)
-            elif message.get("id") == request["id"] or _is_of_nothing_read(message):
+            # The error of a request that was not understood has no id.
+            elif message.get("id") == request["id"] or (message.get("id") is None and "error" in message):
                 return message
 
     def tell(self, notification: Mapping[str, Any]) -> None:
@@ -121,11 +118,6 @@ class ProcessLink:
             else {"error": {"code": _METHOD_NOT_FOUND, "message": "Turnwise has no such method"}}
         )
         self._child.tell({"jsonrpc": "2.0", "id": message["id"], **answer})
-
-
-def _is_of_nothing_read(message: Mapping[str, Any]) -> bool:
-    """Whether it is JSON-RPC's error of a request that was not understood, whose id nobody knows."""
-    return message.get("id") is None and "error" in message
 
 
 def _answer(content: bytes, request_id: int, name: str) -> dict[str, Any] | None:

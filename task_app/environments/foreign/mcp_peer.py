@@ -11,7 +11,6 @@ Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlunsplit
@@ -24,9 +23,9 @@ from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
-from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.wire import checked_url
+from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text
 from task_app.errors import InvalidRequest, clipped
 
 # The one that is asked for, and those that a server may answer with. Over HTTP the oldest is not spoken.
@@ -48,8 +47,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
         if server.command is None and server.url is not None:
             # That the operator's file names it is the leave to reach it. Its URL and its headers are secret.
             connect, is_secret = partial(HttpLink, name, server.url, reach, headers=server.headers), True
-    peer = McpPeer(name, connect, config)
-    return remote_environment(name, SecretPeer(peer) if is_secret else peer, config)
+    return remote_environment(name, McpPeer(name, connect, config), config, is_secret=is_secret)
 
 
 def _server_of(argument: str, reach: Reach) -> McpServer:
@@ -118,8 +116,7 @@ class McpPeer:
         return Shown("\n\n".join(filter(None, texts)))
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        for call in calls:
-            yield self._call(call)
+        return map(self._call, calls)
 
     def close(self) -> None:
         link, self._link = self._link, None
@@ -182,36 +179,6 @@ class McpPeer:
             known = code if isinstance(code, int) else "no code"
             raise ForeignFailed(f"{what}: {message}", unquoted=f"{what}: {known}")
         return object_in(answer.get("result"), f"the result of {method}")
-
-
-class SecretPeer:
-    """A peer whose errors tell nothing that the server says, which may repeat what is secret."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    def open(self) -> tuple[ToolSpec, ...]:
-        with _unquoted():
-            return self._peer.open()
-
-    def reset(self, seed: int) -> Shown:
-        with _unquoted():
-            return self._peer.reset(seed)
-
-    def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        with _unquoted():
-            yield from self._peer.carry_out(calls)
-
-    def close(self) -> None:
-        self._peer.close()
-
-
-@contextmanager
-def _unquoted() -> Iterator[None]:
-    try:
-        yield
-    except ForeignFailed as failed:
-        raise type(failed)(failed.unquoted) from None  # what caused it quotes too
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:

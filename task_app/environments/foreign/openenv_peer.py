@@ -14,11 +14,10 @@ from typing import Any
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import OpenEnvConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
-from task_app.environments.foreign.mcp_words import mcp_tool, number, object_in, result_text
 from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.environments.foreign.wire import Http, Socket, below, checked_url
-from task_app.environments.foreign.words import text_of
+from task_app.environments.foreign.wire import Http, Socket, below, checked_url, json_of
+from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text, text_of
 from task_app.errors import clipped
 
 TYPED_TOOL = "step"
@@ -47,13 +46,18 @@ class OpenEnvPeer:
     def open(self) -> tuple[ToolSpec, ...]:
         http = Http(self._name, self._reach)
         try:
-            action = object_in(http.json("GET", below(self._parts, "/schema")), "/schema").get("action")
+            _, text = http.send("GET", below(self._parts, "/schema"))
         finally:
             http.close()
         self._socket = Socket(self._name, below(self._parts, "/ws", websocket=True), self._reach)
+        action = object_in(json_of(text, self._name), "/schema").get("action")
         schema = object_in(action, "the action of /schema")
-        takes_mcp = schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {})
-        tools = self._mcp_tools() if takes_mcp else []
+        tools: list[ToolSpec] = []
+        if schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {}):
+            request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+            result = self._ask("mcp", request).get("result")
+            listed = result.get("tools") if isinstance(result, dict) else None
+            tools = [mcp_tool(one) for one in listed or ()]
         self._is_mcp = bool(tools)
         return tuple(tools) or (_typed_tool(schema),)
 
@@ -89,12 +93,6 @@ class OpenEnvPeer:
         if reply.get("type") != ("mcp" if kind == "mcp" else "observation"):
             raise ForeignFailed(f"{self._name} speaks another protocol: {clipped(str(reply), 200)}")
         return answer
-
-    def _mcp_tools(self) -> list[ToolSpec]:
-        request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        result = self._ask("mcp", request).get("result")
-        tools = result.get("tools") if isinstance(result, dict) else None
-        return [mcp_tool(one) for one in tools or ()]
 
     def _shown(self, data: Mapping[str, Any]) -> Shown:
         observation = dict(object_in(data.get("observation"), "an observation"))

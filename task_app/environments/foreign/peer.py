@@ -14,26 +14,19 @@ from task_app.environments.foreign.mcp_servers import Servers
 from task_app.errors import EpisodeFailed
 
 
-class ForeignFailed(EpisodeFailed):
+class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502):
     """The foreign side hangs, has closed, or breaks its protocol: the rollout fails, and earns nothing.
 
-    Attributes:
-        unquoted: the sentence without what the foreign side said; absent: it quotes nothing.
+    `unquoted` is the sentence without what the foreign side said; without it, the sentence quotes nothing.
     """
-
-    code = "foreign_environment_failed"
-    status = 502
 
     def __init__(self, detail: str, *, unquoted: str | None = None) -> None:
         super().__init__(detail)
         self.unquoted = detail if unquoted is None else unquoted
 
 
-class ForeignDeadline(ForeignFailed):
+class ForeignDeadline(ForeignFailed, code="foreign_environment_deadline", status=504):
     """The foreign side did not answer in time."""
-
-    code = "foreign_environment_deadline"
-    status = 504
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +87,13 @@ class Peer(Protocol):
     """
 
     def open(self) -> tuple[ToolSpec, ...]:
-        """Reach the foreign side, and return the tools that it offers; after `close` it may be called
-        again."""
+        """Reach the foreign side, also again after `close`, and return the tools that it offers."""
 
     def reset(self, seed: int) -> Shown:
         """Start the world of the seed."""
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        """Carry out the calls of one decision, and yield what each showed; nobody asks on after an end."""
+        """Carry out the calls of one decision, and yield what each showed, up to an end."""
 
     def close(self) -> None:
         """Give back what is held; also after a failure."""

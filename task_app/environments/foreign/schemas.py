@@ -1,4 +1,4 @@
-"""Tool calls against the JSON Schemas of tools that somebody else wrote."""
+"""Tool calls against the JSON Schemas of foreign tools."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from shared_schemas.base import suggest_to_policy
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.foreign.peer import ForeignFailed
 from task_app.errors import clipped
 from task_app.protocols import ToolRequest
+from task_app.tools.toolbox import call_fault
 
 
 def tool(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec:
@@ -45,17 +45,16 @@ class Tools:
 
     def fault(self, call: ToolRequest) -> str | None:
         """Why the call cannot be carried out, in words for the model; None if it can."""
-        name = clipped(call.name)
-        validator = self._validators.get(call.name)
-        if validator is None:
-            return encodable(f"there is no tool {name!r}{suggest_to_policy(name, self._validators)}")
-        if call.arguments is None:
-            return encodable(f"the arguments of {name} are no JSON object: {clipped(call.raw_arguments)!r}")
+        if fault := call_fault(call, self._validators):
+            return encodable(fault)
         try:
-            error = best_match(validator.iter_errors(dict(call.arguments)))
+            error = best_match(self._validators[call.name].iter_errors(dict(call.arguments or {})))
         except Unresolvable as exc:
-            raise ForeignFailed(f"the schema of tool {name!r} refers to what it does not define") from exc
+            raise ForeignFailed(
+                f"the schema of tool {call.name!r} refers to what it does not define"
+            ) from exc
         if error is None:
             return None
-        place = ".".join(str(part) for part in error.absolute_path)
-        return encodable(f"arguments of {name}: {place + ': ' if place else ''}{clipped(error.message, 200)}")
+        place = "".join(f"{part}." for part in error.absolute_path)
+        message = f"{place[:-1]}: {clipped(error.message, 200)}" if place else clipped(error.message, 200)
+        return encodable(f"arguments of {call.name}: {message}")

@@ -26,11 +26,7 @@ class Wordless(ValueError):
 
 
 def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON Schema of an action.
-
-    Args:
-        names: of the values of a Discrete space, in order.
-    """
+    """The JSON Schema of an action; `names` are those of a Discrete space's values, in order."""
     match space:
         case spaces.Discrete():
             if names:
@@ -39,10 +35,8 @@ def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any
             return {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
         case spaces.MultiDiscrete() if len(space.shape) == 1 and space.nvec.size <= MAX_ACTION:
             lowest, highest = space.start, space.start + space.nvec - 1
-            return _list(
-                space.nvec.size,
-                {"type": "integer", "minimum": int(lowest.min()), "maximum": int(highest.max())},
-            )
+            bounds = {"minimum": int(lowest.min()), "maximum": int(highest.max())}
+            return _list(space.nvec.size, {"type": "integer", **bounds})
         case spaces.MultiBinary() if len(space.shape) == 1 and space.shape[0] <= MAX_ACTION:
             return _list(space.shape[0], {"type": "integer", "minimum": 0, "maximum": 1})
         case spaces.Box() if len(space.shape) == 1 and space.shape[0] <= MAX_ACTION:

@@ -23,7 +23,7 @@ from shared_schemas.urls import PORTS, host_and_port, is_http, is_listed
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
 from task_app.errors import HostNotAllowed, InvalidRequest, clipped
 
-# For the end of a connection, which nobody waits for.
+# For the end of a connection, after which nothing is expected.
 CLOSE_S = 1.0
 
 
@@ -84,8 +84,7 @@ class Http:
     ) -> tuple[httpx.Response, bytes]:
         """The response and its content, until that `ends`; a status that is no success is a failure.
 
-        Args:
-            deadline_s: by default that of the operator's settings.
+        The deadline is by default that of the operator's settings.
         """
         deadline_s = deadline_s or self._reach.deadline_s
         until_s = time.monotonic() + deadline_s
@@ -110,9 +109,6 @@ class Http:
             what = f"{self._name} answered {response.status_code} to {method}"
             raise ForeignFailed(f"{what} {url}: {text}", unquoted=what)
         return response, bytes(content)
-
-    def json(self, method: str, url: str, *, body: Any = None) -> Any:
-        return json_of(self.send(method, url, body=body)[1], self._name)
 
 
 class Socket:

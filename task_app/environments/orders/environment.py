@@ -11,6 +11,7 @@ from shared_schemas.base import Body
 from shared_schemas.messages import Message
 from task_app.complaints import state_in
 from task_app.environments.orders.shop import (
+    CUSTOMERS,
     City,
     Count,
     Customer,
@@ -19,7 +20,7 @@ from task_app.environments.orders.shop import (
     Request,
     Shop,
     Status,
-    draw_requests,
+    draw_request,
     draw_shop,
 )
 from task_app.episode.state_keys import StateKey
@@ -93,7 +94,8 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
     def begin(self, seed: int) -> OrdersState:
         source = random.Random(seed)
         goal = shop = draw_shop(source)
-        requests = draw_requests(source, shop, self.config.requests)
+        customers = source.sample(CUSTOMERS, self.config.requests)
+        requests = tuple(draw_request(source, shop, customer) for customer in customers)
         for request in requests:
             goal = request.granted(goal)
         return OrdersState(shop=shop, goal=goal, requests=requests)
@@ -197,20 +199,18 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         state = self.state
         rows = state.shop.differing_rows(state.goal) - shop.differing_rows(state.goal)
         granted = sum(request.is_granted(shop) for request in state.requests)
-        update = {"shop": shop, "best": max(state.best, granted), "note": ""}
-        self.run(
-            action, state.model_copy(update=update), reward=rows / (_ROWS_OF_ORDER * len(state.requests))
-        )
+        state = state.model_copy(update={"shop": shop, "best": max(state.best, granted), "note": ""})
+        self.run(action, state, reward=rows / (_ROWS_OF_ORDER * len(state.requests)))
         return f"{action}: changed"
 
 
 def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = ()) -> str:
     """A customer's rows in a line: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` is of requests."""
     marked = {request.target(shop) for request in requests if request.product}
-    orders = [order for order in shop.orders if order.customer == customer]
     rows = [
         f"; {'* ' if order in marked else ''}{order.product} #{order.id} {order.status} {order.count}"
-        for order in orders
+        for order in shop.orders
+        if order.customer == customer
     ]
     return " ".join([customer, shop.cities[customer], *rows])
 

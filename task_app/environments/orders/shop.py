@@ -1,7 +1,6 @@
 """The database of a shop, its changes, and the shop of a seed with requests, as plain frozen data."""
 
 import random
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -69,7 +68,7 @@ class Shop(Body):
 
 
 class Request(Body):
-    """What a customer wants: no `product`, another `count` of it, or a move to `city`."""
+    """The wish of a customer: no `product`, another `count` of it, or a move to `city`."""
 
     customer: Customer
     product: Product | None = None
@@ -84,8 +83,8 @@ class Request(Body):
 
     def target(self, shop: Shop) -> Order | None:
         """The order that it is about."""
-        mine = (order for order in shop.orders if order.customer == self.customer)
-        return next((order for order in mine if order.product == self.product), None)
+        key = self.customer, self.product
+        return next((order for order in shop.orders if (order.customer, order.product) == key), None)
 
     def granted(self, shop: Shop) -> Shop:
         """The shop after it: an open order is cancelled, one that was sent is refunded."""
@@ -106,13 +105,8 @@ class Request(Body):
         return order.count == self.count if self.count else order.status in ("cancelled", "refunded")
 
     def words(self) -> str:
-        if self.city is not None:
-            return f"{self.customer}: move to {self.city} ."
-        return (
-            f"{self.customer}: {self.count} {self.product} ."
-            if self.count
-            else f"{self.customer}: no {self.product} ."
-        )
+        wish = f"move to {self.city}" if self.city is not None else f"{self.count or 'no'} {self.product}"
+        return f"{self.customer}: {wish} ."
 
 
 def draw_shop(source: random.Random) -> Shop:
@@ -136,20 +130,14 @@ def draw_shop(source: random.Random) -> Shop:
     )
 
 
-def draw_requests(source: random.Random, shop: Shop, count: int) -> tuple[Request, ...]:
-    """Requests of different customers, each of which changes the shop."""
-    return tuple(_draw_request(source, shop, customer) for customer in source.sample(CUSTOMERS, count))
-
-
-def _draw_request(source: random.Random, shop: Shop, customer: Customer) -> Request:
+def draw_request(source: random.Random, shop: Shop, customer: Customer) -> Request:
+    """A request of the customer that changes the shop."""
     kinds = ["drop", "drop", "count", "move"]  # half of them drop an order: its status decides how
     order = source.choice([order for order in shop.orders if order.customer == customer])
     kind = source.choice(kinds if order.status == "open" else ["drop", "drop", "move"])
     if kind == "move":
-        return Request(
-            customer=customer, city=source.choice([c for c in CITIES if c != shop.cities[customer]])
-        )
-    counts: Sequence[int] = [count for count in range(1, 6) if count != order.count]
-    return Request(
-        customer=customer, product=order.product, count=source.choice(counts) if kind == "count" else None
-    )
+        other_cities = [city for city in CITIES if city != shop.cities[customer]]
+        return Request(customer=customer, city=source.choice(other_cities))
+    counts = [count for count in range(1, 6) if count != order.count]
+    count = source.choice(counts) if kind == "count" else None
+    return Request(customer=customer, product=order.product, count=count)

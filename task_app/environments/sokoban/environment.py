@@ -1,25 +1,24 @@
 """Sokoban as an `Environment`: boxes on goals are achievements, and a board without a solution is an end."""
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from shared_schemas.base import Body
-from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.messages import Message
 from task_app.complaints import state_in
 from task_app.environments.past import state_alone
-from task_app.environments.sokoban.board import Board, State, cells, read_xsb, xsb_rows
-from task_app.environments.sokoban.picture import picture
+from task_app.environments.sokoban.board import Board, State, cells, picture, read_xsb, xsb_rows
 from task_app.environments.sokoban.solver import Key, is_solvable, key_of, pushes_left
 from task_app.environments.sokoban.text import SYSTEM, compact_text, full_text
-from task_app.environments.sokoban.worldgen import generate
 from task_app.episode.state_keys import StateKey
-from task_app.errors import EpisodeOver
-from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
-from task_app.tools import Answer, Toolbox, function_tool
+from task_app.errors import started
+from task_app.protocols import Observation, PastDecision
+from task_app.tools import OneCallEnvironment
 
 MAX_MOVES = 8
 MAX_STEPS = 10_000
@@ -31,6 +30,9 @@ PushName = Literal[
 ]  # fmt: skip
 # The rewards of gym-sokoban (Schrader, 2018): each step, a box onto a goal or off it, and the last box.
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
+WALL_SHARE = 0.2  # of a drawn board's cells
+# Every setting that the config allows finds a board within some dozens of draws.
+MOST_DRAWS = 10_000
 
 
 class SokobanConfig(Body):
@@ -56,10 +58,8 @@ class SokobanConfig(Body):
         return self
 
 
-class SokobanMoment(BaseModel):
+class SokobanMoment(Body, allow_inf_nan=False):
     """A snapshot; `best` is the most boxes that stood on goals while the board could be solved."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rows: list[Annotated[str, Field(max_length=9)]] = Field(min_length=6, max_length=9)
     step: int = Field(ge=0, le=MAX_STEPS)
@@ -69,7 +69,7 @@ class SokobanMoment(BaseModel):
     invalid: bool
 
 
-class SokobanEnvironment:
+class SokobanEnvironment(OneCallEnvironment):
     """One episode; equal seeds and calls give equal episodes in every process. No step draws anything."""
 
     name = "sokoban"
@@ -77,14 +77,11 @@ class SokobanEnvironment:
 
     def __init__(self, config: SokobanConfig | None = None) -> None:
         self.config = config or SokobanConfig()
-        tool = self.push if self.config.text == "compact" else self.move
-        self._toolbox = Toolbox([function_tool(tool)])
+        super().__init__([self.push if self.config.text == "compact" else self.move])
         self._board: Board | None = None
         self._left: Mapping[Key, int] = {}  # pushes_left of the board
         self._state = State(0, 0)
         self._step, self._best, self._stuck = 0, 0, False
-        self._moves: list[str] = []  # of the present decision, with their rewards
-        self._rewards: list[float] = []
 
     @property
     def quick_step(self) -> bool:
@@ -98,14 +95,14 @@ class SokobanEnvironment:
 
     def push(self, pushes: Annotated[list[PushName], Field(min_length=1, max_length=MAX_PUSHES)]) -> str:
         """Walk behind a box and push it one cell, in order. Boxes keep their numbers during a call."""
-        board, boxes = self._require_started(), list(cells(self._state.boxes))
+        board, boxes = started(self._board), list(cells(self._state.boxes))
         for name in pushes:
             number, _, direction = name.partition("-")
             index = int(number) - 1
             possible = {(push.box, push.direction): push for push in board.pushes(self._state)}
             push = possible.get((boxes[index], direction)) if index < len(boxes) else None
             if push is None:
-                self._pay("noop", STEP_REWARD)
+                self._run("noop", STEP_REWARD)
                 return f"{name} is not possible; {self._progress()}"
             if not self._walk((*push.way, push.direction)):
                 break
@@ -121,28 +118,8 @@ class SokobanEnvironment:
         self._step, self._best, self._stuck = 0, 0, False
         return self._observe(0.0)
 
-    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._require_started()
-        if self._is_over():
-            raise EpisodeOver()
-        before, self._moves, self._rewards = self._state, [], []
-        reason = invalid_reason or (None if len(calls) == 1 else "call the tool once")
-        answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
-        if answer.refused is not None:
-            self._pay("noop", STEP_REWARD)
-        invalid, ended = answer.refused is not None, self._is_solved() or self._stuck
-        return DecisionOutcome(
-            self._observe(self._rewards[-1], no_effect=self._state == before, invalid=invalid),
-            env_rewards=tuple(self._rewards),
-            terminated=ended,
-            truncated=self._is_over() and not ended,
-            executed_actions=tuple(self._moves),
-            invalid_reason=answer.refused,
-            result=answer.text,
-        )
-
-    def tools(self) -> tuple[ToolSpec, ...]:
-        return self._toolbox.specs()
+    def over(self) -> bool:
+        return self._is_solved() or self._stuck
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """The state alone: what was done before tells nothing more about it."""
@@ -153,11 +130,11 @@ class SokobanEnvironment:
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture of the board; raises EpisodeOver before the first reset."""
-        return picture(xsb_rows(self._require_started(), self._state), width, height)
+        return picture(xsb_rows(started(self._board), self._state), width, height)
 
     def snapshot(self) -> bytes:
         """The board and its episode as JSON; raises EpisodeOver before the first reset."""
-        rows = xsb_rows(self._require_started(), self._state)
+        rows = xsb_rows(started(self._board), self._state)
         moment = SokobanMoment(rows=rows, step=self._step, best=self._best, **self._last)
         return moment.model_dump_json().encode()
 
@@ -177,51 +154,55 @@ class SokobanEnvironment:
         return self._observe(moment.reward, no_effect=moment.no_effect, invalid=moment.invalid)
 
     def _walk(self, moves: Sequence[str]) -> bool:
-        """Move in order until the episode is over; whether it is not."""
+        """Move in order until the episode is over; return whether it continues."""
         for direction in moves:
-            if self._is_over():
+            if self.over() or self._is_cut():
                 break
             self._move(direction)
-        return not self._is_over()
+        return not (self.over() or self._is_cut())
 
     def _move(self, direction: str) -> None:
-        board, before, on_goals = self._require_started(), self._state, self._on_goals
+        board, before, on_goals = started(self._board), self._state, self._on_goals
         self._state = board.move(before, direction)
         if self._state.boxes != before.boxes:
             self._stuck = not is_solvable(board, self._state, self._left)
         if not self._stuck:  # a box that blocks the others is no achievement
             self._best = max(self._best, self._on_goals)
         reward = STEP_REWARD + BOX_REWARD * (self._on_goals - on_goals)
-        self._pay(direction, reward + SOLVED_REWARD * self._is_solved())
+        self._run(direction, reward + SOLVED_REWARD * self._is_solved())
 
-    def _pay(self, move: str, reward: float) -> None:
+    def _run(self, move: str, reward: float) -> None:
         self._step += 1
-        self._moves.append(move)
-        self._rewards.append(reward)
+        self._ran.append((move, reward))
 
     def _progress(self) -> str:
         return f"{self._on_goals} of {self.config.boxes} boxes on goals"
 
     @property
     def _on_goals(self) -> int:
-        return (self._state.boxes & self._require_started().goals).bit_count()
+        return (self._state.boxes & started(self._board).goals).bit_count()
 
     def _is_solved(self) -> bool:
         return self._on_goals == self.config.boxes
 
-    def _is_over(self) -> bool:
-        return self._is_solved() or self._stuck or self._step >= self.config.length
+    def _is_cut(self) -> bool:
+        return self._step >= self.config.length
 
-    def _require_started(self) -> Board:
-        if self._board is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._board
+    def _state_before(self) -> State:
+        started(self._board)
+        return self._state
+
+    def _run_nothing(self, action: str, before: State) -> None:
+        self._run(action, STEP_REWARD)
+
+    def _observe_after(self, before: State, *, is_refused: bool) -> Observation:
+        return self._observe(self._ran[-1][1], no_effect=self._state == before, invalid=is_refused)
 
     def _observe(self, reward: float, *, no_effect: bool = False, invalid: bool = False) -> Observation:
         config = self.config
         self._last: dict[str, Any] = {"reward": reward, "no_effect": no_effect, "invalid": invalid}
         data = {
-            "rows": xsb_rows(self._require_started(), self._state),
+            "rows": xsb_rows(started(self._board), self._state),
             "on_goals": self._on_goals,
             "boxes": config.boxes,
             "step": self._step,
@@ -234,6 +215,48 @@ class SokobanEnvironment:
         counts["solved"] = int(self._best == config.boxes)
         text = compact_text(data) if config.text == "compact" else full_text(data)
         return Observation(text, data, counts, reward)
+
+
+def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tuple[Board, State]:
+    """A board of `size` cells a side, and a state whose shortest solution has `pushes` (least and most).
+
+    No box of it is on a goal. Every such number that the board offers is as likely as another.
+    """
+    source = random.Random(seed)
+    for _ in range(MOST_DRAWS):
+        board = _draw_board(source, size, boxes)
+        if board is not None and (state := _draw_state(source, board, pushes)) is not None:
+            return board, state
+    raise AssertionError("the config allows no settings without boards")
+
+
+def _draw_board(source: random.Random, size: int, boxes: int) -> Board | None:
+    """Goals in the largest room between walls; None if it is too small to push anything."""
+    width = size + 2
+    inside = [y * width + x for y in range(1, size + 1) for x in range(1, size + 1)]
+    rest = sum(1 << cell for cell in inside if source.random() >= WALL_SHARE)
+    rooms = []
+    while rest:
+        room = Board(width, rest, 0).region(State(0, next(cells(rest))))
+        rooms.append(room)
+        rest &= ~room
+    floor = max(rooms, key=int.bit_count, default=0)
+    if floor.bit_count() < 2 * boxes + 2:
+        return None
+    goals = source.sample(list(cells(floor)), boxes)
+    return Board(width, floor, sum(1 << cell for cell in goals))
+
+
+def _draw_state(source: random.Random, board: Board, pushes: tuple[int, int]) -> State | None:
+    low, high = pushes
+    by_count: dict[int, list[tuple[int, int]]] = {}
+    for key, count in pushes_left(board).items():
+        if low <= count <= high and not key[0] & board.goals:
+            by_count.setdefault(count, []).append(key)
+    if not by_count:
+        return None
+    boxes, region = source.choice(by_count[source.choice(sorted(by_count))])
+    return State(boxes, source.choice(list(cells(region))))
 
 
 def board_key(observation: Observation) -> Any:

@@ -34,21 +34,12 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
 
 
 def is_solvable(board: Board, state: State, left: Mapping[Key, int]) -> bool:
-    """
-    Args:
-        left: `pushes_left` of the board, which may take a tenth of a second.
-    """
+    """`left` are the `pushes_left` of the board, which may take a tenth of a second."""
     return state.boxes == board.goals or key_of(board, state) in left
 
 
 def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | None:
-    """The push of a shortest solution; of several the one with the shortest way.
-
-    None if the board is solved, or never can be.
-
-    Args:
-        left: `pushes_left` of the board.
-    """
+    """The push of a shortest solution, of several the one with the shortest way; None if there is none."""
     fewest = left.get(key_of(board, state))
     if not fewest:
         return None
@@ -63,7 +54,7 @@ def _pulled(board: Board, key: Key) -> list[Key]:
     for box in cells(boxes):
         for stride in board.strides.values():
             cell, beyond = box + stride, box + 2 * stride
-            # The player stands beside the box, steps back, and takes the box along.
+            # The player stands next to the box, steps back, and takes the box along.
             if region >> cell & 1 and (board.floor & ~boxes) >> beyond & 1:
                 before.append(key_of(board, State(boxes ^ (1 << box | 1 << cell), beyond)))
     return before

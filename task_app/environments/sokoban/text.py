@@ -25,11 +25,9 @@ Always answer with one `move` call of 1 to 8 moves (up, down, left, right), carr
 
 def full_text(data: Mapping[str, Any]) -> str:
     """The board, a row a line, and the news."""
-    head = (
-        f"Boxes on goals: {data['on_goals']} of {data['boxes']}. Step {data['step']} of {data['max_steps']}."
-    )
+    boxes, step = f"{data['on_goals']} of {data['boxes']}", f"{data['step']} of {data['max_steps']}"
     news = [sentence for word, sentence in _NEWS.items() if data[word]]
-    return "\n".join([head, *data["rows"], *news])
+    return "\n".join([f"Boxes on goals: {boxes}. Step {step}.", *data["rows"], *news])
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
@@ -47,10 +45,8 @@ def compact_text(data: Mapping[str, Any]) -> str:
     for box, number in names.items():
         words += [f"box{number}", *_goal_words(board, box)]
         for push in pushes.get(box, ()):
-            words += [
-                f"{number}-{push.direction}",
-                f"{LEG_LETTERS[push.direction]}{_room(board, state, push)}",
-            ]
+            room = f"{LEG_LETTERS[push.direction]}{_room(board, state, push)}"
+            words += [f"{number}-{push.direction}", room]
     return " ".join([*words, *(word for word in _NEWS if data[word])])
 
 

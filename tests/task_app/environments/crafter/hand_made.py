@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.rules import ACTIONS
 from task_app.environments.crafter.world import Thing
 
 NOON, MIDNIGHT = 60, 210  # steps at which it is bright, and dark

@@ -8,8 +8,9 @@ from typing import Any
 import crafter
 import numpy as np
 
-from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import chunk_bounds
+from task_app.environments.crafter.rules import ACTIONS
 from task_app.environments.crafter.state import GameState
 from task_app.environments.crafter.world import KINDS
 

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from task_app.environments.crafter import picture
-from task_app.environments.crafter.engine import (
-    ACHIEVEMENTS,
-    ACTIONS,
-    RULES,
-    CrafterEngine,
-    EpisodeOver,
-    NotReset,
-    daylight_at,
-)
+from task_app.environments.crafter.engine import CrafterEngine, EpisodeOver, NotReset, daylight_at
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, draws_between, meadow, put
 from tests.task_app.environments.crafter.reference import (
     Duel,
@@ -120,8 +113,8 @@ def test_a_frame_is_the_picture_of_stock_and_changes_nothing():
             night.refill(("health", "food", "drink"))
             night.step(ACTIONS.index("sleep") if tired else step % 5)
         engine, reference = night.engine, night.reference
-        assert engine.daylight < 0.5
-        assert engine.sleeping is tired
+        assert engine.world.daylight < 0.5
+        assert engine.player.sleeping is tired
         before = engine.fingerprint()
         frame = engine.frame(200, 150)  # not a multiple of 9, not a square
         assert engine.fingerprint() == before

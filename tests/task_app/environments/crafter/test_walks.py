@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from task_app.environments.crafter.grid import FACINGS
 from task_app.environments.crafter.walks import (
-    DIRECTIONS,
     GROUND,
     Ground,
     Trails,
@@ -44,7 +44,7 @@ def test_no_neighbour_offers_a_cheaper_or_straighter_way_than_the_one_taken(name
         offers = [
             (cost + surcharge(ground, at, can_dig=can_dig), turns + (came not in ("", name)))
             for at, (cost, turns, came, _) in trails.items()
-            for name in DIRECTIONS
+            for name in FACINGS
             if step(at, name) == cell
         ]
         best = min(offers, default=(float("inf"), 0))

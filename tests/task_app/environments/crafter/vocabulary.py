@@ -2,6 +2,7 @@
 
 from itertools import product
 
+from task_app.environments.crafter.grid import FACINGS, VOID
 from task_app.environments.crafter.landmarks import KINDS, THINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, MATERIALS, RULES
 from task_app.environments.crafter.text import (
@@ -14,8 +15,7 @@ from task_app.environments.crafter.text import (
     TOOLS,
     VITAL_WORDS,
 )
-from task_app.environments.crafter.view import COLUMNS, ROWS, VOID
-from task_app.environments.crafter.walks import DIRECTIONS
+from task_app.environments.crafter.view import COLUMNS, ROWS
 
 _LONGEST_LEG = {"left": COLUMNS - 1, "right": COLUMNS - 1, "up": ROWS - 1, "down": ROWS - 1}
 
@@ -30,12 +30,12 @@ def compact_vocabulary() -> tuple[str, ...]:
     words |= {f"{name}{count}" for name in MATERIAL_ITEMS for count in range(RULES.item_max[name] + 1)}
     words |= {f"no-{name}" for name in TOOLS} | {f"todo-{name}" for name in TODO}
     words |= {f"+{name}" for name in ACHIEVEMENTS} | {f"@{name}" for name in seen}
-    words |= {f"{direction}={name}" for direction, name in product(DIRECTIONS, seen)}
-    words |= {f"facing-{direction}" for direction in DIRECTIONS}
+    words |= {f"{direction}={name}" for direction, name in product(FACINGS, seen)}
+    words |= {f"facing-{direction}" for direction in FACINGS}
     words |= {f"{prefix}-{name}" for prefix, name in product(("near", "far"), NEAR)}
     words |= {
         f"{dig}{LEG_LETTERS[direction]}{count}"
-        for dig, direction in product(("", "x"), DIRECTIONS)
+        for dig, direction in product(("", "x"), FACINGS)
         for count in range(1, _LONGEST_LEG[direction] + 1)
     }
     return tuple(sorted(words))

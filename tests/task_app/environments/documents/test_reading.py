@@ -86,9 +86,9 @@ def test_notes_are_written_once_changed_read_and_deleted():
     assert notes.read(None) == "there are no notes yet"
     assert notes.write("colour", "of the harbour", "red") == "noted. notes:\n- colour: of the harbour"
     assert notes.write("colour", "", "blue").startswith("error: there is a note 'colour' already")
-    notes.append("colour", "or pink", None)
+    notes.change("colour", "or pink", None, append=True)
     assert notes.read("colour") == "colour: of the harbour\nred\nor pink"
-    notes.overwrite("colour", "blue", "of the sea")
+    notes.change("colour", "blue", "of the sea", append=False)
     assert notes.read("colour") == "colour: of the sea\nblue"
     assert notes.read("color") == "error: there is no note 'color'; known: colour. Did you mean 'colour'?"
     assert notes.delete("colour") == "deleted. there are no notes yet"
@@ -98,8 +98,8 @@ def test_notes_are_written_once_changed_read_and_deleted():
 def test_notes_have_bounds_that_say_so():
     notes = Notes(max_read_chars=2 * MAX_NOTE_CHARS)
     notes.write("long", "", "a" * MAX_NOTE_CHARS)
-    assert notes.append(
-        "long", "b", None
+    assert notes.change(
+        "long", "b", None, append=True
     ) == f"error: the note would have {MAX_NOTE_CHARS + 2} characters; " + (f"{MAX_NOTE_CHARS} are allowed")
     for number in range(MAX_NOTES - 1):
         notes.write(f"note {number}", "", "")

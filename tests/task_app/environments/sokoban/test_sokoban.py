@@ -12,11 +12,11 @@ from task_app.environments.sokoban.environment import (
     SokobanConfig,
     SokobanEnvironment,
     board_key,
+    generate,
     push_key,
 )
 from task_app.environments.sokoban.solver import best_push, is_solvable, key_of, pushes_left
 from task_app.environments.sokoban.text import compact_text
-from task_app.environments.sokoban.worldgen import generate
 from task_app.policies.random_calls import DetourConfig
 from task_app.policies.sokoban_teacher import SokobanTeacher
 from task_app.protocols import DecisionOutcome, Observation, PolicyObservation, ToolRequest, steps_quickly
