@@ -47,20 +47,17 @@ from trainer_backend.rundir.truth_file import TruthFile, rewards_of
 
 @dataclass(frozen=True, slots=True)
 class Recredited:
-    """What estimators made of the same decisions.
-
-    Attributes:
-        rollouts: those that finished, iteration after iteration.
-        credits: by estimator, in the order of the rollouts.
-        refused: estimators that could not be computed, with the reason.
-        met: share of the decisions after the first of their episode whose "state", or "text", was met twice
-            in their group; without what no estimator compares decisions by.
-    """
+    """What estimators made of the same decisions."""
 
     rollouts: list[Rollout]
+    """Those that finished, iteration after iteration."""
     credits: Mapping[str, list[Credit]]
+    """By estimator, in the order of the rollouts."""
     refused: Mapping[str, str]
+    """Estimators that could not be computed, with the reason."""
     met: Mapping[str, float] = field(default_factory=dict)
+    """Share of the decisions after the first of their episode whose "state", or "text", was met twice in
+    their group; without what no estimator compares decisions by."""
 
     def advantages(self, name: str) -> list[float]:
         """[decisions] of all rollouts."""
