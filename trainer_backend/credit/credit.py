@@ -295,16 +295,15 @@ class CreditAssignment:
         of_episode = (measured.branches or {}).get(rollout_id, {})
         return [
             [
-                self._return_from(step.turn, rollout, measured.scored)
-                for rollout in of_episode.get(step.turn, ())
+                # It counts decisions from 1, so its horizon is the rest of the parent's.
+                discounted_returns(
+                    self.rewards.earned_by(branch, measured.scored, decisions_done=step.turn - 1).rewards_T,
+                    self.algorithm.gamma,
+                )[0]
+                for branch in of_episode.get(step.turn, ())
             ]
             for step in parent.steps
         ]
-
-    def _return_from(self, turn: int, branch: Rollout, scored: Mapping[str, ScoredTokens]) -> float:
-        """Return G of a branch. It counts decisions from 1, so its horizon is the rest of the parent's."""
-        earned = self.rewards.earned_by(branch, scored, decisions_done=turn - 1)
-        return discounted_returns(earned.rewards_T, self.algorithm.gamma)[0]
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:

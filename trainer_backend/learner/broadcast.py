@@ -45,7 +45,7 @@ class WeightSender:
 
     def __init__(self, host: str, *, backend: str, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address = (host, int(listener.getsockname()[1]))
         # The store takes the descriptor, and closes it at its end.
         self._store = TCPStore(
@@ -231,7 +231,3 @@ def own_address(peer: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -129,7 +129,8 @@ class PolicyUpdate:
                 steps = list(self._steps(drafts, iteration))
                 scores = self._scores(drafts, steps[0][0], episodes, cache)
                 for number, (members, in_pass) in enumerate(steps):
-                    limit = self._drift_limit(parts)
+                    # The first step is always taken.
+                    limit = math.inf if self._table.target_kl is None or not parts else self._table.target_kl
                     part = self.gradient(
                         scores.step(members), by_id, steps=in_pass,
                         is_first=number == 0, first=scores.first, drift_limit=limit,
@@ -241,11 +242,6 @@ class PolicyUpdate:
         """Whether a step's forward pass has dropout."""
         lora = self._config.lora
         return lora is not None and lora.dropout > 0
-
-    def _drift_limit(self, steps_taken: Sequence[object]) -> float:
-        """The most of DRIFT (nats) with which the next step is taken; the first one always is."""
-        limit = self._table.target_kl
-        return math.inf if limit is None or not steps_taken else limit
 
     def _steps(self, drafts: Sequence[Scored], iteration: int) -> Iterator[tuple[list[int], int]]:
         """Optimizer steps of about `batch_decisions` decisions, each with the number of steps in its pass.
