@@ -185,19 +185,15 @@ class CreditAssignment:
             try:
                 self.policies.segments_by(rollout)
                 self.policies.final_view_by(rollout)
-                if self._lacks(rollout.rollout_id, measured):
+                if (self.rewards.pays_kl and rollout.rollout_id not in measured.scored) or (
+                    self.estimator.needs_values and rollout.rollout_id not in measured.values
+                ):  # it was not measured
                     continue
                 rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
                 self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
             except CreditError as error:
                 rejected[rollout.rollout_id] = error
         return rejected
-
-    def _lacks(self, name: str, measured: Measured) -> bool:
-        """Whether a rollout has not been measured as credit needs it."""
-        return (self.rewards.pays_kl and name not in measured.scored) or (
-            bool(self.estimator.needs_values) and name not in measured.values
-        )
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
         """Stop 7 for those that finished.

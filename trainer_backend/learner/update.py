@@ -147,6 +147,10 @@ class PolicyUpdate:
             error.steps_taken = len(parts)
             raise
         metrics = mean_metrics(parts)
+        spread, tokens = dict[str, float](), self._tokens_by_rank
+        if self._ranks.are_several:  # how evenly the pieces of the steps were dealt out
+            spread["learner/ranks"] = float(len(tokens))
+            spread["learner/tokens_imbalance"] = float(tokens.max() / tokens.mean())
         return {
             **metrics,
             **gaps,
@@ -154,7 +158,7 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **self._rank_metrics(),
+            **spread,
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
@@ -396,16 +400,6 @@ class PolicyUpdate:
         if self._head is not None:
             self._head.step(policy_rate=self._rate())
         return norm
-
-    def _rank_metrics(self) -> dict[str, float]:
-        """How evenly the pieces of the steps were dealt out."""
-        if not self._ranks.are_several:
-            return {}
-        tokens = self._tokens_by_rank
-        return {
-            "learner/ranks": float(len(tokens)),
-            "learner/tokens_imbalance": float(tokens.max() / tokens.mean()),
-        }
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
