@@ -35,19 +35,16 @@ from trainer_backend.rundir.rollout_files import Credit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of rollouts after they were played, by rollout id, for estimators that need them.
-
-    Attributes:
-        values: of a critic; they are stored with the credit.
-        after: V of the state after the last decision of episodes that a limit cut short; None: none was read.
-        branches: rollouts that were played on from an episode's decisions; None: there are none.
-        scored: log-probs of its tokens and of its branches' tokens, under policy and reference.
-    """
+    """Measurements of rollouts after they were played, by rollout id, for estimators that need them."""
 
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
+    """V of a critic; they are stored with the credit."""
     after: Mapping[str, float] | None = None
+    """V of the state after the last decision of episodes that a limit cut short; None: none was read."""
     branches: Mapping[str, Branches] | None = None
+    """Rollouts that were played on from an episode's decisions; None: there are none."""
     scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
+    """Log-probs of its tokens and of its branches' tokens, under policy and reference."""
 
 
 NOTHING = Measured()
@@ -55,19 +52,16 @@ NOTHING = Measured()
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say.
-
-    Attributes:
-        episodes: those to be trained: all of them, or without `flat` where the job skips it.
-        credits: of every episode, in the order given.
-        flat: ids of the groups whose advantages are all 0 (core.flat_groups), with no cost of KL in them: it
-            differs a little between any two episodes, which is no spread to learn from.
-    """
+    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say."""
 
     episodes: list[CreditedEpisode]
+    """Those to be trained: all of them, or without `flat` where the job skips it."""
     credits: list[Credit]
+    """One for every episode, in the order given."""
     metrics: dict[str, float]
     flat: list[str]
+    """Ids of the groups whose advantages are all 0 (core.flat_groups), with no cost of KL in them: it differs
+    a little between any two episodes, which is no spread to learn from."""
 
 
 def _flat(rollouts: Sequence[Rollout], estimate: "_Estimate") -> list[str]:
@@ -79,21 +73,18 @@ def _flat(rollouts: Sequence[Rollout], estimate: "_Estimate") -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """Stops 9 and 10; all lists in the order of the rollouts.
-
-    Attributes:
-        policies: who sampled each.
-        trained: advantages of each episode for the update, by decision or by token.
-        targets: of the critic; None without one.
-    """
+    """Stops 9 and 10; all lists in the order of the rollouts."""
 
     trajectories: list[Trajectory]
     policies: list[str]
+    """Who sampled each."""
     earned: list[Earned]
     episodes: list[EpisodeRewards]
     advantages: Advantages
     trained: Sequence[OfEpisode]
+    """Advantages of each episode for the update, by decision or by token."""
     targets: list[CriticTargets | None]
+    """What the critic learns; None without one."""
 
     def credits(self, algorithm: AlgorithmTable) -> list[Credit]:
         return [self._credit(index, algorithm) for index in range(len(self.episodes))]
@@ -129,16 +120,13 @@ class _Estimate:
 
 @dataclass(frozen=True, slots=True)
 class CreditAssignment:
-    """Credits the decisions of a job: by who sampled them, by their rewards, and by its estimator.
-
-    Attributes:
-        skips_flat_groups: groups whose advantages are all 0 are not trained.
-    """
+    """Credits the decisions of a job: by who sampled them, by their rewards, and by its estimator."""
 
     algorithm: AlgorithmTable
     policies: Policies
     rewards: Rewards
     skips_flat_groups: bool = False
+    """Groups whose advantages are all 0 are not trained."""
 
     @property
     def estimator(self) -> EstimatorPlug[Any]:
@@ -197,19 +185,15 @@ class CreditAssignment:
             try:
                 self.policies.segments_by(rollout)
                 self.policies.final_view_by(rollout)
-                if self._lacks(rollout.rollout_id, measured):
+                if (self.rewards.pays_kl and rollout.rollout_id not in measured.scored) or (
+                    self.estimator.needs_values and rollout.rollout_id not in measured.values
+                ):  # it was not measured
                     continue
                 rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
                 self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
             except CreditError as error:
                 rejected[rollout.rollout_id] = error
         return rejected
-
-    def _lacks(self, name: str, measured: Measured) -> bool:
-        """Whether a rollout has not been measured as credit needs it."""
-        return (self.rewards.pays_kl and name not in measured.scored) or (
-            bool(self.estimator.needs_values) and name not in measured.values
-        )
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
         """Stop 7 for those that finished.
@@ -307,16 +291,15 @@ class CreditAssignment:
         of_episode = (measured.branches or {}).get(rollout_id, {})
         return [
             [
-                self._return_from(step.turn, rollout, measured.scored)
-                for rollout in of_episode.get(step.turn, ())
+                # It counts decisions from 1, so its horizon is the rest of the parent's.
+                discounted_returns(
+                    self.rewards.earned_by(branch, measured.scored, decisions_done=step.turn - 1).rewards_T,
+                    self.algorithm.gamma,
+                )[0]
+                for branch in of_episode.get(step.turn, ())
             ]
             for step in parent.steps
         ]
-
-    def _return_from(self, turn: int, branch: Rollout, scored: Mapping[str, ScoredTokens]) -> float:
-        """Return G of a branch. It counts decisions from 1, so its horizon is the rest of the parent's."""
-        earned = self.rewards.earned_by(branch, scored, decisions_done=turn - 1)
-        return discounted_returns(earned.rewards_T, self.algorithm.gamma)[0]
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory, UserReward
+from shared_schemas.trajectory import StepData, Trajectory
 from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RunDirectoryError
@@ -102,8 +102,12 @@ def _parts(
     if earned:
         unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)
         yield Text(f"achievements over its decisions: unique {unique}, all {every}")
-    if episode.user_reward is not None:
-        yield Text(_judged(episode.user_reward))
+    if (said := episode.user_reward) is not None:
+        reason = f": {said.result.reason}" if said.result.reason else ""
+        yield Text(
+            f"judged by {said.reward_function}{reason}; by its environment "
+            f"{said.environment_outcome_reward:g} ({said.environment_outcome_definition})"
+        )
     for warning in episode.warnings:
         yield Text(f"warning: {warning}")
     seen = _seen(episode, full=full)
@@ -126,14 +130,6 @@ def _parts(
                 yield Text(f"{equation}; {words}" if words else equation)
     if rest := last_messages(episode):
         yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
-
-
-def _judged(said: UserReward) -> str:
-    reason = f": {said.result.reason}" if said.result.reason else ""
-    return (
-        f"judged by {said.reward_function}{reason}; by its environment "
-        f"{said.environment_outcome_reward:g} ({said.environment_outcome_definition})"
-    )
 
 
 def _seen(episode: Trajectory, *, full: bool) -> list[str]:

@@ -47,20 +47,17 @@ from trainer_backend.rundir.truth_file import TruthFile, rewards_of
 
 @dataclass(frozen=True, slots=True)
 class Recredited:
-    """What estimators made of the same decisions.
-
-    Attributes:
-        rollouts: those that finished, iteration after iteration.
-        credits: by estimator, in the order of the rollouts.
-        refused: estimators that could not be computed, with the reason.
-        met: share of the decisions after the first of their episode whose "state", or "text", was met twice
-            in their group; without what no estimator compares decisions by.
-    """
+    """What estimators made of the same decisions."""
 
     rollouts: list[Rollout]
+    """Those that finished, iteration after iteration."""
     credits: Mapping[str, list[Credit]]
+    """By estimator, in the order of the rollouts."""
     refused: Mapping[str, str]
+    """Estimators that could not be computed, with the reason."""
     met: Mapping[str, float] = field(default_factory=dict)
+    """Share of the decisions after the first of their episode whose "state", or "text", was met twice in
+    their group; without what no estimator compares decisions by."""
 
     def advantages(self, name: str) -> list[float]:
         """[decisions] of all rollouts."""
@@ -179,10 +176,7 @@ def with_records(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"trajectory": episode.model_copy(update={"steps": steps})})
 
 
-# "Same sign" is the share of decisions where two estimators agree, among those where neither is 0.
-
-Agreement = Callable[[Sequence[float], Sequence[float]], float | None]
-# Of the gradients of two estimators.
+# Those of the gradients of two estimators.
 Cosines = Mapping[tuple[str, str], float]
 
 
@@ -198,8 +192,12 @@ def recredit_tables(
     if advantages:
         decisions = len(next(iter(advantages.values())))
         parts += [Text(f"{len(credited.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
-        parts += [_pairs("correlation", advantages, correlation), ""]
-        parts += [_pairs("same sign", advantages, sign_agreement)]
+        # "Same sign": the share of decisions where two estimators agree, among those where neither is 0.
+        parts += [
+            _table("correlation", [*advantages], lambda a, b: correlation(advantages[a], advantages[b])),
+            "",
+            _table("same sign", [*advantages], lambda a, b: sign_agreement(advantages[a], advantages[b])),
+        ]
     parts += _of_states(credited)
     if cosines:
         names = [*([] if scores is None else [TRUTH]), *advantages]
@@ -241,10 +239,6 @@ def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
     return table
 
 
-def _pairs(title: str, advantages: Mapping[str, Sequence[float]], of: Agreement) -> Table:
-    return _table(title, list(advantages), lambda a, b: of(advantages[a], advantages[b]))
-
-
 def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
     """Every pair once: below the diagonal. A column has the number of its row, so that many stay narrow."""
     table = Table(box=None, pad_edge=False)
@@ -252,12 +246,10 @@ def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | No
     for number in range(1, len(names)):
         table.add_column(str(number), justify="right", no_wrap=True, min_width=5)
     for row, name in enumerate(names):
-        table.add_row(f"{row + 1:>2} {name}", *(_number(of(name, other)) for other in names[:row]))
+        values = (of(name, other) for other in names[:row])
+        cells = ("-" if value is None else f"{value:+.2f}" for value in values)
+        table.add_row(f"{row + 1:>2} {name}", *cells)
     return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.2f}"
 
 
 _POINTS = 4_000
@@ -397,7 +389,11 @@ def recredit_run(
     cosines = None
     if checkpoint is not None:
         advantages = _advantages(credited) if file is None else _of_measured(credited, file)
-        played = _played(credit, credited)
+        policies = credit.policies
+        played = [
+            CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
+            for item in credited.rollouts
+        ]
         cosines = job_parts.gradient_cosines(job, checkpoint, run, played, advantages, reporter=reporter)
     scores = None
     if file is not None:
@@ -468,15 +464,6 @@ def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpis
         ]
         for name, credits in credited.credits.items()
     }
-
-
-def _played(credit: CreditAssignment, credited: Recredited) -> list[CreditedEpisode]:
-    """The episodes as an update takes them, without advantages."""
-    policies = credit.policies
-    return [
-        CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
-        for item in credited.rollouts
-    ]
 
 
 def _advantages(credited: Recredited) -> dict[str, list[OfEpisode]]:

@@ -17,17 +17,14 @@ from trainer_backend.job.training_table import TrainingTable
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """What the decisions of an episode earned.
-
-    Attributes:
-        paid_T: [T] what the reward mode gives.
-        kl_T: [T] what they pay for their KL to the reference; empty where the job does not ask for it.
-        kl_nats: for each decision, the estimate of that KL at each of its tokens; empty likewise.
-    """
+    """What the decisions of an episode earned."""
 
     paid_T: Sequence[float]
+    """[T] what the reward mode gives."""
     kl_T: Sequence[float] = ()
+    """[T] what they pay for their KL to the reference; empty where the job does not ask for it."""
     kl_nats: Sequence[Sequence[float]] = ()
+    """For each decision, the estimate of that KL at each of its tokens; empty likewise."""
 
     @property
     def rewards_T(self) -> Sequence[float]:
@@ -39,15 +36,12 @@ class Earned:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """How a job rewards decisions.
-
-    Attributes:
-        table: [training], with the step-reward switches and what is paid for KL.
-        max_decisions: that an episode may take.
-    """
+    """How a job rewards decisions."""
 
     table: TrainingTable
+    """[training], with the step-reward switches and what is paid for KL."""
     max_decisions: int
+    """The most that an episode may take."""
 
     @property
     def pays_kl(self) -> bool:
@@ -116,17 +110,14 @@ def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policies that sample the rollouts of a job.
-
-    Attributes:
-        job_name: their models are called after it.
-        fixed: those that are never trained.
-        temperature: the actor's.
-    """
+    """The policies that sample the rollouts of a job."""
 
     job_name: str
+    """Their models are called after it."""
     fixed: tuple[RolloutOnlyTable, ...]
+    """Those that are never trained."""
     temperature: float
+    """The actor's."""
 
     def of_name(self, name: str) -> RolloutOnlyTable:
         """A fixed policy; KeyError where there is none of that name."""

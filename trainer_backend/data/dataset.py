@@ -145,7 +145,10 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
             has_id = "id" in parsed.used or by_position
             keys.append(parsed.row.id if has_id else parsed.row.task_digest())
             if not has_id:
-                parsed = _number_equal_rows(parsed, equal_rows)
+                digest = parsed.row.id
+                equal_rows[digest] += 1
+                if (number := equal_rows[digest]) > 1:
+                    parsed = parsed._replace(row=replace(parsed.row, id=f"{digest}-{number}"))
             if parsed.row.id in places:
                 raise DataError(
                     f"id {parsed.row.id!r} is also that of {places[parsed.row.id]}; each row has its own",
@@ -161,14 +164,6 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
         raise DataError(f"split {split!r} has no rows", where=str(path))
     rows = tuple(item.row for item in parsed_rows)
     return Split(f"{split} of {path}", rows, tuple(keys), used, tuple(unread))
-
-
-def _number_equal_rows(parsed: ParsedRow, equal_rows: Counter[str]) -> ParsedRow:
-    digest = parsed.row.id
-    equal_rows[digest] += 1
-    if equal_rows[digest] == 1:
-        return parsed
-    return parsed._replace(row=replace(parsed.row, id=f"{digest}-{equal_rows[digest]}"))
 
 
 def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], where: str) -> None:

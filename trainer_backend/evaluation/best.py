@@ -118,14 +118,10 @@ def describe_others(evaluations: Sequence[Row]) -> str:
     comparable = find_comparable(evaluations)
     if len(comparable) == len(evaluations):
         return ""
-    return f"the evaluations {_name_iterations(evaluations, comparable)} set other tasks than the last one"
-
-
-def _name_iterations(evaluations: Sequence[Row], without: Sequence[Row]) -> str:
-    """`after iterations 0, 1 and 2`"""
-    left_out = {row["iteration"] for row in without}
+    left_out = {row["iteration"] for row in comparable}
     *others, last = (str(row["iteration"]) for row in evaluations if row["iteration"] not in left_out)
-    return f"after iterations {', '.join(others)} and {last}" if others else f"after iteration {last}"
+    which = f"iterations {', '.join(others)} and {last}" if others else f"iteration {last}"
+    return f"the evaluations after {which} set other tasks than the last one"
 
 
 def _refusal(name: str, shared: int, total: int, most: float) -> str:

@@ -195,9 +195,7 @@ async def evaluate(
         places = {row.id: row.where for row in data.evaluation}
         if record is not None and (found := str(find_differences(record, job.data, data))):
             setting["since the run began"] = found
-    return evaluation_result(
-        _name(player), collection, setting, env_config=job.rollout.env_config, row_places=places
-    )
+    return evaluation_result(_name(player), collection, setting, row_places=places)
 
 
 @contextmanager

@@ -59,14 +59,13 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The result of an evaluation.
+    """The figures of the episodes that a policy played.
 
     Attributes:
-        policy: a folder, a policy's name, or a model and its server.
+        policy: its folder or its name, or a model and its server.
         models: the model's names at its server; empty without a model.
         setting: environment, limits and sampling.
         outcome, decisions, env_steps: means over episodes; intervals of all figures are over worlds or rows.
-        episodes: how many there are.
         repeats: the most episodes of a world.
         solved_in_any: share of worlds with a success in any repeat; None for one repeat, or where outcomes
             are no successes (0 or 1, and no number of achievements).
@@ -125,16 +124,12 @@ def evaluation_result(
     collection: Collection,
     setting: Mapping[str, Any] | None = None,
     *,
-    env_config: Mapping[str, Any] | None = None,
     row_places: Mapping[str, str] | None = None,
 ) -> EvaluationResult:
     """Compute the figures of played episodes.
 
     Args:
-        policy: name of the player.
-        collection: the played episodes.
         setting: names and JSON values that describe the evaluation.
-        env_config: settings of the environment.
         row_places: file and line of each row of a data set, by id.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")

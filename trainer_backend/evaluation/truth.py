@@ -40,44 +40,38 @@ from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, play_of, 
 
 @dataclass(frozen=True, slots=True)
 class TruthOptions:
-    """What to measure.
-
-    Attributes:
-        decisions: how many stored decisions.
-        continuations: pairs of continuations for each.
-        horizon: the most decisions of a continuation; 0: to the end of the episode; None: as many as gamma
-            gives weight (`horizon_of`).
-        budget: stop once so many decisions were played; None: never.
-        iteration: whose rollouts; None: the newest whose policy is still stored.
-        checkpoint: plays on instead of the policy that sampled them.
-        out: the file to write, or to go on with.
-        seed: of the choice of decisions, and of all draws.
-    """
+    """What to measure."""
 
     decisions: int
+    """How many stored decisions."""
     continuations: int
+    """Pairs of continuations for each."""
     horizon: int | None
+    """The most decisions of a continuation; 0: to the end of the episode; None: as many as gamma gives weight
+    (`horizon_of`)."""
     budget: int | None
+    """Stop once so many decisions were played; None: never."""
     iteration: int | None
+    """Whose rollouts; None: the newest whose policy is still stored."""
     checkpoint: Path | None
+    """Plays on instead of the policy that sampled them."""
     out: Path
+    """The file to write, or to continue."""
     seed: int = 0
+    """The choice of decisions and all draws follow from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What `measure_truth` did.
-
-    Attributes:
-        lost: decisions of which infrastructure left fewer than two pairs; a repeated command tries again.
-        is_over_budget: whether it ended before all decisions that were asked for.
-        left_out: rollouts of rows of the data set that are gone or changed since.
-    """
+    """What `measure_truth` did."""
 
     file: TruthFile
     lost: int
+    """Decisions of which infrastructure left fewer than two pairs; a repeated command tries again."""
     is_over_budget: bool
+    """Whether it ended before all decisions that were asked for."""
     left_out: int = 0
+    """Rollouts of rows of the data set that are gone or changed since."""
 
 
 async def measure_truth(

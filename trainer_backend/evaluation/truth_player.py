@@ -152,7 +152,9 @@ class ContinuationPlayer:
         count = CHOICES * self.setting.continuations
         firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
-            _refuse_other_prompt(episode.steps[0], item)
+            # By another text of the same state, the policy would choose by what it never saw.
+            if episode.steps[0].observation_data.messages != item.step.observation_data.messages:
+                raise _played_elsewhere(item, f"the prompt of decision {item.step.turn} is another one")
         return [_Side(firsts[n].steps[0], firsts[n], firsts[n].final_snapshot) for n in sorted(firsts)]
 
     async def _played_on(
@@ -171,7 +173,13 @@ class ContinuationPlayer:
             )
             for number, side in sides.items()
             if side.moment is None or number in rests
-        } | {number: _joined(side.step, (), _ended_there(side.episode)) for number, side in ended.items()}
+        } | {
+            # It ends where the next prompt does not fit the model.
+            n: _joined(side.step, (), side.episode).model_copy(
+                update={"stop_reason": StopReason.CONTEXT_LENGTH}
+            )
+            for n, side in ended.items()
+        }
         first, second = ({n // 2: e for n, e in episodes.items() if n % 2 == place} for place in (0, 1))
         return first, second
 
@@ -280,23 +288,12 @@ def _without_lost(
     ]
 
 
-def _refuse_other_prompt(step: StepData, item: StoredDecision) -> None:
-    """Refuse another text of the same state: the policy would choose by what it never saw."""
-    if step.observation_data.messages != item.step.observation_data.messages:
-        raise _played_elsewhere(item, f"the prompt of decision {item.step.turn} is another one")
-
-
 def _played_elsewhere(item: StoredDecision, told: str) -> TaskAppError:
     return TaskAppError(
         f"{told}: rollout {item.rollout.rollout_id!r} was played in another environment than the task app "
         "has, or in another version of it",
         hint="Start the task app of the version that the run was trained with.",
     )
-
-
-def _ended_there(episode: Trajectory) -> Trajectory:
-    """An episode of one decision, as it ends where the next prompt does not fit the model."""
-    return episode.model_copy(update={"stop_reason": StopReason.CONTEXT_LENGTH})
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:

@@ -21,16 +21,12 @@ _OF_THE_WRAPPER = "base_model.model."
 
 def take_out(model: PreTrainedModel, folder: Path) -> None:
     """Make of a float32 model with stored adapters merged into it the one that they were trained over."""
-    _add(model, folder, -1.0)
-
-
-def put_in(model: PreTrainedModel, folder: Path) -> None:
-    """Merge stored adapters into the float32 model that they were trained over."""
-    _add(model, folder, 1.0)
+    add_adapters(model, folder, sign=-1.0)
 
 
 @torch.no_grad()
-def _add(model: PreTrainedModel, folder: Path, sign: float) -> None:
+def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> None:
+    """Merge stored adapters into the float32 model that they were trained over; -1 takes them out."""
     stored = read_adapter(folder)
     settings = LoraConfig.from_pretrained(str(folder))
     for name, down in stored.items():

@@ -67,11 +67,15 @@ def objectives_of(
         ratio_level=algorithm.ratio_level,
         weighting=training,
     )
+    weight_keys = set(WeightKeys.model_fields)
     others = {
         table.name: replace(
             actors,
             kind=table.objective,
-            weighting=_weighting(training, table),
+            weighting=WeightKeys(
+                **training.model_dump(include=weight_keys)
+                | table.model_dump(include=weight_keys, exclude_none=True)
+            ),
             trains_head=table.train_value_head,
             samples_truncated=sampling.is_truncated,
         )
@@ -85,12 +89,6 @@ def _with_own_keys(loss: PolicyLoss, own: Any) -> PolicyLoss:
     return lambda logprobs, proximal, advantages, weights, keys: loss(
         logprobs, proximal, advantages, weights, own
     )
-
-
-def _weighting(training: TrainingTable, table: RolloutOnlyTable) -> WeightKeys:
-    """The weighting of [training], with the keys that the fixed policy's own table sets."""
-    keys = set(WeightKeys.model_fields)
-    return WeightKeys(**training.model_dump(include=keys) | table.model_dump(include=keys, exclude_none=True))
 
 
 def weighed(
@@ -325,18 +323,14 @@ def mixture_metrics(
             metric_of(policy, "weight_mean"): math.fsum(weights) / len(weights),
         }
         if objectives[policy].kind != "single_ratio":
-            cut = _cut_share(logs[policy], objectives[policy].weighting)
-            figures[metric_of(policy, "truncated_share")] = cut
+            keys = objectives[policy].weighting
+            low = keys.behaviour_weight_floor if keys.behaviour_weight_mode == "mask" else 0.0
+            cut = sum(not low <= math.exp(log) <= keys.behaviour_weight_cap for log in logs[policy])
+            figures[metric_of(policy, "truncated_share")] = cut / len(logs[policy])
         if objectives[policy].samples_truncated:
             figures[metric_of(policy, "lost_mass")] = 1.0 - samples.token_means[policy]
     again = {name: metrics.get(f"loss/{name}") for name in _OF_THE_LOSS}
     return figures | {metric_of(ACTOR, name): value for name, value in again.items() if value is not None}
-
-
-def _cut_share(logs: Sequence[float], keys: WeightKeys) -> float:
-    """The share of the weights that truncation changes."""
-    low = keys.behaviour_weight_floor if keys.behaviour_weight_mode == "mask" else 0.0
-    return sum(not low <= math.exp(log) <= keys.behaviour_weight_cap for log in logs) / len(logs)
 
 
 def _raw_weights(weights: Sequence[float]) -> dict[str, float]:

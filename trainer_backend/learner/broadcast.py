@@ -45,7 +45,7 @@ class WeightSender:
 
     def __init__(self, host: str, *, backend: str, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address = (host, int(listener.getsockname()[1]))
         # The store takes the descriptor, and closes it at its end.
         self._store = TCPStore(
@@ -165,7 +165,10 @@ class _Stream:
             RuntimeError,
             ValueError,
         ) as error:  # of torch.distributed: a member is lost, or took too long
-            self._fail(f"the group has failed at {name}: {error}")
+            self._has_failed = True
+            if self._group is not None:
+                leave(self._group)
+            self._tell(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
         """Wait until the members have loaded all, or have given up; return the ranks of those that have it.
@@ -188,12 +191,6 @@ class _Stream:
     def _those(self, ranks: set[int], state: str) -> set[int]:
         """Those of the ranks that are said to be done, or to have failed."""
         return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
-
-    def _fail(self, error: str) -> None:
-        self._has_failed = True
-        if self._group is not None:
-            leave(self._group)
-        self._tell(error=error)
 
     def _tell(self, **head: object) -> None:
         self._store.set(f"{self._place.group}/{self._count}", json.dumps(head))
@@ -231,7 +228,3 @@ def own_address(peer: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

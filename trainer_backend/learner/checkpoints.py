@@ -82,7 +82,10 @@ def save_checkpoint(
         own.mkdir()
         if critic is not None:
             critic.save(own)
-        save_file(_rng_states(), own / "rng.safetensors")
+        states = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
+            states["cuda"] = torch.cuda.get_rng_state()
+        save_file(states, own / "rng.safetensors")
 
     def end() -> None:
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
@@ -196,22 +199,12 @@ def restore_progress(folder: Path, optimizer: torch.optim.Optimizer, ranks: Rank
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         progress = Progress(**state)
         restore_moments(own, optimizer, ranks)
-        _restore_rng(load_file(own / "rng.safetensors"))
+        states = load_file(own / "rng.safetensors")
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from error
     return progress
-
-
-def _rng_states() -> dict[str, torch.Tensor]:
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

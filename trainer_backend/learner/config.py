@@ -12,20 +12,17 @@ from trainer_backend.job.training_table import LoraTable, TrainingTable
 
 @dataclass(frozen=True, slots=True)
 class UpdateConfig:
-    """How an iteration updates the policy.
-
-    Attributes:
-        objectives: by policy, for its samples; the actor's comes first.
-        value_level: where a critic's values are read; None without a critic.
-        planned_tokens: `training.aggregation = "constant"` divides by them.
-        seed: of the job.
-    """
+    """How an iteration updates the policy."""
 
     training: TrainingTable
     objectives: Mapping[str, Objective]
+    """By policy, for its samples; the actor's comes first."""
     value_level: ValueLevel | None
+    """Where a critic's values are read; None without a critic."""
     planned_tokens: int
+    """`training.aggregation = "constant"` divides by them."""
     seed: int
+    """The job's."""
 
     @property
     def has_own_critic(self) -> bool:
@@ -35,27 +32,24 @@ class UpdateConfig:
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """What a learner trains, on which device, and how.
-
-    Attributes:
-        lora: None: all weights are trained.
-        warmup: None: there is no warm-up.
-        inference: the limits of each engine that samples.
-        engines: how many share the device; 0: other servers sample, or other machines.
-        processes: how many use the device, the learner's among them.
-        fixed_copies: how many processes of this machine serve the fixed policies with a local model too.
-        ranks: [learner].
-    """
+    """What a learner trains, on which device, and how."""
 
     model: ModelTable
     lora: LoraTable | None
+    """None: all weights are trained."""
     warmup: WarmupTable | None
+    """None: there is no warm-up."""
     inference: InferenceTable
+    """The limits of each engine that samples."""
     engines: int
+    """How many share the device; 0: other servers sample, or other machines."""
     processes: int
+    """How many use the device, the learner's among them."""
     update: UpdateConfig
     fixed_copies: int
+    """How many processes of this machine serve the fixed policies with a local model too."""
     ranks: LearnerTable
+    """[learner]."""
 
     @property
     def training(self) -> TrainingTable:

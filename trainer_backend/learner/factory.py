@@ -1,7 +1,6 @@
 """Makes the learner of a job in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
@@ -42,12 +41,12 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        return self._ranks.together(partial(self._plan_of_this_rank, checkpoint, fixed))
+        def plan_of_this_rank() -> str:
+            plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
+            refuse_too_large(plan, hint=less_memory(self._config))
+            return plan.report()
 
-    def _plan_of_this_rank(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
-        refuse_too_large(plan, hint=less_memory(self._config))
-        return plan.report()
+        return self._ranks.together(plan_of_this_rank)
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
         tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)

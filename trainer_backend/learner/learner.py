@@ -176,7 +176,11 @@ class LocalLearner:
                 loaded, adapters = load_checkpoint(config.model, started_from), checkpoint / FOLDER
                 take_out(loaded[0], started_from / FOLDER)
             learner = cls(config, *loaded, started_from=reference, adapter_folder=adapters, ranks=ranks)
-            learner._restore_critic(checkpoint)
+            # The head of a critic with layers of its own reads those, and says nothing of the policy's.
+            if learner._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
+                learner._head.restore(checkpoint)
+            if config.update.has_own_critic:
+                learner._own_critic().restore(checkpoint)
             return learner
 
         learner = ranks.in_turns(make)
@@ -186,13 +190,6 @@ class LocalLearner:
     @cached_property
     def _renderer(self) -> ChatRenderer:
         return ChatRenderer(self.tokenizer)
-
-    def _restore_critic(self, checkpoint: Path) -> None:
-        # The head of a critic with layers of its own reads those, and says nothing of the policy's.
-        if self._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
-            self._head.restore(checkpoint)
-        if self.config.update.has_own_critic:
-            self._own_critic().restore(checkpoint)
 
     def _own_critic(self) -> OwnCritic:
         level, training = self.config.update.value_level, self.config.training
@@ -373,13 +370,15 @@ class LocalLearner:
             self.scorer,
             self._optimizer,
             self.config,
-            reference=self._pull(),
+            reference=None if self.config.training.kl_coef == 0 else self._held_reference(),
             head=self._head,
             share=share,
         )
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
+        table, base = self.config.lora, folder.with_name(STARTED_FROM)
+        whole = table is None or table.merged_checkpoints or folder == base or digest_of(base) is None
         save_checkpoint(
             folder,
             model=self.model,
@@ -388,16 +387,9 @@ class LocalLearner:
             progress=progress,
             adapter=self._adapter,
             critic=self._critic or self._head,
-            base=self._base_for(folder),
+            base=None if whole else base,  # adapters alone are written over it
             ranks=self._ranks,
         )
-
-    def _base_for(self, folder: Path) -> Path | None:
-        """The checkpoint that one of adapters alone is written over; None: the model is written too."""
-        table, base = self.config.lora, folder.with_name(STARTED_FROM)
-        if table is None or table.merged_checkpoints or folder == base or digest_of(base) is None:
-            return None
-        return base
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
@@ -465,10 +457,6 @@ class LocalLearner:
     def copy_to_serve(self) -> PreTrainedModel:
         """A model that takes `weights()`, for the engine: on the same device, in what it serves in."""
         return copy_to_serve(self.model, self.scorer.placement.held)
-
-    def _pull(self) -> Reference | None:
-        """The policy that the KL term of the loss pulls towards; None without that term."""
-        return None if self.config.training.kl_coef == 0 else self._held_reference()
 
     def _held_reference(self) -> Reference:
         if self._reference is None:

@@ -14,7 +14,7 @@ from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.learner.adapter_folder import FOLDER, put_in, read_adapter, take_out
+from trainer_backend.learner.adapter_folder import FOLDER, add_adapters, read_adapter, take_out
 from trainer_backend.learner.checkpoints import save_weights
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
@@ -81,7 +81,7 @@ def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrain
     model, tokenizer = load_model_folder(base or folder)
     if base is not None:
         take_out(model, base / FOLDER)
-        put_in(model, folder / FOLDER)
+        add_adapters(model, folder / FOLDER)
     remember_chat_settings(tokenizer, table)
     refuse_without_tools(tokenizer)
     ChatRenderer(tokenizer).refuse_unread_settings(table.chat_template_kwargs)

@@ -126,15 +126,11 @@ class OwnCritic:
         with stepping(self._scorer.model):
             for piece in cut_packed(packed, max(1, table.micro_batch_tokens // width)):
                 tokens = slice(first, first + len(piece.target_N))
-                part = columns.each(lambda column: column[tokens].to(self._device))  # noqa: B023
+                part = columns.each(lambda column: column[tokens].to(self._scorer.placement.device))  # noqa: B023
                 loss = value_loss(self._head.values(self._scorer.hidden(piece)), part, clip=table.value_clip)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total, first = total + loss.item(), tokens.stop
         return total
-
-    @property
-    def _device(self) -> torch.device:
-        return self._scorer.placement.device
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return dict(self._scorer.model.named_parameters())

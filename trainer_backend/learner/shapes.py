@@ -92,6 +92,8 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         sum(weight.numel() for weight in part.parameters())
         for part in (model, model.get_decoder().layers)  # type: ignore[no-untyped-call]
     )
+    layers = [] if lora is None else [*adapted_layers(model, lora.target_modules).values()]
+    rank = 0 if lora is None else lora.rank
     return ModelShape(
         parameters=count,
         ends=count - in_layers,
@@ -102,7 +104,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
-        adapters=0 if lora is None else _adapter_weights(model, lora),
+        adapters=sum(rank * (layer.in_features + layer.out_features) for layer in layers),
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
@@ -138,9 +140,3 @@ def folder_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a dozen types for a value that the library does not take
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
-
-
-def _adapter_weights(model: PreTrainedModel, lora: LoraTable) -> int:
-    """rank * (in + out) of every linear layer that gets an adapter."""
-    layers = adapted_layers(model, lora.target_modules).values()
-    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)

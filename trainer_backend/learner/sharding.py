@@ -8,7 +8,6 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, arXiv:230
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -54,17 +53,12 @@ def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
             f"{replicas} groups are asked for, and {ranks.count} ranks cannot be cut into so many equal ones",
             where="learner.data_parallel_replicate_degree",
         )
-    mesh = _mesh(ranks.count, replicas, device)
+    shape = (ranks.count,) if replicas == 1 else (replicas, ranks.count // replicas)
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
         distributed_c10d._set_pg_timeout(timedelta(seconds=ranks.timeout_s), group)
     return mesh
-
-
-@cache
-def _mesh(count: int, replicas: int, device: str) -> DeviceMesh:
-    shape = (count,) if replicas == 1 else (replicas, count // replicas)
-    names = ("shard",) if replicas == 1 else ("replicate", "shard")
-    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:

@@ -97,18 +97,13 @@ def sample_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int
     return crc32
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state, by number and name; empty before its first step."""
-    return {
+def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Write the optimizer's state into a checkpoint's training_state/."""
+    moments = {
         f"{number}.{name}": torch.as_tensor(value)
         for number, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
-    }
-
-
-def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Write the optimizer's state into a checkpoint's training_state/."""
-    moments = moments_of(optimizer) or {"empty": torch.zeros(1)}
+    } or {"empty": torch.zeros(1)}  # AdamW has no state before its first step
     if not ranks.are_several:
         save_file({name: tensor.contiguous() for name, tensor in moments.items()}, folder / OPTIMIZER_FILE)
         return

@@ -129,7 +129,8 @@ class PolicyUpdate:
                 steps = list(self._steps(drafts, iteration))
                 scores = self._scores(drafts, steps[0][0], episodes, cache)
                 for number, (members, in_pass) in enumerate(steps):
-                    limit = self._drift_limit(parts)
+                    # The first step is always taken.
+                    limit = math.inf if self._table.target_kl is None or not parts else self._table.target_kl
                     part = self.gradient(
                         scores.step(members), by_id, steps=in_pass,
                         is_first=number == 0, first=scores.first, drift_limit=limit,
@@ -146,6 +147,10 @@ class PolicyUpdate:
             error.steps_taken = len(parts)
             raise
         metrics = mean_metrics(parts)
+        spread, tokens = dict[str, float](), self._tokens_by_rank
+        if self._ranks.are_several:  # how evenly the pieces of the steps were dealt out
+            spread["learner/ranks"] = float(len(tokens))
+            spread["learner/tokens_imbalance"] = float(tokens.max() / tokens.mean())
         return {
             **metrics,
             **gaps,
@@ -153,7 +158,7 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **self._rank_metrics(),
+            **spread,
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
@@ -241,11 +246,6 @@ class PolicyUpdate:
         """Whether a step's forward pass has dropout."""
         lora = self._config.lora
         return lora is not None and lora.dropout > 0
-
-    def _drift_limit(self, steps_taken: Sequence[object]) -> float:
-        """The most of DRIFT (nats) with which the next step is taken; the first one always is."""
-        limit = self._table.target_kl
-        return math.inf if limit is None or not steps_taken else limit
 
     def _steps(self, drafts: Sequence[Scored], iteration: int) -> Iterator[tuple[list[int], int]]:
         """Optimizer steps of about `batch_decisions` decisions, each with the number of steps in its pass.
@@ -400,16 +400,6 @@ class PolicyUpdate:
         if self._head is not None:
             self._head.step(policy_rate=self._rate())
         return norm
-
-    def _rank_metrics(self) -> dict[str, float]:
-        """How evenly the pieces of the steps were dealt out."""
-        if not self._ranks.are_several:
-            return {}
-        tokens = self._tokens_by_rank
-        return {
-            "learner/ranks": float(len(tokens)),
-            "learner/tokens_imbalance": float(tokens.max() / tokens.mean()),
-        }
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -96,7 +96,8 @@ def refuse_untrainable(folder: Path) -> None:
         raise ModelFolderError(
             f"{_architecture(config)} is an encoder with a decoder; {_NEEDED}", where=where
         )
-    known = _causal_classes(str(kind))
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), ())
+    known = {names} if isinstance(names, str) else set(names)
     if not known & set(config.get("architectures") or known):
         raise ModelFolderError(f"it holds {_architecture(config)}; {_NEEDED}", where=where)
 
@@ -141,11 +142,6 @@ def described(config: Mapping[str, Any]) -> str:
 def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or [config.get("model_type")]
     return str(named[0])
-
-
-def _causal_classes(kind: str) -> set[str]:
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
-    return {names} if isinstance(names, str) else set(names)
 
 
 def _shards(folder: Path) -> list[Path]:
