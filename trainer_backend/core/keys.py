@@ -15,4 +15,4 @@ class Table(Body):
     `use_attribute_docstrings` every start would.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False, defer_build=True)

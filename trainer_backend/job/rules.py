@@ -6,6 +6,7 @@ A rule about one key alone is its field's bound or validator.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.state_keys import is_state_key, state_keys_of
@@ -529,22 +530,28 @@ _OTHERS: tuple[Rule[JobConfig], ...] = (
         "plugs",
     ),
 )
-RULES: tuple[Rule[JobConfig], ...] = (
-    *_OTHERS,
-    *(
-        never(
-            has(key),
-            has("services.task_url"),
-            why=f"it is for the task app that the job starts itself, and task_url names others: {instead}",
-        )
-        for key, instead in _OWN_TASK_APPS.items()
-    ),
-    *read_table(_REFUSALS, CONDITIONS),
-    *read_readers(_READERS, CONDITIONS),
-    *read_table(_NOT_READ, CONDITIONS, "not read"),
-    *read_table(_ADVICE, CONDITIONS, "advice"),
-    *read_table(_BIASES, CONDITIONS, "bias"),
-)
+
+
+@cache
+def all_rules() -> tuple[Rule[JobConfig], ...]:
+    """Every rule that the job alone can break; read once, by the first job."""
+    return (
+        *_OTHERS,
+        *(
+            never(
+                has(key),
+                has("services.task_url"),
+                why="it is for the task app that the job starts itself, and task_url names others: "
+                + instead,
+            )
+            for key, instead in _OWN_TASK_APPS.items()
+        ),
+        *read_table(_REFUSALS, CONDITIONS),
+        *read_readers(_READERS, CONDITIONS),
+        *read_table(_NOT_READ, CONDITIONS, "not read"),
+        *read_table(_ADVICE, CONDITIONS, "advice"),
+        *read_table(_BIASES, CONDITIONS, "bias"),
+    )
 
 
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
@@ -570,7 +577,7 @@ def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> It
     Args:
         knows_plugs: whether every name of an estimator, a loss and the like is known here.
     """
-    for rule in (*RULES, *not_read_rules(config)) if knows_plugs else RULES:
+    for rule in (*all_rules(), *not_read_rules(config)) if knows_plugs else all_rules():
         if rule.kind in kinds and (knows_plugs or rule.needs == "toml"):
             yield from rule.findings(config)
 
