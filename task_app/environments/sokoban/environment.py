@@ -141,9 +141,7 @@ class SokobanEnvironment(OneCallEnvironment):
     def restore(self, state: bytes) -> Observation:
         moment, config = state_in(SokobanMoment, state), self.config
         board, restored = read_xsb(moment.rows)
-        if (board.width, len(moment.rows), restored.boxes.bit_count()) != (
-            config.size + 2, config.size + 2, config.boxes,
-        ):  # fmt: skip
+        if (board.width, restored.boxes.bit_count()) != (config.size + 2, config.boxes):
             raise ValueError(
                 f"the snapshot's board has size {board.width - 2} and {restored.boxes.bit_count()} boxes; "
                 f"this environment's config has size {config.size} and {config.boxes} boxes"
