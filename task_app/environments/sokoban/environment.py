@@ -74,6 +74,7 @@ class SokobanEnvironment(OneCallEnvironment):
 
     name = "sokoban"
     outcome_definition = "solved: 1 when every box stands on a goal"
+    _called = "the tool"  # as replays of recorded episodes expect it
 
     def __init__(self, config: SokobanConfig | None = None) -> None:
         self.config = config or SokobanConfig()
