@@ -129,12 +129,7 @@ def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
 
 
 class ByteCache(LRUCache[str, bytes]):
-    """A least-recently-used cache of byte strings; `get` counts as use.
-
-    Args:
-        at_most: number of strings.
-        at_most_bytes: size of all together; a larger string is not stored.
-    """
+    """A least-recently-used cache of at most so many byte strings and bytes; `get` counts as use."""
 
     def __init__(self, *, at_most: int, at_most_bytes: int) -> None:
         super().__init__(at_most_bytes, getsizeof=len)

@@ -32,6 +32,7 @@ class OneCallEnvironment:
 
     name: str
     outcome_definition: str
+    _called = ""  # how a refusal names the tools, by default by their names
 
     def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
         self._toolbox = Toolbox(map(function_tool, tools))
@@ -48,7 +49,7 @@ class OneCallEnvironment:
         before, self._ran = self._state_before(), []
         if self.over() or self._is_cut():
             raise EpisodeOver()
-        names = " or ".join(tool.function.name for tool in self.tools())
+        names = self._called or " or ".join(tool.function.name for tool in self.tools())
         reason = invalid_reason or (None if len(calls) == 1 else f"call {names} once")
         answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
         if answer.refused is not None:

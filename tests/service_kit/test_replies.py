@@ -108,7 +108,7 @@ async def ask_peer(at: Listener) -> None:
     http = Http("peer", Reach(hosts=("127.0.0.1",), deadline_s=30, max_bytes=1 << 20))
     http.client.headers["authorization"] = KEY
     try:
-        await asyncio.to_thread(http.json, "POST", at.url, body={})
+        await asyncio.to_thread(http.send, "POST", at.url, body={})
     finally:
         http.close()
 

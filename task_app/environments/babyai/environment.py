@@ -60,6 +60,7 @@ class BabyAIEnvironment(OneCallEnvironment):
     name = "babyai"
     quick_step = True
     outcome_definition = "success: 1 when the mission is accomplished"
+    _called = "the tool"  # as replays of recorded episodes expect it
 
     def __init__(self, config: BabyAIConfig | None = None) -> None:
         self.config = config or BabyAIConfig()

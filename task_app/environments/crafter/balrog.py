@@ -149,22 +149,18 @@ class BalrogEnvironment(CrafterEnvironment):
         return replace(observation, data=self._data)
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        return f"{_status_text(data)}\n{situation_text(data)}"
+        """Vitals and inventory, which only the present observation shows, and the situation."""
+        inventory = data["inventory"]
+        vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in VITALS)
+        items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in VITALS]
+        held = "\n".join(("Your inventory:", *items)) if items else "You have nothing in your inventory."
+        return f"Your status:\n{vitals}\n\n{held}\n{situation_text(data)}"
 
 
 class _Head(Body):
     """The first line of a snapshot, before that of the game."""
 
     history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
-
-
-def _status_text(data: Mapping[str, Any]) -> str:
-    """Vitals and inventory, which only the present observation shows."""
-    inventory = data["inventory"]
-    vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in VITALS)
-    items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in VITALS]
-    held = "\n".join(("Your inventory:", *items)) if items else "You have nothing in your inventory."
-    return f"Your status:\n{vitals}\n\n{held}"
 
 
 def situation_text(data: Mapping[str, Any]) -> str:

@@ -67,13 +67,9 @@ class Geometry:
 
 
 def noise_layers(seed: int) -> dict[str, Floats]:
-    """The noise of every layer at every cell.
+    """[N] noise at every cell by layer name, in about -0.9 .. 0.9, before weights and normalisation.
 
-    Args:
-        seed: stock's seed for OpenSimplex, 0 .. 2**31 - 2.
-
-    Returns:
-        [N] values in about -0.9 .. 0.9 by layer name, before weights and normalisation.
+    The seed is stock's for OpenSimplex, 0 .. 2**31 - 2.
     """
     with _ONE_AT_A_TIME:
         shape = geometry()

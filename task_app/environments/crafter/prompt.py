@@ -12,7 +12,6 @@ from shared_schemas.base import suggest_to_policy
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
-from task_app.errors import clipped
 from task_app.protocols import PastDecision, ToolRequest
 
 MAX_PAST = 3
@@ -168,7 +167,7 @@ def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) ->
     if call.name != TOOL_NAME:
         raise _unknown("tool", call.name, [TOOL_NAME])
     if call.arguments is None:
-        raise InvalidCall(f"the arguments of {TOOL_NAME} are no JSON object: {clipped(call.raw_arguments)!r}")
+        raise InvalidCall(f"the arguments of {TOOL_NAME} are no JSON object: {_clip(call.raw_arguments)!r}")
     extra = sorted(str(key) for key in call.arguments if key != "actions")
     if extra:
         raise _unknown("argument", extra[0], ["actions"])
@@ -179,11 +178,15 @@ def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) ->
         raise InvalidCall(f"'actions' holds {len(actions)} names; allowed are 1 to {max_actions}")
     for action in actions:
         if not isinstance(action, str):
-            raise InvalidCall(f"'actions' must hold names, not {clipped(repr(action))}")
+            raise InvalidCall(f"'actions' must hold names, not {_clip(repr(action))}")
         if action not in known:
             raise _unknown("action", action, known)
     return list(actions)
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> InvalidCall:
-    return InvalidCall(f"unknown {what} {clipped(name)!r}{suggest_to_policy(name[:CLIP], known)}")
+    return InvalidCall(f"unknown {what} {_clip(name)!r}{suggest_to_policy(name[:CLIP], known)}")
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."

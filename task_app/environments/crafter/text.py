@@ -20,7 +20,6 @@ TODO = (
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
 )  # fmt: skip
 NEAR = ("table", "furnace")
-LIGHT_WORDS = ("asleep", "dark", "day")
 NEWS_WORDS = ("hurt", "no-effect", "invalid")
 MAX_WORDS = 60
 VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}

@@ -6,7 +6,8 @@ Names: N = 4096 cells, x before y.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +41,9 @@ class Terrain:
 
 
 def generate_world(seed: int, player: Player) -> World:
-    """The world that stock generates after `world.reset(seed)`, with the player at its centre.
+    """The world that stock generates after `world.reset(seed)`; its first thing is the player at its centre.
 
-    Args:
-        seed: of the world's generator; stock derives it from the environment's seed and the episode number.
-        player: stands at the centre; becomes the world's first thing.
+    Stock derives this seed from that of the environment and the episode number.
     """
     bits = seeded_bits(seed)
     random = np.random.RandomState(bits)
@@ -100,39 +99,32 @@ def _terrain(seed: int) -> Terrain:
     return Terrain(material_N, chances_N.astype(np.uint8), tunnel_N)
 
 
-class _Draws:
-    """Doubles of `random` drawn in a block; `settle` returns the unused ones."""
-
-    def __init__(self, random: np.random.RandomState, most: int) -> None:
-        self._random, self._most = random, most
-        self._before = random.get_state()
-        self._rest: Iterator[float] = iter(random.random_sample(most).tolist())
-        self.next = self._rest.__next__
-
-    def settle(self) -> None:
-        unused = sum(1 for _ in self._rest)
-        self._random.set_state(self._before)
-        self._random.random_sample(self._most - unused)
+@contextmanager
+def _draws(random: np.random.RandomState, most: int) -> Iterator[Callable[[], float]]:
+    """Doubles of `random`, drawn in a block; the unused ones are returned to it at the end."""
+    before = random.get_state()
+    rest: Iterator[float] = iter(random.random_sample(most).tolist())
+    yield rest.__next__
+    random.set_state(before)
+    random.random_sample(most - sum(1 for _ in rest))
 
 
 def _draw_materials(random: np.random.RandomState, terrain: Terrain) -> None:
     """Write ores and trees into the terrain."""
     cells_N = np.flatnonzero(terrain.chances_N)
     chances = terrain.chances_N[cells_N]
-    draws = _Draws(random, int(BIT_COUNT[chances].sum()))
-    draw = draws.next
     material_N = terrain.material_N
-    for cell, chance in zip(cells_N.tolist(), chances.tolist(), strict=True):
-        if chance == MAY_BE_TREE:
-            if draw() > 0.8:
-                material_N[cell] = TREE
-        elif chance & MAY_BE_COAL and draw() > 0.85:
-            material_N[cell] = COAL
-        elif chance & MAY_BE_IRON and draw() > 0.75:
-            material_N[cell] = IRON
-        elif chance & MAY_BE_DIAMOND and draw() > 0.994:
-            material_N[cell] = DIAMOND
-    draws.settle()
+    with _draws(random, int(BIT_COUNT[chances].sum())) as draw:
+        for cell, chance in zip(cells_N.tolist(), chances.tolist(), strict=True):
+            if chance == MAY_BE_TREE:
+                if draw() > 0.8:
+                    material_N[cell] = TREE
+            elif chance & MAY_BE_COAL and draw() > 0.85:
+                material_N[cell] = COAL
+            elif chance & MAY_BE_IRON and draw() > 0.75:
+                material_N[cell] = IRON
+            elif chance & MAY_BE_DIAMOND and draw() > 0.994:
+                material_N[cell] = DIAMOND
 
 
 def _draw_creatures(random: np.random.RandomState, terrain: Terrain) -> list[Thing]:
@@ -145,15 +137,13 @@ def _draw_creatures(random: np.random.RandomState, terrain: Terrain) -> list[Thi
     chances_N *= walkable_N
     cells_N = np.flatnonzero(chances_N)
     chances = chances_N[cells_N]
-    draws = _Draws(random, int(BIT_COUNT[chances].sum()))
-    draw = draws.next
     things: list[Thing] = []
-    for cell, chance in zip(cells_N.tolist(), chances.tolist(), strict=True):
-        if chance & MAY_HOLD_COW and draw() > 0.985:
-            things.append(Cow(*divmod(cell, AREA)))
-        elif chance & MAY_HOLD_ZOMBIE and draw() > 0.993:
-            things.append(Zombie(*divmod(cell, AREA)))
-        elif chance & MAY_HOLD_SKELETON and draw() > 0.95:
-            things.append(Skeleton(*divmod(cell, AREA)))
-    draws.settle()
+    with _draws(random, int(BIT_COUNT[chances].sum())) as draw:
+        for cell, chance in zip(cells_N.tolist(), chances.tolist(), strict=True):
+            if chance & MAY_HOLD_COW and draw() > 0.985:
+                things.append(Cow(*divmod(cell, AREA)))
+            elif chance & MAY_HOLD_ZOMBIE and draw() > 0.993:
+                things.append(Zombie(*divmod(cell, AREA)))
+            elif chance & MAY_HOLD_SKELETON and draw() > 0.95:
+                things.append(Skeleton(*divmod(cell, AREA)))
     return things

@@ -44,6 +44,8 @@ class ForeignEnvironment:
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
+    # Whether one bad call refuses the whole decision, since a later one may rest on it.
+    _refuses_whole = True
 
     def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM, is_secret: bool = False) -> None:
         self.name = name
@@ -80,9 +82,15 @@ class ForeignEnvironment:
         with self._lock, self._left_at_a_failure():
             tools = self._require_running()
             faults = [tools.fault(call) for call in calls]
-            reason = invalid_reason or (None if calls else NO_CALL) or self._whole_fault(faults)
-            if reason is not None:
-                return self._noop(reason, len(calls))
+            reason = invalid_reason or (None if calls else NO_CALL)
+            if self._refuses_whole:
+                reason = reason or next(filter(None, faults), None)
+            if reason is not None:  # the foreign side hears nothing of the decision
+                text = f"error: {reason}"
+                return DecisionOutcome(
+                    self._again(0.0), (0.0,), executed_actions=(NOOP,), invalid_reason=reason,
+                    result=text, results=(text,) * len(calls),
+                )  # fmt: skip
             return self._outcome(calls, self._play(calls, faults))
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
@@ -138,10 +146,6 @@ class ForeignEnvironment:
             raise EpisodeOver()
         return self._tools
 
-    def _whole_fault(self, faults: Sequence[str | None]) -> str | None:
-        """Why the whole decision is refused: one bad call, since a later one may rest on it."""
-        return next(filter(None, faults), None)
-
     def _play(self, calls: Sequence[ToolRequest], faults: Sequence[str | None]) -> list[Shown]:
         """What came of each call, up to the one that ended the episode."""
         good = [
@@ -181,14 +185,6 @@ class ForeignEnvironment:
             result="\n".join(results),
             results=(*results, *[NOT_RUN] * (len(calls) - len(shown))),
         )
-
-    def _noop(self, reason: str, calls: int) -> DecisionOutcome:
-        """Refuse the whole decision, of which the foreign side hears nothing."""
-        text = f"error: {reason}"
-        return DecisionOutcome(
-            self._again(0.0), (0.0,), executed_actions=(NOOP,), invalid_reason=reason,
-            result=text, results=(text,) * calls,
-        )  # fmt: skip
 
     def _reward(self, shown: Shown) -> float:
         reward = 0.0 if shown.refused else float(shown.reward)
@@ -233,7 +229,9 @@ class ForeignEnvironment:
 
 
 class ForeignConversation(ForeignEnvironment):
-    """A foreign environment whose prompt is the whole conversation."""
+    """A foreign environment whose prompt is the whole conversation, in which each call has its own answer."""
+
+    _refuses_whole = False
 
     def __init__(self, name: str, peer: Peer, **options: Any) -> None:
         super().__init__(name, peer, **options)
@@ -259,10 +257,6 @@ class ForeignConversation(ForeignEnvironment):
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         opening = Message(role="user", content=observation.data["opening"])
         return (*self._system(observation.data["system"]), opening, *past_messages(past))
-
-    def _whole_fault(self, faults: Sequence[str | None]) -> str | None:
-        """None: each call of a conversation is carried out or refused on its own."""
-        return None
 
     def _data(self, shown: Shown) -> Mapping[str, Any]:
         self._own_system = self._own_system or shown.system

@@ -80,7 +80,7 @@ class GymnasiumPeer:
         self._render_mode = render_mode
         self._wrapper = wrapper
         self._limit = config.max_episode_steps or spec.max_episode_steps
-        self._names: tuple[str, ...] = config.action_names
+        self._names = config.action_names
         self._env: gymnasium.Env[Any, Any] | None = None
         self.elapsed = 0
 

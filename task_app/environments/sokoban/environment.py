@@ -74,6 +74,7 @@ class SokobanEnvironment(OneCallEnvironment):
 
     name = "sokoban"
     outcome_definition = "solved: 1 when every box stands on a goal"
+    _called = "the tool"  # as replays of recorded episodes expect it
 
     def __init__(self, config: SokobanConfig | None = None) -> None:
         self.config = config or SokobanConfig()
@@ -141,9 +142,7 @@ class SokobanEnvironment(OneCallEnvironment):
     def restore(self, state: bytes) -> Observation:
         moment, config = state_in(SokobanMoment, state), self.config
         board, restored = read_xsb(moment.rows)
-        if (board.width, len(moment.rows), restored.boxes.bit_count()) != (
-            config.size + 2, config.size + 2, config.boxes,
-        ):  # fmt: skip
+        if (board.width, restored.boxes.bit_count()) != (config.size + 2, config.boxes):
             raise ValueError(
                 f"the snapshot's board has size {board.width - 2} and {restored.boxes.bit_count()} boxes; "
                 f"this environment's config has size {config.size} and {config.boxes} boxes"

@@ -7,7 +7,6 @@ as the game sets it. A move against the rules is refused with the game's reason,
 
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 try:
@@ -61,14 +60,13 @@ class World:
         return [{"text": "\n".join(filter(None, (news, reason))), **end}]
 
     def _news(self) -> str:
-        return "\n".join(self._told())
-
-    def _told(self) -> Iterator[str]:
+        told = []
         for sender, text, kind in self._state.get_current_player_observation():
             # Some games of 0.7 give the kind in the place of the sender.
             if ta.ObservationType.PLAYER_ACTION not in (kind, sender):
                 name = self._state.role_mapping.get(sender, "GAME")
-                yield text if name == "GAME" else f"[{name}] {text}"
+                told.append(text if name == "GAME" else f"[{name}] {text}")
+        return "\n".join(told)
 
     def _refuse(self, why: str) -> None:
         plain = " ".join(line.strip() for line in why.splitlines() if line.strip("* "))

@@ -7,7 +7,6 @@ from task_app.environments.crafter.landmarks import KINDS, THINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, MATERIALS, RULES
 from task_app.environments.crafter.text import (
     LEG_LETTERS,
-    LIGHT_WORDS,
     MATERIAL_ITEMS,
     NEAR,
     NEWS_WORDS,
@@ -23,7 +22,7 @@ _LONGEST_LEG = {"left": COLUMNS - 1, "right": COLUMNS - 1, "up": ROWS - 1, "down
 def compact_vocabulary() -> tuple[str, ...]:
     """All words of the compact text, sorted, each once; `more` tells that a walk goes on."""
     seen = sorted({*MATERIALS, *THINGS, VOID})
-    words = {*KINDS, *LIGHT_WORDS, *NEWS_WORDS, *TOOLS, "lava", "more"}
+    words = {*KINDS, "asleep", "dark", "day", *NEWS_WORDS, *TOOLS, "lava", "more"}
     words |= {
         f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
     }
