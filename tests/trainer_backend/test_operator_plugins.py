@@ -32,7 +32,7 @@ from trainer_backend.pages.compare import read_sides
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.stored import Frames
 from trainer_backend.plugins import aggregation, estimator, policy_loss
-from trainer_backend.terminal.check_command import own_choices
+from trainer_backend.terminal.check_command import own_choices, whole_job
 
 pytestmark = pytest.mark.usefixtures("own_boards")
 PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
@@ -87,11 +87,20 @@ def test_a_key_of_the_plug_s_own_stands_in_a_table_of_its_name(tmp_path):
     assert "[algorithm.median_return]" in "\n".join(line.toml for line in own_choices(job))
     assert parse_job(tomli.loads(dump_job(job)), where="job.toml").config == job
     for own, words in (
-        ("shar=0.0", "algorithm.median_return.shar is not a key"),
+        ("shar=0.0", "algorithm.median_return.shar is not a key. Did you mean 'share'"),
         ("share='a'", "algorithm.median_return.share is 'a'"),
-        ("gamma=0.5", "algorithm.median_return.gamma is not a key. Did you mean "),
+        ("gamma=0.5", "algorithm.median_return.gamma is not a key. Did you mean algorithm.gamma or "),
     ):
         assert words in refusal(tmp_path, OF_THE_PAGE, *CHOSEN, f"algorithm.median_return.{own}")
+    assert "algorithm.share is not a key. Did you mean algorithm.median_return.share" in refusal(
+        tmp_path, OF_THE_PAGE, "algorithm.share=0.5"
+    )
+    assert "share = 1.0" in [
+        line.toml.strip() for line in whole_job(job_with(tmp_path, OF_THE_PAGE, *CHOSEN))
+    ]
+    load_plugins([])
+    looked_at = parse_job(tomli.loads(dump_job(job)), where="job.toml", runs_plugins=False).config
+    assert looked_at.algorithm.own("median_return") == {"share": 0.0}
     told = refusal(tmp_path, OF_THE_PAGE, "algorithm.median_return.share=0.5")
     assert "[algorithm.median_return] is not read by algorithm.advantage = 'stepwise'" in told
     told = refusal(tmp_path, OF_THE_PAGE.replace("share: float = 1.0", "share: float"), *CHOSEN)

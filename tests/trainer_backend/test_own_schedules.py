@@ -147,7 +147,7 @@ def test_an_argument_that_the_table_lacks_stands_in_a_table_of_the_schedule_s_na
     job = {**JOB, "rollout_allocation_schedule": {"type": "mine"}}
     (tmp_path / "mine.py").write_text(code.format("'fixed' if step > self.last else 'actor'"))
     job["job"] = {"trainer_plugins": [str(tmp_path / "mine.py")]}
-    with pytest.raises(JobError, match=r"rollout_allocation_schedule\.mine\.last is required by"):
+    with pytest.raises(JobError, match=r"rollout_allocation_schedule\.mine\.last is required"):
         parse_job(job, where="job.toml")
     job["rollout_allocation_schedule"]["mine"] = {"last": 2}
     assert samplers(parse_job(job, where="job.toml"), range(1, 5)) == ["actor", "actor", "fixed", "fixed"]

@@ -23,10 +23,11 @@ from trainer_backend.job.layers import (
     text_that_names_its_job,
     without,
 )
-from trainer_backend.job.plug_table import own_findings
+from trainer_backend.job.plug_table import own_findings, own_table, own_tables
 from trainer_backend.job.rule import Finding
 from trainer_backend.job.rules import check_rules, not_read_rules
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_BY, refuse_unknown
 
@@ -90,11 +91,12 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         load_packages()
         tables = _with_plugins(tables, places)
     tables = _with_values_of_papers(_gather_reward_switches(tables, places), places)
+    tables = _with_own_tables(tables)
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
     try:
-        config = JobConfig.model_validate(tables)
+        config = JobConfig.model_validate(tables, context={"looks_only": not runs_plugins})
     except ValidationError as error:
         findings = [*_findings(error, tables)]
         lines = (
@@ -325,6 +327,21 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
     return result
 
 
+def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in `[TABLE.NAME]` of each chosen name with own keys, so that the resolved job shows them."""
+    result = dict(tables)
+    for board, home in READ_BY.items():
+        table, _, key = board.partition(".")
+        choice = result.get(table, {})
+        model, field = table_model(JobConfig.model_fields[home]), JobConfig.model_fields[table]
+        usual = table_model(field).model_fields[key].default
+        name = choice.get(key, usual) if isinstance(choice, dict) else None
+        there = result.get(home, {} if JobConfig.model_fields[home].default is not None else None)
+        if isinstance(name, str) and isinstance(there, dict) and own_table(model, name) is not None:
+            result[home] = {name: {}, **there}
+    return result
+
+
 def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table; empty if it is absent."""
     table = tables.get(name, {})
@@ -388,7 +405,14 @@ def _other_names(path: Sequence[str]) -> list[str]:
 def _homes_of(name: str) -> list[str]:
     """Return the keys of that name in any table, and the table of that name."""
     tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
-    homes = [f"{table}.{name}" for table, model in tables.items() if model and name in model.model_fields]
+    models = {table: model for table, model in tables.items() if model}
+    homes = [f"{table}.{name}" for table, model in models.items() if name in model.model_fields]
+    homes += [
+        f"{table}.{plug}.{name}"
+        for table, model in models.items()
+        for plug, _, own in own_tables(model)
+        if name in own
+    ]
     return [f"[{name}]"] * (name in tables) + homes
 
 
@@ -399,6 +423,7 @@ def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) ->
         return f"{dotted} is not a key, and needs none: {why}; leave it out"
     if not others:
         others, close = _homes_of(path[-1]), closest(path[-1], keys)
+        others.sort(key=lambda home: home.partition(".")[0] != path[0])
         if close and (len(path) > 1 or not others):  # a key outside of all tables is none of their names
             others = [repr(close), *others]
     known = f"nown: {', '.join(sorted(keys))}" if keys else ""
@@ -424,10 +449,12 @@ def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> s
     kind, value = finding["type"], finding["input"]
     if kind == "extra_forbidden":
         table = _model_at(model, path[:-1])
-        keys = table.model_fields if table else {}
+        keys = [] if table is None else [*table.model_fields, *(plug for plug, _, _ in own_tables(table))]
         return _explain_unknown(path, dotted, keys)
     if kind == "missing":
         return f"{dotted} is required"
+    if kind == "model_type" and not isinstance(value, dict):
+        return f"{dotted} is {_shown(value)}, but it is a table; write [{dotted}]"
     if kind == "literal_error":
         allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return f"{dotted} is {_shown(value)}{did_you_mean(str(value), allowed)}"
@@ -458,7 +485,11 @@ def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
             continue
         field = model.model_fields.get(name)
         if field is None:
-            return None
+            own = own_table(model, name)
+            if own is None:
+                return None
+            model = own
+            continue
         options = (field.annotation, *get_args(field.annotation))
         models = [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
         if not models:

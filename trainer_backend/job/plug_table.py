@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
 
 from trainer_backend.core.keys import Table
 from trainer_backend.plugins import OPEN_BOARDS, READ_BY
@@ -19,21 +26,24 @@ class PlugTable(Table, extra="allow"):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+    def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Check the tables of plugs too, and tell all faults at once."""
         own, faults = {}, []
+        looks_only = bool(info.context and info.context.get("looks_only"))
         try:
             table = build(data)
         except ValidationError as error:
             faults += error.errors(include_url=False)
         for name in data.keys() - cls.model_fields.keys() if isinstance(data, dict) else ():
-            kinds = [OPEN_BOARDS[board][name].keys for board in cls.boards if name in OPEN_BOARDS[board]]
+            kind = own_table(cls, name)
+            if kind is None:
+                if not (looks_only and isinstance(data[name], dict)):  # of a plug-in that is not loaded
+                    faults.append({"type": "extra_forbidden", "loc": (name,), "msg": "", "input": data[name]})
+                continue
             try:
-                own[name] = _own_table(cls, kinds).model_validate(data[name]).model_dump()
+                own[name] = kind.model_validate(data[name]).model_dump()
             except ValidationError as error:
                 faults += [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
-            except LookupError:
-                faults.append({"type": "extra_forbidden", "loc": (name,), "msg": "", "input": data[name]})
         if faults:
             raise ValidationError.from_exception_data(cls.__name__, faults)  # type: ignore[arg-type]
         (table.model_extra or {}).update(own)
@@ -52,23 +62,15 @@ class PlugTable(Table, extra="allow"):
 
 
 def own_findings(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence for each table of a plug's own that nothing reads, or that lacks a key.
+    """Yield key and sentence for each table of a plug's own that nothing reads.
 
     Args:
         tables: of the job, by name.
     """
     chosen: dict[tuple[str, str], str] = {}
-    for board, plugs in OPEN_BOARDS.items():
+    for board in OPEN_BOARDS:
         table, _, key = board.partition(".")
-        name = getattr(tables[table], key, "")
-        home = READ_BY[board]
-        chosen[home, name] = board
-        host = tables[home]
-        if name in plugs and isinstance(host, PlugTable):
-            kind = plugs[name].keys
-            missing = [key for key in own_keys(kind, type(host)) if kind.model_fields[key].is_required()]
-            for key in set(missing) - host.own(name).keys():
-                yield f"{home}.{name}", f"{home}.{name}.{key} is required by {board} = {name!r}"
+        chosen[READ_BY[board], getattr(tables[table], key, "")] = board
     for home, host in tables.items():
         for name in host.model_extra or () if host is not None else ():
             if (home, name) not in chosen:
@@ -93,14 +95,10 @@ def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[
                 yield name, plug.keys, own
 
 
-def _own_table(table: type[Table], kinds: list[type[Table]]) -> type[Table]:
-    """The class of `[TABLE.NAME]`.
-
-    Raises:
-        LookupError: nothing of that name has keys of its own.
-    """
-    own = [(kind, key) for kind in kinds for key in own_keys(kind, table)]
-    if not own:
-        raise LookupError
+def own_table(table: type[BaseModel], name: str) -> type[Table] | None:
+    """The class of `[TABLE.NAME]`; None: nothing of that name has keys of its own."""
+    own = [(kind, key) for plug, kind, keys in own_tables(table) if plug == name for key in keys]
     fields = {key: (kind.model_fields[key].annotation, kind.model_fields[key]) for kind, key in own}
+    if not fields:
+        return None
     return create_model(own[0][0].__name__, __base__=Table, **fields)  # type: ignore[call-overload,no-any-return]

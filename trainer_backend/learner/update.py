@@ -147,10 +147,6 @@ class PolicyUpdate:
             error.steps_taken = len(parts)
             raise
         metrics = mean_metrics(parts)
-        spread, tokens = dict[str, float](), self._tokens_by_rank
-        if self._ranks.are_several:  # how evenly the pieces of the steps were dealt out
-            spread["learner/ranks"] = float(len(tokens))
-            spread["learner/tokens_imbalance"] = float(tokens.max() / tokens.mean())
         return {
             **metrics,
             **gaps,
@@ -158,9 +154,17 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **spread,
+            **self._spread_of_ranks(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
+
+    def _spread_of_ranks(self) -> dict[str, float]:
+        """How evenly the pieces of the steps were dealt out."""
+        if not self._ranks.are_several:
+            return {}
+        tokens = self._tokens_by_rank
+        imbalance = float(tokens.max() / tokens.mean())
+        return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(
         self,

@@ -20,6 +20,7 @@ from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
+from trainer_backend.job.plug_table import own_tables
 from trainer_backend.job.rules import biases
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
@@ -199,7 +200,16 @@ def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_a_table(name: str, table: Any, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    yield from ((f"{name}.{plug}", "none") for plug in table.model_extra or ())
+    for plug, kind, own in own_tables(model):
+        values = table.own(plug)
+        fields = {key: kind.model_fields[key].get_default(call_default_factory=True) for key in own}
+        changed = {key: default for key, default in fields.items() if values.get(key, default) != default}
+        yield from [(f"{name}.{plug}", "none")] if changed else ()
+        for key, default in changed.items():
+            yield (
+                f"{name}.{plug}.{key}",
+                "none" if default in (None, PydanticUndefined) else toml_value(default),
+            )
     for key, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True)
         if getattr(table, key) != default:
