@@ -68,42 +68,34 @@ MakePolicy = Callable[[int], AgentPolicy]
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent: what its next call begins with, and the ids of that.
-
-    Attributes:
-        keys: of the messages of its last call and of the answer.
-        token_ids: of the last prompt and answer, where the policy tells them.
-        size: of its messages in bytes.
-    """
+    """A conversation of the agent: what its next call begins with, and the ids of that."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
+    """Keys of the messages of its last call and of the answer."""
     token_ids: tuple[int, ...] = ()
+    """Ids of the last prompt and answer, if the policy returns them."""
     size: int = 0
+    """Bytes of its messages."""
     is_busy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What a capture is opened with.
-
-    Attributes:
-        env_name: names it in the trajectory.
-        models: that the agent may ask for; empty: any name is the policy.
-        state_keys: of every decision.
-        spans: of the calls.
-        max_bytes: of its trajectory, and its calls are refused where no more bytes can be held; None: it is a
-            rollout's, which was accepted.
-    """
+    """What a capture is opened with."""
 
     env_name: str
+    """Its name in the trajectory."""
     make_policy: MakePolicy
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     seed: int = 0
     models: tuple[str, ...] = ()
+    """Models that the agent may ask for; empty: any name is the policy."""
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
+    """Size limit of its trajectory; calls are also refused while no more bytes can be held. None: a rollout's,
+    which was accepted."""
 
 
 class Capture:
