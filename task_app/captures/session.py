@@ -94,8 +94,8 @@ class CaptureSpec:
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
-    """Size limit of its trajectory; calls are also refused while no more bytes can be held. None: a rollout's,
-    which was accepted."""
+    """Size limit of its trajectory; calls are also refused while no more bytes can be held. None: it belongs to
+    a rollout, which was accepted."""
 
 
 class Capture:
