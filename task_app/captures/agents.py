@@ -27,7 +27,6 @@ from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.session import OUTCOME
 from task_app.errors import InvalidRequest
-from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.reward_functions.process import environment_of
 
@@ -109,17 +108,11 @@ class AgentEnvironment:
         return 0.0
 
 
-def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
-    """The agent as an environment on the plug board."""
-    return EnvironmentPlugin(AgentConfig, lambda config: AgentEnvironment(PREFIX + name, agent, config))
-
-
 class AgentProcess:
     """A running agent, the leader of a process group of its own; `end` kills all of it."""
 
     def __init__(self, process: Process, output: Output) -> None:
-        self._process = process
-        self._output = output
+        self._process, self._output = process, output
 
     @classmethod
     async def start(

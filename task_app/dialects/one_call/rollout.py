@@ -106,10 +106,14 @@ async def _cast(services: Services, body: LegacyRollout, plan: LegacyPlan) -> As
                 services, session, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = session.spec.config.get("inference_url")
+        # The request's switches, or else the living environment's; both must agree.
+        switches = dict(env_session.switches) if env_session is not None else {}
+        stepwise = plan.stepwise or agree_on_stepwise(switches)
+        agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
         yield Cast(
             environment=environment,
             policy=policy,
-            stepwise=_switches(plan, env_session),
+            stepwise=stepwise,
             env_session=env_session,
             seed=plan.seed if env_session is None else env_session.seed,
             inference_url=url if isinstance(url, str) else None,
@@ -121,15 +125,6 @@ async def _hold(session: EnvironmentSession | PolicySession, locks: AsyncExitSta
         # No wait here, because a rollout may hold it for hours.
         raise SessionBusy("another request is using it now", where=where)
     await locks.enter_async_context(session.lock)
-
-
-def _switches(plan: LegacyPlan, env_session: EnvironmentSession | None) -> Stepwise:
-    """The request's switches, or else the living environment's; both must agree."""
-    switches = dict(env_session.switches) if env_session is not None else {}
-    if plan.stepwise is None:
-        return agree_on_stepwise(switches)
-    agree_on_step_rewards(switches | {"step_rewards of this rollout": plan.stepwise})
-    return plan.stepwise
 
 
 async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Result:
@@ -148,7 +143,14 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
         result.aborted = episode.is_cancelled
         rest -= len(episode.steps)
         if episode.is_cancelled and services.runner.is_cut_short(body.run_id):
-            _report_stop(body, result)
+            # Ask for a retry of a rollout that was cut short, unless a retry would do something twice.
+            count = sum(len(episode.steps) for episode in result.episodes)
+            if not count or (body.env.env_id is None and body.policy.policy_id is None):
+                raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
+            decisions = "1 decision" if count == 1 else f"{count} decisions"
+            result.warnings.append(
+                f"the task app stopped after {decisions}; living sessions go on from there"
+            )
         if episode.stop_reason is not StopReason.ENVIRONMENT_DONE or body.on_done == "terminate":
             break
         if cast.env_session is not None:
@@ -157,15 +159,6 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
             result.warnings.append(f"on_done is reset: the environment was started anew{remainder}")
             break
     return result
-
-
-def _report_stop(body: LegacyRollout, result: Result) -> None:
-    """Ask for a retry of a rollout that was cut short, unless a retry would do something twice."""
-    count = sum(len(episode.steps) for episode in result.episodes)
-    if not count or (body.env.env_id is None and body.policy.policy_id is None):
-        raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
-    decisions = "1 decision" if count == 1 else f"{count} decisions"
-    result.warnings.append(f"the task app stopped after {decisions}; living sessions go on from there")
 
 
 async def _episode(
