@@ -8,13 +8,12 @@ package has entry points for the same.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from service_kit.errors import SettingsError
 from service_kit.plugin_file import module_of, package_plugs
-from task_app.captures.agents import PREFIX, Agent, AgentConfig, AgentEnvironment
+from task_app.captures.agents import PREFIX, Agent, agent_plugin
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
@@ -70,8 +69,7 @@ def _with(
     if board == "REWARD_FUNCTIONS":
         own = {name: RewardPlugin(plug.mode, source) for name, plug in entries.items()}
     elif board == "AGENTS":
-        names = {PREFIX + name: agent for name, agent in entries.items()}
-        own = {n: EnvironmentPlugin(AgentConfig, partial(AgentEnvironment, n, a)) for n, a in names.items()}
+        own = {PREFIX + name: agent_plugin(name, agent) for name, agent in entries.items()}
     homes = {**boards.homes, **{(field, name): f"of {place}" for name in own}}
     changes: dict[str, Any] = {field: {**known, **own}, "homes": homes}
     return replace(boards, **changes)

@@ -27,6 +27,7 @@ from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.session import OUTCOME
 from task_app.errors import InvalidRequest
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.reward_functions.process import environment_of
 
@@ -106,6 +107,11 @@ class AgentEnvironment:
 
     def outcome_reward(self) -> float:
         return 0.0
+
+
+def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
+    """The agent as an environment on the plug board."""
+    return EnvironmentPlugin(AgentConfig, lambda config: AgentEnvironment(PREFIX + name, agent, config))
 
 
 class AgentProcess:
