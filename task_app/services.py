@@ -108,11 +108,7 @@ class Services:
             on_remove=self._end,
         )
         self.policies = Sessions(
-            "policy",
-            capacity=capacity,
-            idle_s=idle_s,
-            on_new=self.store.add,
-            on_remove=self.store.remove,
+            "policy", capacity=capacity, idle_s=idle_s, on_new=self.store.add, on_remove=self.store.remove
         )
         self.interaction_sessions = Sessions(
             "interaction",

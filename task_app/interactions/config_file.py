@@ -205,10 +205,7 @@ _STAND_IN_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k.Gsm8kInteraction},
     "verl.utils": {},
     "verl.utils.reward_score": {},
-    "verl.utils.reward_score.gsm8k": {
-        "compute_score": compute_score,
-        "extract_solution": extract_solution,
-    },
+    "verl.utils.reward_score.gsm8k": {"compute_score": compute_score, "extract_solution": extract_solution},
 }
 
 

@@ -266,10 +266,7 @@ class RolloutRunner:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
-            with (
-                self._spans.episode(record) as notes,
-                boundary(f"rollout {record.rollout_id}"),
-            ):
+            with self._spans.episode(record) as notes, boundary(f"rollout {record.rollout_id}"):
                 _, messages, ground_truth = await worker.run_episode()
                 trajectory, judge = worker.trajectory(), record.reward_function
                 if judge is not None:

@@ -56,8 +56,7 @@ class PolicyQuestion(ForeignBody):
     )
     dry_run: bool = Field(default=False, description="build the prompt without asking the policy")
     inference_key: InferenceKey | None = Field(
-        default=None,
-        description="replaces the key; needed again after a restart, since no key is on disk",
+        default=None, description="replaces the key; needed again after a restart, since no key is on disk"
     )
 
 

@@ -211,10 +211,7 @@ def _about(services: Services, environment: Environment, tools: Sequence[ToolSpe
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
         "environments": [environment.name],
-        "action_space": {
-            "type": "tool_calls",
-            "tools": [tool.model_dump(mode="json") for tool in tools],
-        },
+        "action_space": {"type": "tool_calls", "tools": [tool.model_dump(mode="json") for tool in tools]},
         "dataset": {"seed_range": SEED_RANGE},
         "rubric": {},  # the contract wants an object; there is no judge here
         "inference": {

@@ -30,14 +30,7 @@ from task_app.protocols import (
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
-from task_app.snapshots.starts import (
-    EpisodeStart,
-    StartView,
-    refusal_of,
-    reseed,
-    restore,
-    restore_in_thread,
-)
+from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, reseed, restore, restore_in_thread
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
