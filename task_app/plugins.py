@@ -107,9 +107,7 @@ class PolicyContext:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """How to build an environment, cheaply: `reset` makes the world. The first of `state_keys` is the
-    default.
-    """
+    """How to build an environment, cheaply: `reset` makes the world. The first state key is the default."""
 
     config: type[C]
     build: Callable[[C], Environment]
@@ -136,10 +134,6 @@ class RewardPlugin:
     """A file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package."""
 
 
-def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
-    return OpenAIAgentPolicy(config, **_access(context))
-
-
 def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
     boards = context.boards or default_plug_boards()
     name = boards.policy_name(config.teacher, where="teacher: ")
@@ -151,7 +145,7 @@ def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
 
 
 def _access(context: PolicyContext) -> ModelAccess:
-    """What a policy needs to ask a server, beside its config."""
+    """What a policy needs to ask a server, apart from its config."""
     return {
         "session": context.session,
         "allowed_hosts": context.settings.inference_hosts,
@@ -181,7 +175,9 @@ ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
 }
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
-    "openai": PolicyPlugin(OpenAIConfig, _openai, _operators_server),
+    "openai": PolicyPlugin(
+        OpenAIConfig, lambda config, context: OpenAIAgentPolicy(config, **_access(context)), _operators_server
+    ),
     "labelled": PolicyPlugin(LabelledConfig, _labelled, _operators_server),
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
     "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),

@@ -38,7 +38,7 @@ FROM_SNAPSHOT = "the snapshot"
 
 
 class EnvironmentFacts(Body):
-    """An environment session beside its environment's state; `step_rewards` if a request named any."""
+    """An environment session without its environment's state; `step_rewards` if a request named any."""
 
     env: EnvSpec
     seed: Seed
