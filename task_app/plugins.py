@@ -91,12 +91,7 @@ C = TypeVar("C", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """The parts of the service that a policy may use beside its config.
-
-    Attributes:
-        boards: those that it was named on, for a policy that asks another one.
-        seed: for a config that takes one; a job gives it to every policy without a model.
-    """
+    """The parts of the service that a policy may use, apart from its config."""
 
     settings: Settings
     session: aiohttp.ClientSession
@@ -105,22 +100,20 @@ class PolicyContext:
     on_retry: Callable[[], None] = lambda: None
     threads: Threads | None = None
     boards: "PlugBoards | None" = None
+    """The boards that name it, for a policy that asks another one."""
     seed: int | None = None
+    """For a config that takes one; a job gives it to every policy without a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """How to build an environment, cheaply: `reset` makes the world. The first of `state_keys` is the
-    default.
-
-    Attributes:
-        needs: a package that need not be installed; without it, nothing can be played.
-    """
+    """How to build an environment, cheaply: `reset` makes the world. The first state key is the default."""
 
     config: type[C]
     build: Callable[[C], Environment]
     state_keys: Mapping[str, StateKey] = field(default_factory=dict)
     needs: str | None = None
+    """An optional package, without which nothing can be played."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +127,11 @@ class PolicyPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class RewardPlugin:
-    """A reward function by its mode, and by where its processes find it.
-
-    Attributes:
-        source: a file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package.
-    """
+    """A reward function by its mode, and by where its processes find it."""
 
     mode: RewardMode
     source: str
-
-
-def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
-    return OpenAIAgentPolicy(config, **_access(context))
+    """A file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package."""
 
 
 def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
@@ -159,7 +145,7 @@ def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
 
 
 def _access(context: PolicyContext) -> ModelAccess:
-    """What a policy needs to ask a server, beside its config."""
+    """What a policy needs to ask a server, apart from its config."""
     return {
         "session": context.session,
         "allowed_hosts": context.settings.inference_hosts,
@@ -189,7 +175,9 @@ ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
 }
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
-    "openai": PolicyPlugin(OpenAIConfig, _openai, _operators_server),
+    "openai": PolicyPlugin(
+        OpenAIConfig, lambda config, context: OpenAIAgentPolicy(config, **_access(context)), _operators_server
+    ),
     "labelled": PolicyPlugin(LabelledConfig, _labelled, _operators_server),
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
     "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),
@@ -213,11 +201,7 @@ POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 @dataclass(frozen=True, slots=True)
 class PlugBoards:
-    """The plug-ins of a service; tests bring their own.
-
-    Attributes:
-        homes: the file or the package of each that is not built in, by board and name, for errors.
-    """
+    """The plug-ins of a service; tests bring their own."""
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
@@ -225,6 +209,7 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
     reach: Reach = LOCAL
     homes: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """The file or the package of each that is not built in, by board and name, for errors."""
 
     @property
     def playable(self) -> dict[str, EnvironmentPlugin[Any]]:

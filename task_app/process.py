@@ -1,5 +1,6 @@
 """The process of a task app: it reads settings and plug-ins, listens, and serves until it is stopped."""
 
+import asyncio
 import gc
 import os
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def run(settings: Settings) -> int:
     """
     configure_logs(settings.log_level, form=settings.log_format)
     if settings.replicas is not None:
-        return run_replicas(settings)
+        return asyncio.run(run_replicas(settings))
     boards = with_plugins(with_packages(default_plug_boards()), settings.plugins)
     interactions = package_interactions(settings)
     if settings.interaction_config_path is not None:

@@ -48,30 +48,26 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What the tool calls of one decision did; scalars and arrays of numpy become plain values.
-
-    Attributes:
-        observation: after the last env step of the decision.
-        env_rewards: [S] reward of each env step that ran.
-        terminated: the environment's own end (death, answer given); never a limit.
-        truncated: a limit inside the environment was reached.
-        executed_actions: names of the env steps that ran, in order.
-        invalid_reason: why the call was refused, in words for the model; None if it was valid. A refused call
-            still runs one no-op env step (DESIGN.md 4.4).
-        result: text for the next prompt.
-        results: for a ConversationalEnvironment, one text for each call in order; for a refused call it
-            begins
-            with "error: ". Empty if `step` got no calls.
-    """
+    """What the tool calls of one decision did; scalars and arrays of numpy become plain values."""
 
     observation: Observation
+    """After the last env step of the decision."""
     env_rewards: tuple[float, ...]
+    """[S] reward of each env step that ran."""
     terminated: bool = False
+    """The environment's own end (death, answer given); never a limit."""
     truncated: bool = False
+    """A limit inside the environment was reached."""
     executed_actions: tuple[str, ...] = ()
+    """Names of the env steps that ran, in order."""
     invalid_reason: str | None = None
+    """Why the call was refused, in words for the model; None if it was valid. A refused call still runs one
+    no-op env step (DESIGN.md 4.4)."""
     result: str = ""
+    """Text for the next prompt."""
     results: tuple[str, ...] = ()
+    """For a ConversationalEnvironment, one text for each call in order; for a refused call it begins with
+    "error: ". Empty if `step` got no calls."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation):

@@ -117,17 +117,18 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-def run_replicas(settings: Settings) -> int:
+async def run_replicas(settings: Settings) -> int:
     """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end."""
-    return asyncio.run(_run(settings))
-
-
-async def _run(settings: Settings) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+
+    def stop_from_thread() -> None:
+        with suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(stop.set)
+
     if settings.exit_with_parent:
-        when_parent_ends(lambda: _set_from_thread(loop, stop))
+        when_parent_ends(stop_from_thread)
     replicas = [
         Replica(
             index, _arguments(settings, index), settings.port and settings.port + index,
@@ -155,9 +156,3 @@ def _arguments(settings: Settings, index: int) -> list[str]:
 def _local(url: str) -> str:
     """The URL for callers on this machine; a server on all interfaces is called at the loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-
-
-def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Set the event from a thread."""
-    with suppress(RuntimeError):  # the loop may be closed by now
-        loop.call_soon_threadsafe(stop.set)

@@ -71,7 +71,13 @@ class Services:
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        self.captures = self._make_captures()
+        settings = self.settings
+        self.captures = Captures(
+            capacity=capacity,
+            idle_s=idle_s,
+            held=Held(settings.max_held_bytes),
+            rejects_form=settings.structured_output is StructuredOutput.REJECT,
+        )
         self.runner = RolloutRunner(
             self.settings,
             self.boards,
@@ -82,7 +88,6 @@ class Services:
             spans=self.spans,
             on_end=self._count,
         )
-        settings = self.settings
         self.threads = Threads(most=settings.max_plugin_threads, stuck_after_s=settings.plugin_stuck_after_s)
         self.database = Database(
             settings.state_dir,
@@ -108,30 +113,18 @@ class Services:
             on_remove=self._end,
         )
         self.policies = Sessions(
-            "policy",
-            capacity=capacity,
-            idle_s=idle_s,
-            on_new=self.store.add,
-            on_remove=self.store.remove,
+            "policy", capacity=capacity, idle_s=idle_s, on_new=self.store.add, on_remove=self.store.remove
         )
         self.interaction_sessions = Sessions(
             "interaction",
             capacity=capacity,
             idle_s=idle_s,
             end_path="/interaction/finalize",
-            on_remove=_finalise,
+            # `Services.close` waits for the end.
+            on_remove=lambda _, session: session.live.begin_close(),
         )
         self.snapshots = ByteCache(
-            at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
-        )
-
-    def _make_captures(self) -> Captures:
-        settings = self.settings
-        return Captures(
-            capacity=settings.max_sessions,
-            idle_s=settings.session_idle_s,
-            held=Held(settings.max_held_bytes),
-            rejects_form=settings.structured_output is StructuredOutput.REJECT,
+            at_most=settings.max_snapshots_held, at_most_bytes=settings.max_snapshots_bytes
         )
 
     def policy_context(
@@ -227,8 +220,7 @@ class Services:
         """Accept nothing new, let running work end and be fetched, and end the rest after this time."""
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
-        self.interaction_sessions.draining = True
-        self.captures.sessions.draining = True
+        self.interaction_sessions.draining = self.captures.sessions.draining = True
         log.info("draining", within_s=within_s)
         self.runner.begin_drain()
         count = await self.runner.wait_until_idle(within_s)
@@ -246,11 +238,6 @@ class Services:
         await self.interactions.close()
         await self.session.close()
         self.database.close()
-
-
-def _finalise(_: str, session: InteractionSession) -> None:
-    """Finalise a session that ended or expired; `Services.close` waits for it."""
-    session.live.begin_close()
 
 
 def services_of(request: Request) -> Services:

@@ -118,8 +118,7 @@ class AgentProcess:
     """A running agent, the leader of a process group of its own; `end` kills all of it."""
 
     def __init__(self, process: Process, output: Output) -> None:
-        self._process = process
-        self._output = output
+        self._process, self._output = process, output
 
     @classmethod
     async def start(

@@ -53,7 +53,9 @@ class _Translation:
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and _is_problem(message):
+        if message["type"] == "http.response.start" and dict(message["headers"]).get(
+            b"content-type", b""
+        ).startswith(PROBLEM_MEDIA_TYPE.encode()):
             self._start = message
         elif self._start is None:
             await self._send(message)
@@ -75,8 +77,3 @@ class _Translation:
         headers["Content-Type"], headers["Content-Length"] = "application/json", str(len(body))
         await self._send({**start, "status": status, "headers": headers.raw})
         await self._send({"type": "http.response.body", "body": body})
-
-
-def _is_problem(start: Message) -> bool:
-    media_type: bytes = dict(start["headers"]).get(b"content-type", b"")
-    return media_type.startswith(PROBLEM_MEDIA_TYPE.encode())

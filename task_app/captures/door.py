@@ -20,12 +20,7 @@ V1 = "/v1/"
 
 
 class Captures:
-    """The captures that are not forgotten.
-
-    Attributes:
-        held: the bytes of captures and rollouts.
-        address: host and port at which this service was last asked for a rollout; agents run on this machine.
-    """
+    """The captures that are not forgotten; `held` counts the bytes of captures and rollouts."""
 
     def __init__(self, *, capacity: int, idle_s: float, held: Held, rejects_form: bool = False) -> None:
         self.held, self._rejects_form = held, rejects_form
@@ -37,6 +32,7 @@ class Captures:
             on_new=_name,
             on_remove=self._release,
         )
+        # Host and port at which this service was last asked for a rollout; agents run on this machine.
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:

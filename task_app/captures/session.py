@@ -68,42 +68,34 @@ MakePolicy = Callable[[int], AgentPolicy]
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent: what its next call begins with, and the ids of that.
-
-    Attributes:
-        keys: of the messages of its last call and of the answer.
-        token_ids: of the last prompt and answer, where the policy tells them.
-        size: of its messages in bytes.
-    """
+    """A conversation of the agent: what its next call begins with, and the ids of that."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
+    """Keys of the messages of its last call and of the answer."""
     token_ids: tuple[int, ...] = ()
+    """Ids of the last prompt and answer, if the policy returns them."""
     size: int = 0
+    """Bytes of its messages."""
     is_busy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What a capture is opened with.
-
-    Attributes:
-        env_name: names it in the trajectory.
-        models: that the agent may ask for; empty: any name is the policy.
-        state_keys: of every decision.
-        spans: of the calls.
-        max_bytes: of its trajectory, and its calls are refused where no more bytes can be held; None: it is a
-            rollout's, which was accepted.
-    """
+    """What a capture is opened with."""
 
     env_name: str
+    """Its name in the trajectory."""
     make_policy: MakePolicy
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     seed: int = 0
     models: tuple[str, ...] = ()
+    """Models that the agent may ask for; empty: any name is the policy."""
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
+    """Size limit of its trajectory; calls are also refused while no more bytes can be held. None: it belongs
+    to a rollout, which was accepted."""
 
 
 class Capture:
@@ -143,7 +135,7 @@ class Capture:
         self._call_ids: set[str] = set()
         self._tools: dict[str, ToolSpec] = {}
         self._ignored: dict[str, None] = {}
-        self._refused: StopReason | None = None
+        self.refused: StopReason | None = None  # the limit by which the last call was; None: it was answered
         self._rewards: dict[int, float] = {}
         self._episode_reward: float | None = None
         self._outcome_reward = 0.0
@@ -155,11 +147,6 @@ class Capture:
     @property
     def models(self) -> tuple[str, ...]:
         return self._spec.models or ("policy",)
-
-    @property
-    def refused(self) -> StopReason | None:
-        """The limit by which the last call was refused; None if it was answered."""
-        return self._refused
 
     async def call(self, call: Call) -> Answer:
         """Let the policy answer a call, and record the decision.
@@ -187,11 +174,15 @@ class Capture:
             if left_out := choice.log_probs.get("ignored"):  # by our gateway
                 call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
-                answer = self._record(branch, call, keys, choice, action, policy_s=self._clock() - start_s)
+                answer = self._record(branch, call, keys, choice, action, self._clock() - start_s)
             return replace(answer, dropped=dropped) if dropped else answer
         except BaseException as exc:
-            # An answer that nobody heard may still be known at the gateway.
-            branch.policy = self._successor(branch)
+            # The gateway may know an answer that never arrived, so the next call sends all ids again. Its
+            # policy continues with the next decision's seed.
+            policy, before = self._spec.make_policy(self._branches.index(branch)), branch.policy
+            if isinstance(policy, RestorablePolicy) and isinstance(before, RestorablePolicy):
+                policy.restore(before.snapshot())
+            branch.policy = policy
             if isinstance(exc, EpisodeFailed) and not isinstance(exc, ContextLengthExceeded | PromptRefused):
                 self.fail(exc)
             raise
@@ -235,17 +226,15 @@ class Capture:
                 f"with {value:g} the rewards of this episode would add up to no finite number", where="reward"
             )
         if turn is None:
-            self._refuse_second(self._episode_reward, "the episode", "turn")
+            _refuse_second(self._episode_reward, "the episode")
             self._episode_reward, self._outcome_reward = value, outcome_reward
             return None
         if not 1 <= turn <= len(self.steps):
             named, where = (response_id, "response_id") if response_id is not None else (str(turn), "turn")
             count = len(self.steps)
-            known = (
-                f"turns 1 to {count}; ids end with -1 to -{count}" if count else "none was answered so far"
-            )
+            known = f"turns 1 to {count}; ids end with -1 to -{count}" if count else "none so far"
             raise UnknownId("call", named, where=where, hint=f"answered: {known}")
-        self._refuse_second(self._rewards.get(turn), f"turn {turn}", "turn")
+        _refuse_second(self._rewards.get(turn), f"turn {turn}")
         self._rewards[turn], self._outcome_reward = value, outcome_reward
         return turn
 
@@ -276,7 +265,6 @@ class Capture:
         """The ended episode, which has a decision at least."""
         reason = self.stop_reason
         assert reason is not None and self.steps, "it has ended, and made a call"
-        last = len(self.steps)
         steps = [_rewarded(step, self._rewards.get(step.turn)) for step in self.steps]
         steps[-1] = mark_end(_rewarded(steps[-1], self._episode_reward), reason, environment_truncated=False)
         return Trajectory(
@@ -289,8 +277,8 @@ class Capture:
             outcome_reward=self._outcome_reward,
             outcome_definition=OUTCOME,
             env_steps=0,
-            terminated=steps[last - 1].terminated,
-            truncated=steps[last - 1].truncated,
+            terminated=steps[-1].terminated,
+            truncated=steps[-1].truncated,
             stop_reason=reason,
             wall_s=self._wall_s,
             warnings=self._warnings(),
@@ -315,20 +303,16 @@ class Capture:
         self.refuse_model(call.model)
         most = self._spec.limits.max_decisions
         if len(self.steps) + self._running >= most:
-            self._refused = StopReason.MAX_DECISIONS
+            self.refused = StopReason.MAX_DECISIONS
             raise EpisodeOver(f"all {most} calls of this episode are used up", hint="end it now")
         if self._spec.max_bytes is not None:
             self._held.check_room()
 
     def _as_sampled(self, message: Message) -> Message:
         """The message with the calls as the policy wrote them: some clients write their arguments anew."""
-        if not message.tool_calls:
-            return message
-        calls = tuple(self._sampled_call(call) for call in message.tool_calls)
-        return message if calls == message.tool_calls else message.model_copy(update={"tool_calls": calls})
-
-    def _sampled_call(self, call: ToolCall) -> ToolCall:
-        return self._calls.get(_call_key(call), call)
+        calls = tuple(self._calls.get(_call_key(call), call) for call in message.tool_calls or ())
+        is_same = calls == (message.tool_calls or ())
+        return message if is_same else message.model_copy(update={"tool_calls": calls})
 
     def _own_id(self, call: ToolCall, turn: int) -> ToolCall:
         """The call with an id that no earlier one has: some agents take a repeated id for the same call."""
@@ -351,13 +335,6 @@ class Capture:
             self.conversations.append([])
         branch.is_busy = True
         return branch
-
-    def _successor(self, branch: Branch) -> AgentPolicy:
-        """A policy that asks for the whole prompt's ids again, and goes on with the next decision's seed."""
-        policy = self._spec.make_policy(self._branches.index(branch))
-        if isinstance(policy, RestorablePolicy) and isinstance(branch.policy, RestorablePolicy):
-            policy.restore(branch.policy.snapshot())
-        return policy
 
     def _options_without_effect(self, policy: AgentPolicy, call: Call) -> tuple[str, ...]:
         if not call.options:  # as of most calls; the check of a protocol takes as long as the rest of them
@@ -384,13 +361,11 @@ class Capture:
                 # Of calls at the same time the first answer is the next decision.
                 notes.answer(reply, turn=len(self.steps) + 1)
         except ContextLengthExceeded as exc:
-            self._refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
+            self.refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
             raise
         if reply is None:
-            self._refused = StopReason.DEADLINE
-            raise EpisodeOver(
-                "limits.timeout_s of the episode passed before the policy had answered", hint=None
-            )
+            self.refused = StopReason.DEADLINE
+            raise EpisodeOver("limits.timeout_s passed before the policy had answered", hint=None)
         self._refuse_after_end()
         return reply
 
@@ -405,15 +380,13 @@ class Capture:
         keys: tuple[int, ...],
         choice: Choice,
         action: Action,
-        *,
         policy_s: float,
     ) -> Answer:
         turn = len(self.steps) + 1
         if action.tool_calls:
             action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
         choice, ids = self._in_order(branch, choice)
-        reused = _shared(keys, self._prompt_keys)
-        prompt = Prompt(call.messages, reused)
+        prompt = Prompt(call.messages, _shared(keys, self._prompt_keys))
         decision = Decision(
             turn=turn,
             before=_NOTHING_SEEN,
@@ -431,8 +404,8 @@ class Capture:
         self._hold_step(step, [*new_tools, *(set(call.ignored) - self._ignored.keys())])
         self.steps.append(step)
         self._token_ids, branch.token_ids = ids, ids or branch.token_ids
-        if self._refused not in (StopReason.MAX_DECISIONS, StopReason.DEADLINE):  # a shorter prompt may fit
-            self._refused = None
+        if self.refused not in (StopReason.MAX_DECISIONS, StopReason.DEADLINE):  # a shorter prompt may fit
+            self.refused = None
         self._prompt_keys = keys
         self._tools |= tools
         self._ignored |= dict.fromkeys(call.ignored)
@@ -488,13 +461,14 @@ class Capture:
         fields = {"prompt_ids_reused": reused, "prompt_token_ids": whole[reused:]}
         return replace(choice, log_probs={**tokens, **fields}), (*whole, *tokens["token_ids"])
 
-    def _refuse_second(self, earlier: float | None, whose: str, where: str) -> None:
-        if earlier is not None:
-            raise RewardConflict(
-                f"{whose} has the reward {earlier:g} already; a second one does not replace it or add to it",
-                where=where,
-                hint="a retry sends the same Idempotency-Key; parts of a reward are added up before",
-            )
+
+def _refuse_second(earlier: float | None, whose: str) -> None:
+    if earlier is not None:
+        raise RewardConflict(
+            f"{whose} has the reward {earlier:g} already; a second one does not replace it or add to it",
+            where="turn",
+            hint="a retry sends the same Idempotency-Key; parts of a reward are added up before",
+        )
 
 
 def _key(message: Message) -> int:
@@ -510,7 +484,7 @@ def _call_key(call: ToolCall) -> tuple[str, str, str]:
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of equal values at the front."""
-    if tuple(one[: len(other)]) == tuple(other):
+    if tuple(one[: len(other)]) == tuple(other):  # quicker, and nearly always the case
         return len(other)
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -22,9 +22,8 @@ class AgentWorker:
     def __init__(
         self, request: RolloutRequest, environment: AgentEnvironment, spec: CaptureSpec, captures: Captures
     ) -> None:
-        self._limits, self._ground_truth = request.limits, request.ground_truth
-        self._rollout_id = request.rollout_id
-        self._environment, self._spec, self._captures = environment, spec, captures
+        self._request, self._environment = request, environment
+        self._spec, self._captures = spec, captures
         self._capture: Capture | None = None
 
     @property
@@ -46,7 +45,7 @@ class AgentWorker:
             with suppress(UnknownId):  # somebody deleted it
                 self._captures.sessions.remove(capture.capture_id, where="capture_id")
         messages = [message for conversation in capture.conversations for message in conversation]
-        return list(capture.steps), messages, self._ground_truth
+        return list(capture.steps), messages, self._request.ground_truth
 
     def trajectory(self) -> Trajectory:
         """The finished episode; call it after `run_episode`."""
@@ -62,7 +61,7 @@ class AgentWorker:
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.timeout_s):
+                async with asyncio.timeout(self._request.limits.timeout_s):
                     exit_code = await _exit(process, capture)
             if exit_code is None:
                 capture.end(StopReason.DEADLINE)
@@ -94,11 +93,11 @@ class AgentWorker:
 
     def _task(self) -> dict[str, Any]:
         """What the agent reads on standard input: seed, rollout_id, and the config of its environment."""
-        task = {"seed": self._spec.seed, "rollout_id": self._rollout_id, **self._environment.config}
+        task = {"seed": self._spec.seed, "rollout_id": self._request.rollout_id, **self._environment.config}
         task.pop(GROUND_TRUTH, None)
         if self._environment.agent.sees_ground_truth:
             own = self._environment.config.get(GROUND_TRUTH)
-            task[GROUND_TRUTH] = own if self._ground_truth is None else self._ground_truth
+            task[GROUND_TRUTH] = own if self._request.ground_truth is None else self._request.ground_truth
         return task
 
 

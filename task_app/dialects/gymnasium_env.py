@@ -92,14 +92,8 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
         outcome = self._environment.step(self._decisions.requests(action))
         self._observation = outcome.observation
         self._turn += 1
-        reward = float(sum(outcome.env_rewards))
-        return (
-            self._observed(),
-            reward,
-            outcome.terminated,
-            outcome.truncated,
-            self._info(before, outcome),
-        )
+        reward, info = float(sum(outcome.env_rewards)), self._info(before, outcome)
+        return self._observed(), reward, outcome.terminated, outcome.truncated, info
 
     def render(self) -> Any:
         if self.render_mode == "ansi":
@@ -196,7 +190,11 @@ class DecisionSpace(_Loose):
     def __init__(self, tools: Sequence[ToolSpec], seed: int | None = None) -> None:
         super().__init__(seed=seed)
         self._specs = [tool.model_dump(mode="json") for tool in tools]
-        self._name, self._list = _only_list(tools)
+        # What a list of names stands for: the only argument, an array, of the only tool.
+        properties = tools[0].function.parameters.get("properties", {}) if len(tools) == 1 else {}
+        lists = [name for name, part in properties.items() if part.get("type") == "array"]
+        is_only = len(lists) == len(properties) == 1
+        self._name, self._list = (tools[0].function.name, lists[0]) if is_only else (None, "")
 
     def _key(self) -> str:
         return json.dumps(self._specs, sort_keys=True)
@@ -231,11 +229,3 @@ class DecisionSpace(_Loose):
         if not all(isinstance(call, Mapping) for call in action):
             raise ValueError("an action that is a list holds tool calls, or names, and not both")
         return requests_from_wire(action)
-
-
-def _only_list(tools: Sequence[ToolSpec]) -> tuple[str | None, str]:
-    """The tool and argument that a list of names stands for: the only tool, whose only property is an
-    array."""
-    properties = tools[0].function.parameters.get("properties", {}) if len(tools) == 1 else {}
-    names = [name for name, part in properties.items() if part.get("type") == "array"]
-    return (tools[0].function.name, names[0]) if len(names) == len(properties) == 1 else (None, "")

@@ -88,10 +88,8 @@ async def rpc(
         if not isinstance(method, str) or not isinstance(params, dict):
             raise InvalidRequest("expected {jsonrpc, id, method, params}", where="method", code="no_request")
         if method not in METHODS:
-            known = ", ".join(METHODS)
-            raise InvalidRequest(
-                f"no method {method[:80]!r}; known: {known}", where="method", code="no_method"
-            )
+            detail = f"no method {method[:80]!r}; known: {', '.join(METHODS)}"
+            raise InvalidRequest(detail, where="method", code="no_method")
         return answer | {"result": await _result(services, env_name, method, params, session)}
     except TaskAppError as exc:
         exc.release_frames()
@@ -118,12 +116,8 @@ async def _result(
 
 async def _call_tool(session: OpenEnvSession, params: dict[str, Any]) -> dict[str, Any]:
     """A CallToolObservation without our `data`, which the client would take for the tool's result."""
-    action = {
-        "type": "call_tool",
-        "tool_name": params.get("name"),
-        "arguments": params.get("arguments", {}),
-    }
-    step = await session.step(action, where="params", ignored=[])
+    call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
+    step = await session.step({"type": "call_tool", **call}, where="params", ignored=[])
     observation = step["observation"]
     reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
     return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}

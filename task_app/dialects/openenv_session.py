@@ -4,18 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from task_app.dialects.openenv_wire import (
-    OpenEnvReset,
-    is_list_tools,
-    read_action,
-    reset_data,
-    state_data,
-    step_data,
-    tools_data,
-)
+from task_app.dialects.openenv_wire import OpenEnvReset, read_action, reply_data, step_data, tools_json
 from task_app.environment_calls import list_tools
 from task_app.errors import UnknownId
 from task_app.routes.env import open_session
+from task_app.routes.wire import observation_json
 from task_app.services import Services
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -61,17 +54,17 @@ class OpenEnvSession:
         self.episode_id = body.episode_id or self.session_id
 
     def reset_reply(self, *, ignored: list[str]) -> dict[str, Any]:
-        """The reply to a reset."""
+        """The reply to a reset; `reward` is null, as in OpenEnv."""
         session = self.session
         metadata = {**self._metadata(ignored), "outcome_definition": session.environment.outcome_definition}
-        return reset_data(session.observation, metadata)
+        return reply_data(observation_json(session.observation), None, False, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
         """Carry out one decision, or list the tools."""
         session = self.session
         tools = list_tools(session.environment)
-        if is_list_tools(action):
-            return tools_data(tools, done=session.over, metadata=self._metadata(ignored))
+        if action.get("type") == "list_tools":
+            return reply_data({"tools": tools_json(tools)}, None, session.over, self._metadata(ignored))
         at_most = self.services.settings.max_calls_per_step
         requests = read_action(action, tools, at_most=at_most, where=where)
         before, outcome = await session.step(requests)
@@ -79,7 +72,15 @@ class OpenEnvSession:
         return step_data(session, before, outcome, tool=tool, metadata=self._metadata(ignored))
 
     def state(self) -> dict[str, Any]:
-        return state_data(self.session, episode_id=self.episode_id)
+        """OpenEnv's `step_count` counts `step` messages, that is decisions, and not env steps."""
+        session = self.session
+        return {
+            "episode_id": self.episode_id,
+            "step_count": session.turn,
+            "env_steps": session.step_idx,
+            "seed": session.seed,
+            "done": session.over,
+        }
 
     def end(self) -> None:
         """Forget the environment, unless it has expired."""
@@ -91,6 +92,6 @@ class OpenEnvSession:
         return metadata | ({"ignored": ignored} if ignored else {})
 
 
-def ignored_keys(body: OpenEnvReset, *, metadata: frozenset[str] = frozenset()) -> list[str]:
+def ignored_keys(body: OpenEnvReset) -> list[str]:
     """Keys of a reset that nothing reads; OpenEnv's own server ignores them in silence."""
-    return sorted((body.model_extra or {}).keys() - metadata)
+    return sorted(body.model_extra or {})

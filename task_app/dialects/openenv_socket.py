@@ -171,11 +171,8 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
         raise InvalidRequest(str(exc), where="message", hint=hint, code="invalid_json") from exc
     kind = message.get("type", "") if isinstance(message, dict) else ""
     if kind not in KINDS:
-        name = clipped(str(kind))
-        known = ", ".join(KINDS)
-        raise InvalidRequest(
-            f"unknown message type {name!r}; known: {known}", where="type", code="unknown_type"
-        )
+        detail = f"unknown message type {clipped(str(kind))!r}; known: {', '.join(KINDS)}"
+        raise InvalidRequest(detail, where="type", code="unknown_type")
     data = message.get("data", {})
     if not isinstance(data, dict):
         raise InvalidRequest("data is no JSON object", where="data")
@@ -183,22 +180,19 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 
 def error_frame(error: TaskAppError) -> str:
-    """An error in the form that OpenEnv's client reads: `message` and `code`, with `where` beside them."""
+    """An error in the form that OpenEnv's client reads, `message` and `code`, with our own code and place."""
     error.release_frames()
     detail = encodable(error.detail)
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), "EXECUTION_ERROR")
+    if error.code in ("invalid_json", "unknown_type"):
+        code = error.code.upper()
     data = {
         "message": f"{detail} ({error.hint})" if error.hint else detail,
-        "code": _code(error),
+        "code": code,
         "problem": error.code,
         "where": error.where and encodable(error.where),
     }
     return _frame("error", data)
-
-
-def _code(error: TaskAppError) -> str:
-    if error.code in ("invalid_json", "unknown_type"):
-        return error.code.upper()
-    return next((code for kind, code in _CODES if isinstance(error, kind)), "EXECUTION_ERROR")
 
 
 def _frame(kind: str, data: dict[str, Any]) -> str:

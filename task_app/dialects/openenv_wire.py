@@ -22,7 +22,7 @@ from shared_schemas.trajectory import DecisionRewards
 from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
-from task_app.routes.wire import ForeignBody, observation_json, step_json
+from task_app.routes.wire import ForeignBody, step_json
 from task_app.sessions.sessions import EnvironmentSession
 
 NO_EPISODE: Mapping[str, Any] = {"episode_id": None, "step_count": 0}
@@ -109,10 +109,6 @@ class OpenEnvState(Reply):
     done: bool = False
 
 
-def is_list_tools(action: Mapping[str, Any]) -> bool:
-    return action.get("type") == "list_tools"
-
-
 def read_action(
     action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
 ) -> tuple[ToolRequest, ...]:
@@ -143,11 +139,6 @@ def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapp
     return None
 
 
-def reset_data(observation: Observation, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` of the reply to a reset; `reward` is null, as in OpenEnv."""
-    return _data(observation_json(observation), None, False, metadata)
-
-
 def step_data(
     session: EnvironmentSession,
     before: Observation,
@@ -167,9 +158,8 @@ def step_data(
     if tool is not None:
         observation |= {"tool_name": tool, "result": outcome.result}
     details = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
-    return _data(
-        observation, step["reward"], step["done"], {**metadata, **details, **step["info"], **step["metadata"]}
-    )
+    metadata = {**metadata, **details, **step["info"], **step["metadata"]}
+    return reply_data(observation, step["reward"], step["done"], metadata)
 
 
 def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
@@ -184,23 +174,7 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     ]
 
 
-def tools_data(tools: Sequence[ToolSpec], *, done: bool, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` of the reply to `list_tools`."""
-    return _data({"tools": tools_json(tools)}, None, done, metadata)
-
-
-def state_data(session: EnvironmentSession, *, episode_id: str) -> dict[str, Any]:
-    """The state; OpenEnv's `step_count` counts `step` messages, that is decisions, and not env steps."""
-    return {
-        "episode_id": episode_id,
-        "step_count": session.turn,
-        "env_steps": session.step_idx,
-        "seed": session.seed,
-        "done": session.over,
-    }
-
-
-def _data(
+def reply_data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A reply with its metadata at both places of OpenEnv's own server; typed clients read the inner one."""

@@ -176,8 +176,7 @@ class ContextEditor:
         return self._move(self.history.redo(), "done again", "no undone change to make again")
 
     def proposeDeletes(
-        self,
-        chars: Annotated[int, Field(ge=1, le=100_000_000, description="how many characters to free")],
+        self, chars: Annotated[int, Field(ge=1, le=100_000_000, description="how many characters to free")]
     ) -> str:
         """Ask which messages matter least to the task. Deletes nothing: deleteContext does, if you agree."""
         proposals = propose_deletes(self.history, chars=chars)

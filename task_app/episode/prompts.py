@@ -22,20 +22,17 @@ Execute = Callable[[Action], Awaitable[DecisionOutcome]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a decision.
-
-    Attributes:
-        messages: the whole prompt.
-        reused: the number of leading messages that the previous prompt had at the same places,
-        changed: except for these, by place.
-        again: makes the messages once more, because holding those of every prompt of a conversation would
-            cost memory that grows with the square of its length.
-    """
+    """The prompt of a decision."""
 
     messages: tuple[Message, ...]
+    """The whole prompt."""
     reused: int = 0
+    """Number of leading messages that the previous prompt had at the same places, except `changed`."""
     changed: Mapping[int, Message] = field(default_factory=dict)
+    """Places of messages among `reused` that differ from the previous prompt."""
     again: Callable[[], tuple[Message, ...]] | None = None
+    """Makes the messages once more, because holding those of every prompt of a conversation would cost memory
+    that grows with the square of its length."""
 
     @property
     def new(self) -> tuple[Message, ...]:
@@ -45,20 +42,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class DecisionEffect:
-    """The effect of a decision: the outcome in the environment, and the user's part in it.
-
-    Attributes:
-        reward_parts: rewards beside those of the environment.
-        answer: the user's answer, for the record.
-        interaction_s: how long the interaction took.
-    """
+    """The effect of a decision: the outcome in the environment, and the user's part in it."""
 
     outcome: DecisionOutcome
     reward_parts: tuple[RewardPart, ...] = ()
+    """Rewards that the environment did not give."""
     interaction_done: bool = False
     user_is_silent: bool = False
     answer: UserAnswer | None = None
+    """The user's answer, for the record."""
     interaction_s: float = 0.0
+    """How long the interaction took."""
 
 
 class Prompts(Protocol):
@@ -102,15 +96,12 @@ class Prompts(Protocol):
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens of an episode, as the server's last reply counted them.
-
-    Attributes:
-        sampled: tokens of the policy, in all decisions.
-        context: tokens of the last prompt and its answer; None if the server does not count them.
-    """
+    """Tokens of an episode, as the server's last reply counted them."""
 
     sampled: int = 0
+    """Tokens of the policy, in all decisions."""
     context: int | None = None
+    """Tokens of the last prompt and its answer; None if the server does not count them."""
 
     def count(self, log_probs: Mapping[str, Any]) -> None:
         """Add a decision; `log_probs` is the third element of `AgentPolicy.get_action`'s tuple."""

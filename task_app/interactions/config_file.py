@@ -62,7 +62,10 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
     offer_stand_ins()
     for index, row in enumerate(rows):
         where = f"{path}: interaction.{index}"
-        name = row.name or _default_name(row.class_name, where=where)
+        name = row.name or default_interaction_name(row.class_name)
+        if not name:
+            detail = f"class {row.class_name!r} gives no default name; set name for this entry"
+            raise SettingsError(f"{where}: {detail}")
         if name in entries:
             raise SettingsError(f"{where}: the name {name!r} is taken; give each entry a name of its own")
         entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
@@ -140,13 +143,6 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(one, f"{place}.{index}")
 
 
-def _default_name(class_name: str, *, where: str) -> str:
-    name = default_interaction_name(class_name)
-    if not name:
-        raise SettingsError(f"{where}: class {class_name!r} gives no default name; set name for this entry")
-    return name
-
-
 def _class(class_name: str, *, where: str) -> type[Any]:
     module_name, _, last = class_name.rpartition(".")
     place = f"{where}.class_name {class_name!r}"
@@ -205,10 +201,7 @@ _STAND_IN_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k.Gsm8kInteraction},
     "verl.utils": {},
     "verl.utils.reward_score": {},
-    "verl.utils.reward_score.gsm8k": {
-        "compute_score": compute_score,
-        "extract_solution": extract_solution,
-    },
+    "verl.utils.reward_score.gsm8k": {"compute_score": compute_score, "extract_solution": extract_solution},
 }
 
 

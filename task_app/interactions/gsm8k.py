@@ -68,10 +68,8 @@ def read_truth(ground_truth: Any) -> Number:
     """
     truth = read_number(ground_truth)
     if truth is None:
-        kind = type(ground_truth).__name__
-        raise ValueError(
-            f"ground_truth is a {kind} that is no number; the answer as a number or text is needed"
-        )
+        found = f"a {type(ground_truth).__name__} that is no number"
+        raise ValueError(f"ground_truth is {found}; the answer as a number or text is needed")
     return truth
 
 
@@ -130,7 +128,8 @@ class Gsm8kInteraction(BaseInteraction):
         has_mark = self._settings.method == "strict" or answer.startswith(MARK)
         self._instance_dict[instance_id]["response"] = answer if has_mark else MARK + answer
         score = await self.calculate_score(instance_id)
-        right = await self._is_right(instance_id)
+        # Not decided by the score, which does not tell when score = 0.5 or format_score = score.
+        right = self._score(instance_id, format_score=0.0, score=1.0) == 1.0
         return right, RIGHT if right else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
@@ -140,25 +139,13 @@ class Gsm8kInteraction(BaseInteraction):
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         self._instance_dict.pop(instance_id, None)  # absent if the start was refused
 
-    async def _is_right(self, instance_id: str) -> bool:
-        # Not decided by the score, which does not tell when score = 0.5 or format_score = score.
-        return self._score(instance_id, format_score=0.0, score=1.0) == 1.0
-
     def _score(self, instance_id: str, *, format_score: float, score: float) -> float:
-        instance = self._instance_dict[instance_id]
-        return compute_score(
-            instance["response"],
-            instance["ground_truth"],
-            method=self._settings.method,
-            format_score=format_score,
-            score=score,
-        )
+        instance, method = self._instance_dict[instance_id], self._settings.method
+        return compute_score(instance["response"], instance["ground_truth"], method, format_score, score)
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
     """The content of the last assistant message; empty if there is none."""
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            content = message.get("content")
-            return content if isinstance(content, str) else ""
-    return ""
+    contents = (each.get("content") for each in reversed(messages) if each.get("role") == "assistant")
+    content = next(contents, "")
+    return content if isinstance(content, str) else ""

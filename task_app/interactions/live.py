@@ -34,18 +34,15 @@ class ConnectedInteraction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InteractionReply:
-    """An answer of the user.
-
-    Attributes:
-        should_terminate: the episode ends; `response` is not shown to the model.
-        score: reward of the answered decision; None if the interaction gives none.
-        metadata: JSON-able, stored in the record.
-    """
+    """An answer of the user."""
 
     should_terminate: bool
+    """The episode ends; `response` is not shown to the model."""
     response: str
     score: float | None
+    """Reward of the answered decision; None if the interaction gives none."""
     metadata: dict[str, Any]
+    """JSON-able, stored in the record."""
 
 
 class Calls:

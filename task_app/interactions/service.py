@@ -87,26 +87,14 @@ class Interactions:
             kwargs = {"ground_truth": ground_truth, **kwargs}
         # A second attempt at the same rollout is another episode.
         instance_id = f"{rollout_id}/{secrets.token_hex(8)}"
-        calls = Calls(
-            entry,
-            instance_id,
-            kwargs,
-            context=self._make_context(rollout_id),
-            at_most_bytes=self._settings.max_interaction_bytes,
-        )
-        with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
-            loop = (
-                asyncio.get_running_loop()
-                if entry.never_blocks
-                else loop_in_thread(f"interaction {entry.name}")
-            )
-        live = LiveInteraction(
-            entry.name,
-            calls,
-            loop,
-            deadline_s=self._settings.interaction_deadline_s,
-            on_end=self._forget_finalised,
-        )
+        context, at_most_bytes = self._make_context(rollout_id), self._settings.max_interaction_bytes
+        calls = Calls(entry, instance_id, kwargs, context=context, at_most_bytes=at_most_bytes)
+        loop = asyncio.get_running_loop()
+        if not entry.never_blocks:
+            with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
+                loop = loop_in_thread(f"interaction {entry.name}")
+        deadline_s = self._settings.interaction_deadline_s
+        live = LiveInteraction(entry.name, calls, loop, deadline_s=deadline_s, on_end=self._forget_finalised)
         self._open.add(live)
         return live
 

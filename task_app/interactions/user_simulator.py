@@ -69,16 +69,14 @@ class UserSimulatorInteraction(BaseInteraction):
 
     def check(self, settings: Settings) -> None:
         """Raise InvalidRequest or HostNotAllowed where the server may not be called or its key is missing."""
-        url, hosts = self._settings.inference_url, settings.inference_hosts
-        chat_completions_url(url, allowed_hosts=hosts)
+        chat_completions_url(self._settings.inference_url, allowed_hosts=settings.inference_hosts)
         self._key()
 
     def connect(self, context: PolicyContext) -> None:
         """Use the service's HTTP client; these calls are not part of the rollout's own conversation."""
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
-        self._user = POLICIES["openai"].build(
-            own, replace(context, rollout_id=None, inference_key=self._key())
-        )
+        context = replace(context, rollout_id=None, inference_key=self._key())
+        self._user = POLICIES["openai"].build(own, context)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         if self._settings.score == "gsm8k":
@@ -99,20 +97,15 @@ class UserSimulatorInteraction(BaseInteraction):
         action, *_ = await self._user.get_action(PolicyObservation(prompt, {}), [])
         text = action.get("content") or ""
         has_ended = self._settings.end_marker in text
-        score = self._score_of(messages, has_ended=has_ended, ground_truth=kwargs.get("ground_truth"))
+        score = float(has_ended) if self._settings.score == "ended" else None
+        if self._settings.score == "gsm8k":
+            score = compute_score(last_answer(messages), str(kwargs.get("ground_truth")))
         self._score = score or 0.0
         return has_ended, text.replace(self._settings.end_marker, "").strip(), score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the last answer; 0 without one."""
         return self._score
-
-    def _score_of(
-        self, messages: Sequence[Mapping[str, Any]], *, has_ended: bool, ground_truth: Any
-    ) -> float | None:
-        if self._settings.score == "gsm8k":
-            return compute_score(last_answer(messages), str(ground_truth))
-        return float(has_ended) if self._settings.score == "ended" else None
 
     def _key(self) -> SecretStr | None:
         name = self._settings.api_key_env

@@ -32,10 +32,7 @@ class SumsTeacherConfig(Body):
     """Settings of the teacher of sums."""
 
     right: float = Field(
-        default=1.0,
-        ge=0.0,
-        le=1.0,
-        description="share of right answers; the others slip by 1 or 2",
+        default=1.0, ge=0.0, le=1.0, description="share of right answers; the others slip by 1 or 2"
     )
     seed: int = Field(default=0, ge=0, strict=True, description="of the slips")
 

@@ -59,11 +59,9 @@ class Assembly:
     worlds: Worlds
     """Hold the worlds that siblings share."""
     interactions: Interactions
-    """Those of the operator's file."""
     captures: Captures
     """Where agents ask their model."""
     spans: Spans
-    """Spans of model calls and environment calls."""
 
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
         """Build environment, policy and worker, without making a world or calling a policy.
@@ -81,7 +79,20 @@ class Assembly:
         if request.start.draws_seed is not None and not isinstance(environment, ReseedableEnvironment):
             raise NotReseedable(environment.name, where=where + "start.draws_seed")
         seed, start = self._start(request, env, context, where=where)
-        keep = self._keep(request, env, environment, context, seed, switches, where=where)
+        known = self.boards.state_keys(env.env_name, environment, where=where + "env.")
+        keys = select_keys(request.state_keys, known, where=where + "state_keys")
+        keep: Keep | None = None
+        if request.snapshot_turns:
+            refuse_unrestorable(environment, where=where + "snapshot_turns")
+            keep = SnapshotTaker(
+                frozenset(request.snapshot_turns),
+                self.boards.resolve(env),
+                seed,
+                switches,
+                at_most_bytes=context.settings.max_snapshot_bytes,
+                timeout_s=request.limits.timeout_s,
+                threads=context.threads,
+            )
         return RLRolloutWorker(
             task_definition=TaskDefinitionModel.of_request(request),
             environment=environment,
@@ -92,7 +103,7 @@ class Assembly:
             seed=seed,
             start=start,
             step_rewards=switches,
-            state_keys=self._state_keys(request, env.env_name, environment, where=where),
+            state_keys=EpisodeStateKeys(keys),
             multi_turn=request.multi_turn,
             keep=keep,
             final_view=request.final_view,
@@ -128,12 +139,6 @@ class Assembly:
         )
         return AgentWorker(request, environment, spec, self.captures)
 
-    def _state_keys(
-        self, request: RolloutRequest, env_name: str, environment: Environment, *, where: str
-    ) -> EpisodeStateKeys:
-        known = self.boards.state_keys(env_name, environment, where=where + "env.")
-        return EpisodeStateKeys(select_keys(request.state_keys, known, where=where + "state_keys"))
-
     def _start(
         self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
     ) -> tuple[int, EpisodeStart]:
@@ -144,31 +149,6 @@ class Assembly:
             return start.seed, self.worlds.start(env, start.seed, context.threads)
         snapshot = _start_snapshot(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
         return snapshot.facts.seed, snapshot.start(start, context.threads)
-
-    def _keep(
-        self,
-        request: RolloutRequest,
-        env: EnvSpec,
-        environment: Environment,
-        context: PolicyContext,
-        seed: int,
-        switches: StepRewards | None,
-        *,
-        where: str,
-    ) -> Keep | None:
-        """Makes the function that takes the requested snapshots."""
-        if not request.snapshot_turns:
-            return None
-        refuse_unrestorable(environment, where=where + "snapshot_turns")
-        return SnapshotTaker(
-            frozenset(request.snapshot_turns),
-            self.boards.resolve(env),
-            seed,
-            switches,
-            at_most_bytes=context.settings.max_snapshot_bytes,
-            timeout_s=request.limits.timeout_s,
-            threads=context.threads,
-        )
 
 
 def branch_policies(
@@ -217,10 +197,14 @@ def _prompts(
     """The maker of the environment's prompts, with the interaction that answers in its conversation."""
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
-        if interaction is not None:
-            raise _without_effect("interaction", environment, where=where)
-        if request.multi_turn != MultiTurn():
-            raise _without_effect("multi_turn", environment, where=where)
+        uses = {"interaction": interaction is not None, "multi_turn": request.multi_turn != MultiTurn()}
+        for name, is_used in uses.items():
+            if is_used:
+                raise InvalidRequest(
+                    f"{name} has no effect in {environment.name!r}, which makes a prompt for each decision",
+                    where=where + name,
+                    hint="it is for environments that hold a conversation",
+                )
         return FreshPrompts(environment)
     if request.start.snapshot is not None or request.snapshot_turns:
         place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"
@@ -247,14 +231,6 @@ def _prompts(
         interaction.name, interaction.kwargs, rollout_id=request.rollout_id, ground_truth=request.ground_truth
     )
     return Conversation(environment, request.multi_turn, open_interaction)
-
-
-def _without_effect(field: str, environment: Environment, *, where: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field} has no effect in {environment.name!r}, whose prompts are fresh for each decision",
-        where=where + field,
-        hint="it is for environments that hold a conversation",
-    )
 
 
 def _start_snapshot(

@@ -36,6 +36,8 @@ from task_app.held import Held
 from task_app.settings import Settings
 
 END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
+# What a request, its record and its result call by the same names.
+_NAMES = ("rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt")
 
 
 class Fingerprint(NamedTuple):
@@ -120,16 +122,11 @@ class Results:
 
     def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
         record = Record(
-            rollout_id=request.rollout_id,
-            run_id=request.run_id,
-            iteration=request.iteration,
-            group_id=request.group_id,
-            sibling=request.sibling,
-            attempt=request.attempt,
             fingerprint=fingerprint,
             env=request.env,
             seed=request.start.seed,
             reward_function=request.reward_function,
+            **{name: getattr(request, name) for name in _NAMES},
         )
         self._records[record.rollout_id] = record
         self._held.total += fingerprint.size
@@ -209,26 +206,9 @@ def rollout_json(
     failure: RolloutFailure | None = None,
 ) -> bytes:
     """A `Rollout` as JSON."""
-    rollout = Rollout(
-        rollout_id=record.rollout_id,
-        run_id=record.run_id,
-        iteration=record.iteration,
-        group_id=record.group_id,
-        sibling=record.sibling,
-        attempt=record.attempt,
-        instance_id=instance_id,
-        status=status,
-        trajectory=trajectory,
-        failure=failure,
-    )
+    names = {name: getattr(record, name) for name in _NAMES}
+    rollout = Rollout(**names, instance_id=instance_id, status=status, trajectory=trajectory, failure=failure)
     return rollout.model_dump_json().encode()
-
-
-def page_json(records: Iterable[Record], *, cursor: str, unfinished: int, instance_id: str) -> bytes:
-    """A `RolloutPage` around results that are JSON already; cursor and instance id need no escaping."""
-    body = b",".join(record.result_json for record in records)
-    tail = f'],"cursor":"{cursor}","unfinished":{unfinished},"instance_id":"{instance_id}"}}'
-    return b'{"rollouts":[' + body + tail.encode()
 
 
 NewRequest = tuple[int, RolloutRequest, Fingerprint]
@@ -284,7 +264,7 @@ def failure_json(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
     if isinstance(exc, ContextLengthExceeded):
         failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
     log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
-    return _failure(record, "failed", failure, instance_id)
+    return unfinished_json(record, "failed", failure, instance_id)
 
 
 def _too_long(record: Record, sentence: str) -> str:
@@ -313,17 +293,8 @@ def failure_of(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
     )
 
 
-def internal_error_json(record: Record, instance_id: str) -> bytes:
-    """An error inside this service, which its log describes."""
-    failure = RolloutFailure(code="internal_error", detail="an error inside the task app; see its log")
-    return _failure(record, "failed", failure, instance_id)
-
-
-def cancelled_json(record: Record, detail: str, instance_id: str, *, decisions_done: int = 0) -> bytes:
-    failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
-    return _failure(record, "cancelled", failure, instance_id)
-
-
-def _failure(record: Record, status: RolloutStatus, failure: RolloutFailure, instance_id: str) -> bytes:
+def unfinished_json(
+    record: Record, status: RolloutStatus, failure: RolloutFailure, instance_id: str
+) -> bytes:
     record.reason = failure.code
     return rollout_json(record, instance_id, status, failure=failure)

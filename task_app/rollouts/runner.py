@@ -12,7 +12,13 @@ from functools import partial
 
 import structlog
 
-from shared_schemas.rollouts import RolloutBatch, RolloutRequest, RolloutsAccepted, RolloutStatus
+from shared_schemas.rollouts import (
+    RolloutBatch,
+    RolloutFailure,
+    RolloutRequest,
+    RolloutsAccepted,
+    RolloutStatus,
+)
 from task_app.captures.door import Captures
 from task_app.errors import CriticalError, InvalidRequest, ShuttingDown, TaskAppError, boundary
 from task_app.interactions.service import Interactions
@@ -24,15 +30,13 @@ from task_app.rollouts.results import (
     Fingerprint,
     Record,
     Results,
-    cancelled_json,
     failure_json,
     fingerprint_of,
     finished_json,
-    internal_error_json,
-    page_json,
     page_of,
     rollout_json,
     split_batch,
+    unfinished_json,
 )
 from task_app.rollouts.runs import RunLife, Runs
 from task_app.settings import Settings
@@ -87,12 +91,9 @@ class RolloutRunner:
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
         """Check the whole batch, then queue its new requests; one whose plug-in raises fails alone."""
         self._check_open()
-        if len(batch.rollouts) > self._settings.max_rollouts_per_request:
-            raise InvalidRequest(
-                f"{len(batch.rollouts)} rollouts in one request; "
-                f"at most {self._settings.max_rollouts_per_request}",
-                where="rollouts",
-            )
+        count, most = len(batch.rollouts), self._settings.max_rollouts_per_request
+        if count > most:
+            raise InvalidRequest(f"{count} rollouts in one request; at most {most}", where="rollouts")
         new, known = split_batch(batch, self.results.find)
         for index, request, _ in new:
             self.runs.check_not_aborted(request.run_id, where=f"rollouts.{index}.run_id")
@@ -122,12 +123,11 @@ class RolloutRunner:
             at_most=self._settings.max_page_rollouts,
             at_most_bytes=self._settings.max_page_bytes,
         )
-        return page_json(
-            records,
-            cursor=self.results.cursor(records[-1].sequence if records else after),
-            unfinished=run.unfinished if run else 0,
-            instance_id=self.results.instance_id,
-        )
+        # The results are JSON already; cursor and instance id need no escaping.
+        cursor = self.results.cursor(records[-1].sequence if records else after)
+        count, instance_id = run.unfinished if run else 0, self.results.instance_id
+        tail = f'],"cursor":"{cursor}","unfinished":{count},"instance_id":"{instance_id}"}}'
+        return b'{"rollouts":[' + b",".join(record.result_json for record in records) + tail.encode()
 
     def state(self, rollout_id: str) -> bytes:
         """A `Rollout` as JSON."""
@@ -243,9 +243,8 @@ class RolloutRunner:
             return error
 
     def _add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
-        record = self.results.add(request, fingerprint)
         self.runs.add_rollout(request.run_id)
-        return record
+        return self.results.add(request, fingerprint)
 
     def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
         record = self._add(request, fingerprint)
@@ -266,10 +265,7 @@ class RolloutRunner:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
-            with (
-                self._spans.episode(record) as notes,
-                boundary(f"rollout {record.rollout_id}"),
-            ):
+            with self._spans.episode(record) as notes, boundary(f"rollout {record.rollout_id}"):
                 _, messages, ground_truth = await worker.run_episode()
                 trajectory, judge = worker.trajectory(), record.reward_function
                 if judge is not None:
@@ -277,8 +273,7 @@ class RolloutRunner:
                         judge, trajectory, messages, ground_truth, rollout_id=record.rollout_id
                     )
                 notes.end(trajectory)
-                result = finished_json(record, trajectory, self.results.instance_id)
-                return "finished", result
+                return "finished", finished_json(record, trajectory, self.results.instance_id)
         except TaskAppError as exc:
             exc.release_frames()
             return "failed", failure_json(record, exc, self.results.instance_id)
@@ -294,14 +289,13 @@ class RolloutRunner:
             self._cancel_record(record, "cancelled while it ran", decisions_done=worker.decisions_done)
         elif task.exception() is not None:
             # Even an error of this file ends the rollout, because the trainer waits for every one it sent.
-            self._file(record, "failed", internal_error_json(record, self.results.instance_id))
-            # Logged last, because writing to a closed stderr raises too.
-            log.error(
-                "rollout_broken",
-                run_id=record.run_id,
-                rollout_id=record.rollout_id,
-                exc_info=task.exception(),
+            failure = RolloutFailure(
+                code="internal_error", detail="an error inside the task app; see its log"
             )
+            self._file(record, "failed", unfinished_json(record, "failed", failure, self.results.instance_id))
+            # Logged last, because writing to a closed stderr raises too.
+            ids = {"run_id": record.run_id, "rollout_id": record.rollout_id}
+            log.error("rollout_broken", **ids, exc_info=task.exception())
         else:
             self._file(record, *task.result())
 
@@ -314,5 +308,6 @@ class RolloutRunner:
             end.set_result(None)
 
     def _cancel_record(self, record: Record, detail: str, *, decisions_done: int = 0) -> None:
-        result = cancelled_json(record, detail, self.results.instance_id, decisions_done=decisions_done)
+        failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
+        result = unfinished_json(record, "cancelled", failure, self.results.instance_id)
         self._file(record, "cancelled", result)

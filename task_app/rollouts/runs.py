@@ -77,10 +77,7 @@ class Runs:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._at_most = at_most
-        self._idle_s = idle_s
-        self._clock = clock
-        self._now = now
+        self._at_most, self._idle_s, self._clock, self._now = at_most, idle_s, clock, now
         self._runs: dict[str, RunLife] = {}
 
     def __len__(self) -> int:
@@ -89,9 +86,8 @@ class Runs:
     def get(self, run_id: str) -> RunLife:
         run = self._runs.get(run_id)
         if run is None:
-            raise UnknownId(
-                "run", run_id, where="run_id", hint="no rollout of it was started, or it was long ago"
-            )
+            hint = "no rollout of it was started, or it was long ago"
+            raise UnknownId("run", run_id, where="run_id", hint=hint)
         return run
 
     def find(self, run_id: str) -> RunLife | None:

@@ -1,7 +1,6 @@
 """/captures: sessions whose base_url answers an agent's model calls, and records them as decisions."""
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Path, Request
@@ -18,7 +17,7 @@ from shared_schemas.json_text import read_json, read_quotation
 from shared_schemas.rollouts import LimitKeys, Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
 from shared_schemas.trajectory import StopReason, Trajectory
 from task_app.captures.call_errors import CLIENT_MISTAKE, split_path
-from task_app.captures.calls import Answer, Dialect, Event
+from task_app.captures.calls import Dialect, Event
 from task_app.captures.chat import ChatCompletions
 from task_app.captures.messages import AnthropicMessages
 from task_app.captures.reply_models import (
@@ -35,7 +34,7 @@ from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import InvalidRequest, TaskAppError, clipped
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
-from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body
+from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body, while_connected
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
@@ -322,11 +321,11 @@ async def _answer(
     try:
         call = dialect.read(_object(body))
         capture = services.captures.sessions.get(capture_id, where="capture_id")
-        answer = await _while_connected(capture.call(call), receive)
+        answer = await while_connected(capture.call(call), receive)
     except TaskAppError as error:
         return problem_response(error)
     if answer is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)
     services.metrics.options_dropped.update(answer.dropped)
     # Without line breaks, and no longer than clients read: these are keys of the caller's body.
     ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
@@ -349,27 +348,6 @@ def _object(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body is no JSON object", where="body")
     return body
-
-
-async def _while_connected(work: Coroutine[Any, Any, Answer], receive: Receive) -> Answer | None:
-    """The result of the work; None if the client went away, which cancels it."""
-    try:
-        async with asyncio.timeout(None) as scope:
-            gone = asyncio.create_task(_cancel_on_disconnect(scope, receive))
-            try:
-                return await work
-            finally:
-                gone.cancel()
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        return None
-
-
-async def _cancel_on_disconnect(scope: asyncio.Timeout, receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.reschedule(0.0)  # a time that is over: this cancels the work
 
 
 async def _stream(events: Iterable[Event]) -> AsyncIterator[bytes]:

@@ -1,5 +1,6 @@
 """/interaction: the operator's interactions, for callers that have an episode loop of their own."""
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -93,15 +94,7 @@ async def respond_interaction(request: Request, body: InteractionRespond) -> Res
             )
         reply = await session.live.respond(body.messages)
         session.turn += 1
-        return ReplyJSON(
-            {
-                "should_terminate": reply.should_terminate,
-                "response": reply.response,
-                "score": reply.score,
-                "metadata": reply.metadata,
-                "turn": session.turn,
-            }
-        )
+        return ReplyJSON({**asdict(reply), "turn": session.turn})
 
 
 @router.post("/score")

@@ -56,8 +56,7 @@ class PolicyQuestion(ForeignBody):
     )
     dry_run: bool = Field(default=False, description="build the prompt without asking the policy")
     inference_key: InferenceKey | None = Field(
-        default=None,
-        description="replaces the key; needed again after a restart, since no key is on disk",
+        default=None, description="replaces the key; needed again after a restart, since no key is on disk"
     )
 
 
@@ -146,11 +145,8 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock, _blame_caller(session):
         observation, environment, metadata = await _observe(services, session, body)
-        tools = (
-            [tool.model_dump(mode="json") for tool in await services.tools_of(environment)]
-            if environment
-            else []
-        )
+        specs = await services.tools_of(environment) if environment else ()
+        tools = [tool.model_dump(mode="json") for tool in specs]
         meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
@@ -196,9 +192,8 @@ async def _decide(
                 action, raw, log_probs, value = await policy.get_action(observation, tools)
                 return Choice(action, raw, log_probs or {}, value), read_action(action)
     except TimeoutError as exc:
-        raise DeadlineExceeded(
-            f"policy {policy_name(policy)!r} did not decide within {at_most_s:g} s"
-        ) from exc
+        name = policy_name(policy)
+        raise DeadlineExceeded(f"policy {name!r} did not decide within {at_most_s:g} s") from exc
 
 
 async def _observe(

@@ -1,6 +1,6 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -211,10 +211,7 @@ def _about(services: Services, environment: Environment, tools: Sequence[ToolSpe
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
         "environments": [environment.name],
-        "action_space": {
-            "type": "tool_calls",
-            "tools": [tool.model_dump(mode="json") for tool in tools],
-        },
+        "action_space": {"type": "tool_calls", "tools": [tool.model_dump(mode="json") for tool in tools]},
         "dataset": {"seed_range": SEED_RANGE},
         "rubric": {},  # the contract wants an object; there is no judge here
         "inference": {
@@ -252,21 +249,21 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
 def _now(services: Services, sockets: int) -> Iterator[Metric]:
     """Gauges of the current state."""
     runner = services.runner
-    sessions = GaugeMetricFamily("turnwise_sessions", "Live sessions.", labels=["kind"])
-    sessions.add_metric(["env"], len(services.environments))
-    sessions.add_metric(["policy"], len(services.policies))
-    sessions.add_metric(["interaction"], len(services.interaction_sessions))
-    sessions.add_metric(["capture"], len(services.captures.sessions))
-    yield sessions
+    sessions = {
+        "env": services.environments,
+        "policy": services.policies,
+        "interaction": services.interaction_sessions,
+        "capture": services.captures.sessions,
+    }
+    counts = {kind: len(live) for kind, live in sessions.items()}
+    yield _by_label(GaugeMetricFamily, "turnwise_sessions", "Live sessions.", "kind", counts)
     yield GaugeMetricFamily(
         "turnwise_interactions",
         "Interactions that are not finalised yet, of rollouts and sessions.",
         len(services.interactions),
     )
-    rollouts = GaugeMetricFamily("turnwise_rollouts", "Rollouts that have not ended.", labels=["state"])
-    for state, count in runner.unfinished().items():
-        rollouts.add_metric([state], count)
-    yield rollouts
+    sentence = "Rollouts that have not ended."
+    yield _by_label(GaugeMetricFamily, "turnwise_rollouts", sentence, "state", runner.unfinished())
     yield GaugeMetricFamily(
         "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
     )
@@ -295,16 +292,13 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     for (state, reason), count in metrics.rollouts_ended.items():
         rollouts.add_metric([state, reason], count)
     yield rollouts
-    yield _by_source("turnwise_decisions", "Decisions taken.", metrics.decisions)
-    yield _by_source("turnwise_env_steps", "Env steps that ran.", metrics.env_steps)
-    dropped = CounterMetricFamily(
-        "turnwise_options_dropped",
-        "Settings of captured agents' calls that had no effect.",
-        labels=["option"],
-    )
-    for option, count in metrics.options_dropped.items():
-        dropped.add_metric([option], count)
-    yield dropped
+    counter, sources = CounterMetricFamily, ("rollout", "session")
+    decisions = {source: metrics.decisions.get(source, 0) for source in sources}
+    yield _by_label(counter, "turnwise_decisions", "Decisions taken.", "source", decisions)
+    env_steps = {source: metrics.env_steps.get(source, 0) for source in sources}
+    yield _by_label(counter, "turnwise_env_steps", "Env steps that ran.", "source", env_steps)
+    sentence = "Settings of captured agents' calls that had no effect."
+    yield _by_label(counter, "turnwise_options_dropped", sentence, "option", metrics.options_dropped)
     yield CounterMetricFamily(
         "turnwise_inference_retries",
         "Attempts to ask a model after the first.",
@@ -312,8 +306,15 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     )
 
 
-def _by_source(name: str, text: str, counts: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=["source"])
-    for source in ("rollout", "session"):
-        family.add_metric([source], counts.get(source, 0))
+def _by_label(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    sentence: str,
+    label: str,
+    counts: Mapping[str, int],
+) -> Metric:
+    """A metric with a value for each value of its label."""
+    family = kind(name, sentence, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
     return family

@@ -259,10 +259,17 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
     _check(services, body)
     children: dict[str, Children] = {"env_branches": {}, "policy_branches": {}}
     try:
-        _add(services, children, dict(zip(body.env_ids, environments, strict=True)))
+        for env_id, sessions in zip(body.env_ids, environments, strict=True):
+            ids = children["env_branches"][env_id] = []
+            for child in sessions:
+                ids.append(services.environments.add(child))
         _add_policies(services, children, dict(zip(body.policy_ids, policies, strict=True)))
     except TaskAppError:
-        _forget(services, children)
+        # The journal refused a copy: all of them, or none.
+        for policy_id in chain(*children["policy_branches"].values()):
+            services.unbind(policy_id, services.policies.remove(policy_id, where="policy_ids"))
+        for env_id in chain(*children["env_branches"].values()):
+            services.environments.remove(env_id, where="env_ids")
         raise
     return BranchReply.model_validate(children)
 
@@ -314,15 +321,6 @@ async def _policies(services: Services, policy_id: str, count: int) -> list[Poli
     ]
 
 
-def _add(
-    services: Services, children: dict[str, Children], copies: dict[str, list[EnvironmentSession]]
-) -> None:
-    for env_id, sessions in copies.items():
-        ids = children["env_branches"][env_id] = []
-        for child in sessions:
-            ids.append(services.environments.add(child))
-
-
 def _add_policies(
     services: Services, children: dict[str, Children], copies: dict[str, list[PolicySession]]
 ) -> None:
@@ -333,11 +331,3 @@ def _add_policies(
         ids = children["policy_branches"][policy_id] = []
         for child, target in zip(sessions, targets, strict=False):
             ids.append(add_policy(services, child, bound_env_id=target, switches=parent.switches))
-
-
-def _forget(services: Services, children: dict[str, Children]) -> None:
-    """Remove all copies after the journal refused one."""
-    for policy_id in chain(*children["policy_branches"].values()):
-        services.unbind(policy_id, services.policies.remove(policy_id, where="policy_ids"))
-    for env_id in chain(*children["env_branches"].values()):
-        services.environments.remove(env_id, where="env_ids")

@@ -92,8 +92,7 @@ async def step_many(request: Request, body: EnvStepMany) -> Response:
     count, most = len(body.steps), services.settings.max_steps_per_request
     if count > most:
         raise InvalidRequest(f"{count} steps in one request; at most {most}", where="steps")
-    results: list[bytes] = []
-    since_yield = 0
+    results, since_yield = list[bytes](), 0
     for index, one in enumerate(body.steps):
         result, env_steps = await _item(services, one, index)
         results.append(result)
@@ -119,14 +118,6 @@ async def decide(
     """
     requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where=where)
     return _reply(session, *await session.step(requests))
-
-
-def decide_at_once(
-    services: Services, session: EnvironmentSession, tool_calls: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """`decide` for a session that `steps_at_once`."""
-    requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where="")
-    return _reply(session, *session.take(requests))
 
 
 def _reply(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
@@ -179,8 +170,7 @@ class ShortWay:
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
-        self._app = app
-        self._services = services
+        self._app, self._services = app, services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -212,7 +202,8 @@ class ShortWay:
         session = self._services.environments.get(env_id, where="env_id")
         if not session.steps_at_once:
             return None
-        return reply_body(decide_at_once(self._services, session, tool_calls))
+        requests = _requests(tool_calls, at_most=self._services.settings.max_calls_per_step, where="")
+        return reply_body(_reply(session, *session.take(requests)))
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:

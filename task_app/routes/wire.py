@@ -5,15 +5,17 @@ The models of replies are what /openapi.json declares. FastAPI validates no repl
 Response, and here that would cost more than a step; tests hold real replies against the document.
 """
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
+from starlette.types import Receive
 
 from shared_schemas.base import OpenBody, Reply
 from shared_schemas.messages import Message
@@ -23,6 +25,8 @@ from task_app.episode.actions import Action
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.sessions.switches import KEY
+
+Result = TypeVar("Result")
 
 
 class ReplyJSON(JSONResponse):
@@ -42,6 +46,27 @@ def reply_body(content: Any) -> bytes:
             return body
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result | None:
+    """The result of the work; None if the client disconnects first, which cancels it."""
+
+    async def cancel_on_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.reschedule(0.0)  # a time that is over: this cancels the work
+
+    try:
+        async with asyncio.timeout(None) as scope:
+            watch = asyncio.create_task(cancel_on_disconnect())
+            try:
+                return await work
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        return None
 
 
 class Ok(Reply):

@@ -34,16 +34,17 @@ class Once:
         self._requests = database.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        headers = [value for name, value in scope["headers"] if name == HEADER]
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        headers = [value for name, value in scope["headers"] if name == HEADER] if is_post else []
         if not headers:
             await self._app(scope, receive, send)
             return
         try:
             key, body = _key(headers), await whole_body(receive)
-            digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
+            parts = (scope["method"].encode(), scope["raw_path"], scope["query_string"], body)
+            # Everything that makes two requests equal; lengths separate the parts.
+            data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             earlier = await self._earlier(key, digest)
             if earlier is None:
                 work = self._begin(key, digest, path=scope["path"])
@@ -86,7 +87,7 @@ class Once:
         try:
             await self._app(scope, receive, recorder)
         except BaseException:
-            # Nobody knows how far it got, and a second attempt would be the worse mistake.
+            # It is unknown how far it got, and a second attempt would be the worse mistake.
             with suppress(JournalFailed):
                 self._finish(work, _answer_lost("it failed inside the task app"))
             raise
@@ -133,13 +134,6 @@ class _Recorder:
 
     def answer(self) -> Answer:
         return Answer(self._status, self._headers, bytes(self._body))
-
-
-def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
-    """A digest of everything that makes two requests equal; lengths separate the parts."""
-    parts = (method.encode(), raw_path, query, body)
-    data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _key(headers: list[bytes]) -> str:

@@ -127,7 +127,7 @@ class Database:
     """The connection to the database, which no other process can open at the same time.
 
     Args:
-        folder: created if missing; None: the database is in memory.
+        folder: created if missing; None: the database is in memory, for an app without --state-dir.
         most, most_bytes: number and total bytes of the stored answers; the oldest goes first.
         most_s: how long an answer is stored; answers of an earlier process count from this start on.
         clock: a monotonic clock in seconds.
@@ -301,10 +301,8 @@ class SessionStore:
     def __init__(
         self, database: Database, boards: PlugBoards, *, snapshot_every: int, max_snapshot_bytes: int
     ) -> None:
-        self.database = database
-        self.boards = boards
-        self.snapshot_every = snapshot_every
-        self.max_snapshot_bytes = max_snapshot_bytes
+        self.database, self.boards = database, boards
+        self.snapshot_every, self.max_snapshot_bytes = snapshot_every, max_snapshot_bytes
 
     def add(self, session_id: str, session: Session) -> None:
         """Write a new session, if it can be restored at all; raises JournalFailed."""
@@ -423,14 +421,17 @@ class SessionJournal:
         """Write a decision; an environment without snapshots is replayed from its last reset."""
         what = f"decision {session.turn} was taken, but"
         self._since += 1
-        restorable = isinstance(session.environment, RestorableEnvironment)
-        if (
-            restorable
-            and self._since >= self._store.snapshot_every
-            and (statements := self._snapshot(session))
-        ):
-            self._write(statements, whole=True, what=what)
-            return
+        is_due = self._since >= self._store.snapshot_every
+        if is_due and isinstance(session.environment, RestorableEnvironment):
+            self._since = 0
+            try:
+                self._write(self._whole(session), whole=True, what=what)
+                return
+            except JournalFailed:
+                raise
+            except TaskAppError as exc:
+                # The steps are enough to restore the session; it only takes longer.
+                log.error("journal_not_compacted", session=self._id, reason=exc.detail)
         # The arguments follow from their text, which can always be written.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
         row = (self._id, session.turn, calls, outcome_digest(session.past[-1].outcome))
@@ -442,10 +443,8 @@ class SessionJournal:
 
     def remove(self) -> None:
         """Delete an ended session; if this fails, the next write does it."""
-        statements = [
-            ("DELETE FROM steps WHERE session = ?", (self._id,)),
-            ("DELETE FROM sessions WHERE id = ?", (self._id,)),
-        ]
+        tables = ("steps WHERE session", "sessions WHERE id")
+        statements: list[Statement] = [(f"DELETE FROM {table} = ?", (self._id,)) for table in tables]
         with suppress(JournalFailed):
             self._write(statements, whole=True, what="a session has ended, but")
         self._is_removed = True
@@ -454,15 +453,6 @@ class SessionJournal:
         if not self._is_removed:
             failure = Failure(what, "do not send it again; the next request writes it first")
             self._database.record(self._id, statements, failure, whole=whole)
-
-    def _snapshot(self, session: EnvironmentSession) -> list[Statement] | None:
-        self._since = 0
-        try:
-            return self._whole(session)
-        except TaskAppError as exc:
-            # The steps are enough to restore the session; it only takes longer.
-            log.error("journal_not_compacted", session=self._id, reason=exc.detail)
-            return None
 
     def _whole(self, session: Session) -> list[Statement]:
         """Statements that write the whole session."""

@@ -53,10 +53,6 @@ class RecentDecision(NamedTuple):
 Recent = deque[RecentDecision]
 
 
-def no_decisions() -> Recent:
-    return deque(maxlen=MAX_RECENT)
-
-
 def decision(turn: int, before: Observation, outcome: DecisionOutcome) -> RecentDecision:
     return RecentDecision(
         turn=turn,
@@ -100,9 +96,8 @@ class EnvironmentSession:
 
     `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
     thread, and so do steps unless the environment promises quick ones. `switches` are the training switches
-    by
-    source: the environment's request, or the id of a bound policy; they agree. `spec` is what the environment
-    was built from, without the switches, so that a snapshot can build an equal one.
+    by source: the environment's request, or the id of a bound policy; they agree. `spec` is what the
+    environment was built from, without the switches, so that a snapshot can build an equal one.
     """
 
     environment: Environment
@@ -121,7 +116,7 @@ class EnvironmentSession:
     # Keeps the tasks alive, because the event loop holds only weak references.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
-    recent: Recent = field(default_factory=no_decisions)
+    recent: Recent = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     observation: Observation = field(init=False)
 
     @property
@@ -135,12 +130,13 @@ class EnvironmentSession:
 
     async def reset(self, seed: int) -> Observation:
         """Start the world of `seed`, with fresh counters and history."""
-        return await self._finish(self._reset(seed))
+        return await asyncio.shield(self._start(self._reset(seed)))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
         """Carry out one decision; return the observation before it, and its outcome."""
         if not steps_quickly(self.environment):
-            return await self._finish(self._step_in_thread(requests))
+            # It finishes even if the caller is cancelled, because a thread cannot be.
+            return await asyncio.shield(self._start(self._step_in_thread(requests)))
         async with self.lock:
             return self.take(requests)
 
@@ -159,8 +155,7 @@ class EnvironmentSession:
             self.observation = await in_thread(
                 self.threads, "environment.reset", reset_environment, self.environment, seed
             )
-            self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
-            self.over = False
+            self.seed, self.step_idx, self.turn, self.metadata, self.over = seed, 0, 0, NO_METADATA, False
             self.past.clear()
             self.recent.clear()
             if self.journal is not None:
@@ -181,12 +176,8 @@ class EnvironmentSession:
     ) -> tuple[Observation, DecisionOutcome]:
         self.turn += 1
         self.step_idx += len(outcome.env_rewards)
-        self.metadata = step_metadata(
-            before.achievements_counts,
-            outcome.observation.achievements_counts,
-            turn=self.turn,
-            step_rewards=self.step_rewards,
-        )
+        was, now = before.achievements_counts, outcome.observation.achievements_counts
+        self.metadata = step_metadata(was, now, turn=self.turn, step_rewards=self.step_rewards)
         self.observation = outcome.observation
         self.over = outcome.terminated or outcome.truncated
         self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
@@ -196,12 +187,11 @@ class EnvironmentSession:
             self.journal.add_step(self, requests)
         return before, outcome
 
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Finish the work even if the caller is cancelled, because a thread cannot be."""
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget_task)
-        return await asyncio.shield(task)
+        return task
 
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -211,9 +201,7 @@ class EnvironmentSession:
     def begin_close(self) -> None:
         """Close the environment of a session that is forgotten, after the step that still runs, if any."""
         if isinstance(self.environment, ClosableEnvironment):
-            task = asyncio.get_running_loop().create_task(self._close())
-            self._tasks.add(task)
-            task.add_done_callback(self._forget_task)
+            self._start(self._close())
 
     async def wait_closed(self, within_s: float) -> None:
         """Wait for what still runs, at most so long."""

@@ -30,14 +30,7 @@ from task_app.protocols import (
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
-from task_app.snapshots.starts import (
-    EpisodeStart,
-    StartView,
-    refusal_of,
-    reseed,
-    restore,
-    restore_in_thread,
-)
+from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, reseed, restore, restore_in_thread
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
@@ -45,7 +38,7 @@ FROM_SNAPSHOT = "the snapshot"
 
 
 class EnvironmentFacts(Body):
-    """An environment session beside its environment's state; `step_rewards` if a request named any."""
+    """An environment session without its environment's state; `step_rewards` if a request named any."""
 
     env: EnvSpec
     seed: Seed

@@ -17,11 +17,7 @@ OFF = StepRewards()
 
 
 def take_step_rewards(
-    config: Mapping[str, Any],
-    *,
-    where: str,
-    training: StepRewardKeys | None = None,
-    rollout: Any = None,
+    config: Mapping[str, Any], *, where: str, training: StepRewardKeys | None = None, rollout: Any = None
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
     """Split `config` into the plug-in's part and the switches by their body path.
 

@@ -5,7 +5,7 @@ The ancestor made such changes in silence; here the reply's `warnings` has a sen
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -182,24 +182,26 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
         own_policy = {**boards.policies[name].defaults(settings), **own_policy}
     max_calls = own_policy.pop("max_llm_calls", None)
     stepwise = _stepwise(body, own_policy, own_env, warn)
-    plan = LegacyPlan(
-        env_name=_environment(body, boards),
-        env_config={},
-        seed=_seed(body, warn),
-        policy_name=name,
-        policy_config={},
-        inference_key=take_inference_key(own_policy, body, warn),
-        stepwise=stepwise,
-        decisions=_decisions(body, max_decisions, max_calls, warn),
-        max_time_s=body.safety.max_time_s,
-        warnings=(),
-    )
-    env_config = _env_config(own_env, plan.env_name, boards, warn)
-    config = policy_config(own_policy, plan.policy_name, body, warn)
-    if plan.policy_name:
-        fields = boards.policies[plan.policy_name].config.model_fields
+    env_name, seed = _environment(body, boards), _seed(body, warn)
+    inference_key = take_inference_key(own_policy, body, warn)
+    decisions = _decisions(body, max_decisions, max_calls, warn)
+    env_config = _env_config(own_env, env_name, boards, warn)
+    config = policy_config(own_policy, name, body, warn)
+    if name:
+        fields = boards.policies[name].config.model_fields
         config = drop_unknown(config, fields, where="policy.config", warn=warn)
-    return replace(plan, env_config=env_config, policy_config=config, warnings=tuple(warnings))
+    return LegacyPlan(
+        env_name=env_name,
+        env_config=env_config,
+        seed=seed,
+        policy_name=name,
+        policy_config=config,
+        inference_key=inference_key,
+        stepwise=stepwise,
+        decisions=decisions,
+        max_time_s=body.safety.max_time_s,
+        warnings=tuple(warnings),
+    )
 
 
 def drop_unknown(
@@ -258,11 +260,8 @@ def _count(value: Any, default: int, *, where: str) -> int:
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= MOST_DECISIONS:
-        correlation = clipped(repr(value))
-        raise InvalidRequest(
-            f"{where} is {correlation}; allowed: a whole number of decisions, 1 to {MOST_DECISIONS}",
-            where=where,
-        )
+        allowed = f"a whole number of decisions, 1 to {MOST_DECISIONS}"
+        raise InvalidRequest(f"{where} is {clipped(repr(value))}; allowed: {allowed}", where=where)
     return value
 
 

@@ -15,14 +15,10 @@ from pydantic import Field
 from shared_schemas.base import did_you_mean
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
-from shared_schemas.rewards import (
-    CONSISTENT_STRATEGIES,
-    StepRewards,
-    decision_rewards,
-    event_terms,
-)
+from shared_schemas.rewards import CONSISTENT_STRATEGIES, StepRewards, decision_rewards, event_terms
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts, transcript
 from task_app.complaints import validated
+from task_app.dialects.one_call.request import LegacyRollout
 from task_app.episode.actions import json_object
 from task_app.episode.decisions import achievements_added
 from task_app.errors import CriticalError, EpisodeFailed, InvalidRequest, TaskAppError
@@ -160,89 +156,66 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Names and config that the reply repeats."""
+class Facts:
+    """What the reply repeats: the request, the names and the switches that hold, the warnings of the plan."""
 
-    run_id: str
-    env_id: str
-    policy_id: str
+    body: LegacyRollout
     env_name: str
     policy_name: str
     seed: int
     inference_url: str | None
     correlation_id: str | None
     policy_config: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The request's `record` and switches, and the warnings of its plan."""
-
-    trajectories: bool
-    logprobs: bool
-    value: bool
-    trace_format: str | None
     stepwise: Stepwise
     warnings: tuple[str, ...]
-    metadata: Mapping[str, Any]
     created_at: datetime
 
 
-def reply(episodes: Sequence[Episode], names: Names, options: Options, *, aborted: bool) -> dict[str, Any]:
-    """The whole reply."""
+def reply(episodes: Sequence[Episode], facts: Facts, *, aborted: bool) -> dict[str, Any]:
+    """The whole reply; new sessions have no id, and are named by the run."""
+    body = facts.body
     for episode in episodes:
         failure = episode.failure
-        if failure is not None and (isinstance(failure, CriticalError) or _is_without_effect(episode)):
+        # Something other than policy and environment stopped the episode before its first decision.
+        has_no_effect = not episode.steps and not isinstance(failure, EpisodeFailed)
+        if failure is not None and (isinstance(failure, CriticalError) or has_no_effect):
             raise failure
-    blocks = [stepwise_blocks(episode.steps, options.stepwise) for episode in episodes]
-    trajectories = [_trajectory(*pair, names, options) for pair in zip(episodes, blocks, strict=True)]
+    blocks = [stepwise_blocks(episode.steps, facts.stepwise) for episode in episodes]
+    trajectories = [_trajectory(*pair, facts) for pair in zip(episodes, blocks, strict=True)]
     decisions = sum(len(episode.steps) for episode in episodes)
     return {
-        "run_id": names.run_id,
-        "trajectories": trajectories if options.trajectories else [],
+        "run_id": body.run_id,
+        "trajectories": trajectories if body.record.trajectories else [],
         "branches": {},
-        "metrics": _metrics(episodes, blocks, options),
+        "metrics": _metrics(episodes, blocks, facts.stepwise),
         "aborted": aborted,
         "ops_executed": 2 * decisions,
-        "trace": _trace(episodes, names, options) if options.trace_format else None,
-        "trace_correlation_id": names.correlation_id,
+        "trace": _trace([episode.steps for episode in episodes], facts) if body.record.return_trace else None,
+        "trace_correlation_id": facts.correlation_id,
         "pipeline_metadata": {
-            "inference_url": names.inference_url,
-            "trace_correlation_id": names.correlation_id,
-            "env_name": names.env_name,
-            "seed": names.seed,
-            "policy_name": names.policy_name,
-            "policy_config": dict(names.policy_config),
+            "inference_url": facts.inference_url,
+            "trace_correlation_id": facts.correlation_id,
+            "env_name": facts.env_name,
+            "seed": facts.seed,
+            "policy_name": facts.policy_name,
+            "policy_config": dict(facts.policy_config),
         },
-        "warnings": [*options.warnings, *_later_warnings(episodes, options, names)],
+        "warnings": [*facts.warnings, *_later_warnings(episodes, facts)],
     }
 
 
-def _trace(episodes: Sequence[Episode], names: Names, options: Options) -> dict[str, Any]:
-    return trace(
-        [episode.steps for episode in episodes],
-        names.run_id,
-        whole=options.trace_format != "compact",
-        metadata=options.metadata,
-        created_at=options.created_at,
-    )
-
-
-def _trajectory(
-    episode: Episode, blocks: list[dict[str, Any]], names: Names, options: Options
-) -> dict[str, Any]:
+def _trajectory(episode: Episode, blocks: list[dict[str, Any]], facts: Facts) -> dict[str, Any]:
     steps = [
-        _step(episode, index, prompt, blocks, names, options)
-        for index, prompt in enumerate(prompts(episode.steps))
+        _step(episode, index, prompt, blocks, facts) for index, prompt in enumerate(prompts(episode.steps))
     ]
     data: dict[str, Any] = {
-        "env_id": names.env_id,
-        "policy_id": names.policy_id,
+        "env_id": facts.body.env.env_id or facts.body.run_id,
+        "policy_id": facts.body.policy.policy_id or facts.body.run_id,
         "steps": steps,
         "final": _final(episode),
         "length": len(steps),
-        "inference_url": names.inference_url or "",  # the contract wants a text; a scripted policy has no URL
-        "trace_correlation_id": names.correlation_id,
+        "inference_url": facts.inference_url or "",  # the contract wants a text; a scripted policy has no URL
+        "trace_correlation_id": facts.correlation_id,
     }
     if blocks:
         data["decision_samples"] = [
@@ -288,24 +261,15 @@ def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
     return ("partial_aborted", "the rollout was cancelled") if episode.is_cancelled else (None, None)
 
 
-def _is_without_effect(episode: Episode) -> bool:
-    """Whether something other than policy and environment stopped the episode before its first decision."""
-    return not episode.steps and not isinstance(episode.failure, EpisodeFailed)
-
-
 def _step(
-    episode: Episode,
-    index: int,
-    prompt: Sequence[Message],
-    blocks: list[dict[str, Any]],
-    names: Names,
-    options: Options,
+    episode: Episode, index: int, prompt: Sequence[Message], blocks: list[dict[str, Any]], facts: Facts
 ) -> dict[str, Any]:
-    step, before = episode.steps[index], episode.observations[index]
+    step, record = episode.steps[index], facts.body.record
+    after = step.next_observation.achievements_counts if step.next_observation else {}
     info: dict[str, Any] = {
-        "achievements_added": _new_achievements(step),
+        "achievements_added": achievements_added(step.observation_data.achievements_counts, after),
         "executed_actions": list(step.step_info.executed_actions),
-        "meta": _meta(step, prompt, names, options),
+        "meta": _meta(step, prompt, facts),
     }
     if blocks:
         info["stepwise"] = blocks[index]
@@ -313,23 +277,23 @@ def _step(
         reason = "invalid_action" if step.tool_calls else "no_tool_calls"
         info |= {"terminated": step.is_done, "reason": reason, "error": step.step_info.invalid_reason}
     return {
-        "obs": observation_json(before),
+        "obs": observation_json(episode.observations[index]),
         "tool_calls": [_call(call.function.name, call.function.arguments) for call in step.tool_calls],
         "reward": float(sum(step.env_rewards or ())),
         "env_rewards": list(step.env_rewards or ()),
         "done": step.is_done,
         "terminated": step.terminated,
         "truncated": step.truncated,
-        "logprob": sum(tokens.logprobs) if options.logprobs and (tokens := exact_tokens(step)) else None,
-        "value": step.policy_value_estimate if options.value else None,
+        "logprob": sum(tokens.logprobs) if record.logprobs and (tokens := exact_tokens(step)) else None,
+        "value": step.policy_value_estimate if record.value else None,
         "info": info,
     }
 
 
-def _meta(step: StepData, prompt: Sequence[Message], names: Names, options: Options) -> dict[str, Any]:
+def _meta(step: StepData, prompt: Sequence[Message], facts: Facts) -> dict[str, Any]:
     info = step.step_info
     meta: dict[str, Any] = {
-        "inference_url": names.inference_url,
+        "inference_url": facts.inference_url,
         "inference_request": {
             "messages": [message.model_dump(mode="json", exclude_none=True) for message in prompt]
         },
@@ -340,7 +304,7 @@ def _meta(step: StepData, prompt: Sequence[Message], names: Names, options: Opti
         "timing": {"inference_s": info.policy_s, "env_step_ms": 1_000 * info.environment_s},
         **step.metadata.model_dump(mode="json", exclude_none=True),
     }
-    if options.logprobs and (logprobs := step.policy_logprobs) is not None:
+    if facts.body.record.logprobs and (logprobs := step.policy_logprobs) is not None:
         meta["policy_logprobs"] = logprobs if isinstance(logprobs, dict) else logprobs.model_dump(mode="json")
         meta["sampling"] = step.sampling.model_dump(mode="json") if step.sampling else None
     return meta
@@ -352,13 +316,8 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     return {"tool_name": name, "arguments": arguments if parsed is None else dict(parsed)}
 
 
-def _new_achievements(step: StepData) -> list[str]:
-    after = step.next_observation.achievements_counts if step.next_observation else {}
-    return achievements_added(step.observation_data.achievements_counts, after)
-
-
 def _metrics(
-    episodes: Sequence[Episode], blocks: Sequence[list[dict[str, Any]]], options: Options
+    episodes: Sequence[Episode], blocks: Sequence[list[dict[str, Any]]], rules: Stepwise
 ) -> dict[str, Any]:
     returns = [float(sum(sum(step.env_rewards or ()) for step in episode.steps)) for episode in episodes]
     last = episodes[-1] if episodes else None
@@ -366,8 +325,8 @@ def _metrics(
     unlocked = sorted(name for name, count in counts.items() if count)
     details: dict[str, Any] = {"achievements": unlocked}
     events_score = None
-    if options.stepwise.emits_decision_rewards:
-        details["stepwise"] = stepwise_details(blocks, options.stepwise, unlocked=unlocked)
+    if rules.emits_decision_rewards:
+        details["stepwise"] = stepwise_details(blocks, rules, unlocked=unlocked)
         events_score = details["stepwise"]["reward_sum"]
     return {
         "episode_returns": returns,
@@ -380,46 +339,41 @@ def _metrics(
     }
 
 
-def _later_warnings(episodes: Sequence[Episode], options: Options, names: Names) -> list[str]:
+def _later_warnings(episodes: Sequence[Episode], facts: Facts) -> list[str]:
+    record = facts.body.record
     steps = [step for episode in episodes for step in episode.steps]
     warnings = []
-    if options.logprobs and any(exact_tokens(step) is None for step in steps):
+    if record.logprobs and any(exact_tokens(step) is None for step in steps):
         warnings.append("record.logprobs: this policy's server sends no exact tokens; logprob is null there")
-    if options.value and any(step.policy_value_estimate is None for step in steps):
+    if record.value and any(step.policy_value_estimate is None for step in steps):
         warnings.append("record.value: this policy has no value estimate; value is null there")
-    if options.trace_format == "structured":
+    if record.return_trace and record.trace_format == "structured":
         warnings.append("record.trace_format structured is the same as full here")
     if len(episodes) > 1:
         warnings.append(
-            f"on_done is reset: {len(episodes)} episodes of seed {names.seed} were played, a trajectory each"
+            f"on_done is reset: {len(episodes)} episodes of seed {facts.seed} were played, a trajectory each"
         )
     return warnings
 
 
-def trace(
-    episodes: Sequence[Sequence[StepData]],
-    run_id: str,
-    *,
-    whole: bool,
-    metadata: Mapping[str, Any],
-    created_at: datetime,
-) -> dict[str, Any]:
-    """The compact trace; with `whole` also the events and the conversation.
+def _trace(episodes: Sequence[Sequence[StepData]], facts: Facts) -> dict[str, Any]:
+    """The compact trace; every other format also has the events and the conversation.
 
     `turn` in `decision_rewards` counts from 0 here, as readers of such traces expect; in steps, from 1.
     """
+    body = facts.body
     steps = [step for episode in episodes for step in episode]
     messages = [message for episode in episodes for message in transcript(episode)]
     data: dict[str, Any] = {
-        "session_id": run_id,
-        "created_at": created_at.astimezone(UTC).isoformat(),
-        "metadata": dict(metadata),
+        "session_id": body.run_id,
+        "created_at": facts.created_at.astimezone(UTC).isoformat(),
+        "metadata": body.model_dump(include={"training_session_id", "synth_base_url"}),
         "events_count": len(steps),
         "messages_count": len(messages),
         "lm_calls": [_lm_call(step) for step in steps],
         "decision_rewards": [_decision_rewards(step) for step in steps if step.metadata.decision_rewards],
     }
-    if whole:
+    if body.record.trace_format != "compact":
         data["event_history"] = [_event(step) for step in steps]
         data["messages"] = [message.model_dump(mode="json", exclude_none=True) for message in messages]
     return data

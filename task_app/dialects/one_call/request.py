@@ -66,8 +66,7 @@ class LegacyRollout(ForeignBody):
     safety: LegacySafety = LegacySafety()
     branch: dict[str, Any] | None = Field(default=None, description="never executed, with a warning")
     training: StepRewardKeys | None = Field(
-        default=None,
-        description="step_rewards by their names in a job's [training], if no config has them",
+        default=None, description="step_rewards by their names in a job's [training], if no config has them"
     )
     rollout: Any = Field(default=None, description="a table that may hold them under these names too")
     mode: Literal["rl", "eval"] | None = None

@@ -18,7 +18,7 @@ from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutR
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
 from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
-from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, agree_on_stepwise, reply
+from task_app.dialects.one_call.reply import Episode, Facts, Stepwise, agree_on_stepwise, reply
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.environment_calls import list_tools
 from task_app.episode.release import close
@@ -66,17 +66,19 @@ async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, A
         result = await _play(services, body, plan, cast)
     if cast.env_session is not None and cast.env_session.over and body.on_done == "reset":
         await cast.env_session.reset(cast.env_session.seed)
-    options = Options(
-        trajectories=body.record.trajectories,
-        logprobs=body.record.logprobs,
-        value=body.record.value,
-        trace_format=body.record.trace_format if body.record.return_trace else None,
+    facts = Facts(
+        body=body,
+        env_name=cast.environment.name,
+        policy_name=policy_name(cast.policy),
+        seed=cast.seed,
+        inference_url=cast.inference_url,
+        correlation_id=correlation_id(body),
+        policy_config=plan.policy_config,
         stepwise=cast.stepwise,
         warnings=(*plan.warnings, *result.warnings),
-        metadata={"training_session_id": body.training_session_id, "synth_base_url": body.synth_base_url},
         created_at=datetime.now(UTC),
     )
-    return reply(result.episodes, _names(body, plan, cast), options, aborted=result.aborted)
+    return reply(result.episodes, facts, aborted=result.aborted)
 
 
 @asynccontextmanager
@@ -104,32 +106,25 @@ async def _cast(services: Services, body: LegacyRollout, plan: LegacyPlan) -> As
                 services, session, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = session.spec.config.get("inference_url")
+        # The request's switches, or else the living environment's; both must agree.
+        switches = dict(env_session.switches) if env_session is not None else {}
+        stepwise = plan.stepwise or agree_on_stepwise(switches)
+        agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
         yield Cast(
             environment=environment,
             policy=policy,
-            stepwise=_switches(plan, env_session),
+            stepwise=stepwise,
             env_session=env_session,
             seed=plan.seed if env_session is None else env_session.seed,
             inference_url=url if isinstance(url, str) else None,
         )
 
 
-async def _hold(
-    env_session: EnvironmentSession | PolicySession, locks: AsyncExitStack, *, where: str
-) -> None:
-    if env_session.lock.locked():
+async def _hold(session: EnvironmentSession | PolicySession, locks: AsyncExitStack, *, where: str) -> None:
+    if session.lock.locked():
         # No wait here, because a rollout may hold it for hours.
         raise SessionBusy("another request is using it now", where=where)
-    await locks.enter_async_context(env_session.lock)
-
-
-def _switches(plan: LegacyPlan, env_session: EnvironmentSession | None) -> Stepwise:
-    """The request's switches, or else the living environment's; both must agree."""
-    switches = dict(env_session.switches) if env_session is not None else {}
-    if plan.stepwise is None:
-        return agree_on_stepwise(switches)
-    agree_on_step_rewards(switches | {"step_rewards of this rollout": plan.stepwise})
-    return plan.stepwise
+    await locks.enter_async_context(session.lock)
 
 
 async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Result:
@@ -148,7 +143,14 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
         result.aborted = episode.is_cancelled
         rest -= len(episode.steps)
         if episode.is_cancelled and services.runner.is_cut_short(body.run_id):
-            _report_stop(body, result)
+            # Ask for a retry of a rollout that was cut short, unless a retry would do something twice.
+            count = sum(len(episode.steps) for episode in result.episodes)
+            if not count or (body.env.env_id is None and body.policy.policy_id is None):
+                raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
+            decisions = "1 decision" if count == 1 else f"{count} decisions"
+            result.warnings.append(
+                f"the task app stopped after {decisions}; living sessions go on from there"
+            )
         if episode.stop_reason is not StopReason.ENVIRONMENT_DONE or body.on_done == "terminate":
             break
         if cast.env_session is not None:
@@ -159,21 +161,21 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
     return result
 
 
-def _report_stop(body: LegacyRollout, result: Result) -> None:
-    """Ask for a retry of a rollout that was cut short, unless a retry would do something twice."""
-    count = sum(len(episode.steps) for episode in result.episodes)
-    if not count or (body.env.env_id is None and body.policy.policy_id is None):
-        raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
-    decisions = "1 decision" if count == 1 else f"{count} decisions"
-    result.warnings.append(f"the task app stopped after {decisions}; living sessions go on from there")
-
-
 async def _episode(
     services: Services, body: LegacyRollout, plan: LegacyPlan, cast: Cast, decisions: int, timeout_s: float
 ) -> Episode:
     recorder = ObservationRecorder(cast.environment)
     limits = RolloutLimits(max_decisions=decisions, max_invalid_decisions=1, timeout_s=plan.max_time_s)
-    request = _request(body, cast, limits)
+    # The rollout service lists this request while the episode runs.
+    request = RolloutRequest(
+        rollout_id=f"legacy/{secrets.token_hex(8)}",
+        run_id=body.run_id,
+        start=Start(seed=cast.seed),
+        env=EnvSpec(env_name=cast.environment.name),
+        policy=PolicySpec(policy_name=policy_name(cast.policy)),
+        step_rewards=cast.stepwise.step_rewards,
+        limits=limits,
+    )
     worker = RLRolloutWorker(
         task_definition=TaskDefinitionModel.of_request(request),
         environment=recorder,
@@ -198,37 +200,8 @@ async def _episode(
     )
 
 
-def _request(body: LegacyRollout, cast: Cast, limits: RolloutLimits) -> RolloutRequest:
-    """The request that the rollout service lists while the episode runs."""
-    return RolloutRequest(
-        rollout_id=f"legacy/{secrets.token_hex(8)}",
-        run_id=body.run_id,
-        start=Start(seed=cast.seed),
-        env=EnvSpec(env_name=cast.environment.name),
-        policy=PolicySpec(policy_name=policy_name(cast.policy)),
-        step_rewards=cast.stepwise.step_rewards,
-        limits=limits,
-    )
-
-
-def _names(body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Names:
-    """The names in the reply; new sessions have no id, and are named by the run."""
-    return Names(
-        run_id=body.run_id,
-        env_id=body.env.env_id or body.run_id,
-        policy_id=body.policy.policy_id or body.run_id,
-        env_name=cast.environment.name,
-        policy_name=policy_name(cast.policy),
-        seed=cast.seed,
-        inference_url=cast.inference_url,
-        correlation_id=correlation_id(body),
-        policy_config=plan.policy_config,
-    )
-
-
 class SessionEnvironment:
-    """A living session as an `Environment`: an episode continues from its state. The caller holds its
-    lock."""
+    """A living session as an `Environment`; an episode continues its state. The caller holds its lock."""
 
     def __init__(self, env_session: EnvironmentSession) -> None:
         self._session = env_session

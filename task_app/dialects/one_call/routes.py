@@ -3,7 +3,6 @@
 Their sessions are those of /env/create, and both kinds of routes work with them.
 """
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -28,6 +27,7 @@ from task_app.routes.wire import (
     Ok,
     ReplyJSON,
     legacy_observation,
+    while_connected,
 )
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
@@ -126,21 +126,8 @@ async def play_rollout(request: Request, body: LegacyRollout) -> Response:
 
     A client that disconnects cancels it, unless it sent an Idempotency-Key and may come back for the reply.
     """
-    rollout_task = asyncio.ensure_future(legacy_rollout(services_of(request), body))
-    watch_task: asyncio.Future[Any] = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({rollout_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
-        if not rollout_task.done() and "idempotency-key" not in request.headers:
-            rollout_task.cancel()
-            await asyncio.wait({rollout_task})
-            return Response(status_code=499)  # nobody reads it
-        return ReplyJSON(await rollout_task)
-    finally:
-        rollout_task.cancel()
-        watch_task.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Return when the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    rollout = legacy_rollout(services_of(request), body)
+    if "idempotency-key" in request.headers:
+        return ReplyJSON(await rollout)
+    reply = await while_connected(rollout, request.receive)
+    return Response(status_code=499) if reply is None else ReplyJSON(reply)
