@@ -73,7 +73,7 @@ class Sessions(Generic[S]):
         on_add: Callable[[S], None] = lambda session: None,
         end_path: str | None = None,
         on_new: Callable[[str, S], None] = lambda session_id, session: None,
-        on_remove: Callable[[str, S], None] = lambda session_id, session: None,
+        on_remove: Callable[[str, S], object] = lambda session_id, session: None,
     ) -> None:
         self._kind = kind
         self._capacity = capacity

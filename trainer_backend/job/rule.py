@@ -6,10 +6,11 @@ allowed:
     training.critic = "own" & lora
         it trains whole layers, and the policy's own are held; known there: head
 
-`key` is set to another value than its default, or the table is there; `key = "a"` has the value, or one of
-a list; `key < 1` and `key < other.key` compare; `algorithm.loss: clips` is an attribute of the plug that the
-job names; `no ` negates; `<words>` are a condition of `rules.CONDITIONS`. `a | b & c` are two rules, `a & c` and `b & c`. A rule
-with a key of [rollout_only] is for each fixed policy. The text may hold a job's value: `{model.device}`.
+`key` is set to another value than its default, or the table is there; `key = "a"` has the value, or one of a
+list; `key < 1` and `key < other.key` compare; `algorithm.loss: clips` is an attribute of the plug that the
+job names; `no ` negates; `<words>` are a condition of `rules.CONDITIONS`. `a | b & c` are two rules, `a & c`
+and `b & c`. A rule with a key of [rollout_only] is for each fixed policy. The text may hold a job's value:
+`{model.device}`.
 """
 
 import json
