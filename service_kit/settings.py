@@ -119,8 +119,8 @@ def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
 def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any) -> Table:
     """Read the variables; `options` of the command line win over them.
 
-    The option of a list that has a variable too adds to it. An empty variable counts as none; that of a list
-    makes the list empty.
+    The option of a list that has a variable too adds to it. An empty variable or option counts as none; that
+    of a list makes the list empty.
 
     Raises:
         SettingsError: a variable or an option is wrong.
@@ -147,7 +147,7 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
             return split_list(text) if _is_list(field) else text.strip() or None
 
     values = Environment(cast("type[BaseSettings]", table))()  # which reads its fields alone
-    for name, value in options.items():
+    for name, value in ((name, value) for name, value in options.items() if value != ""):
         if name in variables and _is_list(field := table.model_fields[name]):
             value = tuple(dict.fromkeys([*values.get(name, field.default), *value]))
         values[name] = value

@@ -347,3 +347,22 @@ def test_a_loss_and_an_aggregation_read_a_table_of_their_own_too(tmp_path):
     plug = aggregation("mine")
     with pytest.raises(JobError, match="weights that sum to 3"):
         plug.weights([segment_of("a", (1, 1), [-1, 0], (0.0,) * 2)], job.training.read(plug.keys, "mine"))
+
+
+def test_what_its_own_class_refuses_is_told_before_a_run_and_a_later_choice_leaves_its_table_out(tmp_path):
+    code = HEAD + (
+        "from pydantic import field_validator\n"
+        "class Own(GigpoKeys):\n    odd: int = 1\n"
+        "    @field_validator('odd')\n    @classmethod\n    def _is_odd(cls, value):\n"
+        "        if value % 2 == 0:\n            raise ValueError('it is even')\n        return value\n"
+        f'@estimator("mine", keys=Own)\ndef mine(episodes, keys):\n    return {ONES}\n'
+    )
+    chosen = ("algorithm.advantage=mine", "algorithm.mine.odd=2")
+    assert "algorithm.advantage = 'mine': odd: Value error, it is even" in refusal(tmp_path, code, *chosen)
+    told = refusal(tmp_path, code.replace('"mine"', '"omega"'), "algorithm.advantage=omega")
+    assert "[algorithm] has a key of that name: rename it" in told
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text() + '[algorithm]\nadvantage = "mine"\n[algorithm.mine]\nodd = 3\n')
+    (tmp_path / "mine.py").write_text(code)
+    later = load_job(job, ["algorithm.advantage=grpo"])
+    assert later.config.algorithm.own("mine") == {} and "algorithm.mine" in later.left_out

@@ -101,9 +101,10 @@ class Places:
         return self._join(places or self.files)
 
     def is_above(self, key: str, other: str) -> bool:
-        """Tell whether a key stands in a later layer than another: in a later file, or alone in a --set."""
+        """Tell whether a key is in a later layer than a key or table: a later file, or alone in a --set."""
         ranks = []
-        for place in (self.owners.get(key), self.owners.get(other)):
+        for name in (key, other):
+            place = next((place for owned, place in self.owners.items() if _is_in(owned, name)), None)
             if place is None:
                 return False
             ranks.append(self.files.index(place) if place in self.files else len(self.files))
@@ -111,7 +112,8 @@ class Places:
 
     def without(self, keys: Collection[str]) -> "Places":
         """Return the origins of the other keys."""
-        return replace(self, owners={key: place for key, place in self.owners.items() if key not in keys})
+        rest = {key: place for key, place in self.owners.items() if not any(_is_in(key, one) for one in keys)}
+        return replace(self, owners=rest)
 
     def of_all(self, keys: Iterable[str]) -> str:
         """Return the places of all these keys and tables; at least one file is among them."""

@@ -23,7 +23,7 @@ from trainer_backend.job.layers import (
     text_that_names_its_job,
     without,
 )
-from trainer_backend.job.plug_table import own_findings, own_table, own_tables
+from trainer_backend.job.plug_table import find_refused_keys, find_unread_tables, own_table, own_tables
 from trainer_backend.job.rule import Finding
 from trainer_backend.job.rules import check_rules, not_read_rules
 from trainer_backend.job.schema import JobConfig
@@ -108,11 +108,16 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     is_foreign = not runs_plugins and _has_foreign_plugs(config)
     unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
     knows_plugs = not (is_foreign or unknown)
-    choices = not_read_rules(config) if knows_plugs else ()
+    homes = {name: getattr(config, name) for name in READ_BY.values()} if knows_plugs else {}
+    own = [*find_unread_tables(homes)] if knows_plugs else []
+    unread = [
+        (board, key, sentence)
+        for rule in (not_read_rules(config) if knows_plugs else ())
+        for (key, board), sentence, _ in rule.findings(config)
+    ]
     left_out = {
         key: f"{places.of(key)}: {sentence}. It is left out, since {places.of(board)} comes later"
-        for rule in choices
-        for (key, board), sentence, _ in rule.findings(config)
+        for board, key, sentence in (*unread, *own)
         if places.is_above(board, key)
     }
     if left_out:
@@ -120,11 +125,11 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         return replace(
             rest, warnings=(*left_out.values(), *rest.warnings), left_out={**left_out, **rest.left_out}
         )
-    own = own_findings({name: getattr(config, name) for name in set(READ_BY.values())}) if knows_plugs else ()
+    own_keys = find_refused_keys(homes) if knows_plugs else ()
     found = check_rules(config, "refusal", "not read", knows_plugs=knows_plugs)
     faults = [
         *unknown,
-        *(f"{places.of(key)}: {sentence}" for key, sentence in own),
+        *(f"{places.of(key)}: {sentence}" for key, sentence in (*own_keys, *(each[1:] for each in own))),
         *(f"{_place_of(finding, places)}: {finding.sentence}" for finding in found),
     ]
     if faults:
@@ -338,6 +343,10 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
         name = choice.get(key, usual) if isinstance(choice, dict) else None
         there = result.get(home, {} if JobConfig.model_fields[home].default is not None else None)
         if isinstance(name, str) and isinstance(there, dict) and own_table(model, name) is not None:
+            if name in model.model_fields:
+                raise JobError(
+                    f"{board} = {name!r} has keys of its own, and [{home}] has a key of that name: rename it"
+                )
             result[home] = {name: {}, **there}
     return result
 

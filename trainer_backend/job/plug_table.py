@@ -58,14 +58,34 @@ class PlugTable(Table, extra="allow"):
         if isinstance(self, kind):
             return self
         shared = {key: getattr(self, key) for key in kind.model_fields if key in type(self).model_fields}
-        return kind(**shared, **self.own(name))
+        own = {key: value for key, value in self.own(name).items() if key in kind.model_fields}
+        return kind(**shared | own)
 
 
-def own_findings(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence for each table of a plug's own that nothing reads.
+def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
+    """Yield key and sentence for each value that the chosen plug's own class of keys refuses.
 
     Args:
         tables: of the job, by name.
+    """
+    for board, plugs in OPEN_BOARDS.items():
+        table, _, key = board.partition(".")
+        host, name = tables[READ_BY[board]], getattr(tables[table], key, "")
+        # A schedule's class refuses its arguments itself, when it is made.
+        if name in plugs and isinstance(host, PlugTable) and READ_BY[board] != "rollout_allocation_schedule":
+            try:
+                host.read(plugs[name].keys, name)
+            except ValidationError as error:
+                for item in error.errors(include_url=False):
+                    place = ".".join(map(str, item["loc"])) or name
+                    yield f"{READ_BY[board]}.{name}", f"{board} = {name!r}: {place}: {item['msg']}"
+
+
+def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
+    """Yield the choice, the key and a sentence for each table of a plug's own that nothing reads.
+
+    Args:
+        tables: as in `find_refused_keys`.
     """
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
@@ -77,7 +97,8 @@ def own_findings(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]
                 choices = ", ".join(
                     f"{board} = {other!r}" for (table, other), board in chosen.items() if table == home
                 )
-                yield f"{home}.{name}", f"[{home}.{name}] is not read by {choices}"
+                board = next(board for (table, _), board in chosen.items() if table == home)
+                yield board, f"{home}.{name}", f"[{home}.{name}] is not read by {choices}"
 
 
 def own_keys(kind: type[Table], table: type[Table]) -> list[str]:

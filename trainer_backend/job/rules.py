@@ -57,7 +57,9 @@ def _that_discounts(key: str) -> Term:
 
 
 def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
-    return config.rollout.sampling_of(policy).is_truncated
+    """Whether its own keys truncate; those of [rollout] have a rule of their own."""
+    has_own = any(getattr(policy, key) is not None for key in TRUNCATING)
+    return has_own and config.rollout.sampling_of(policy).is_truncated
 
 
 def _looks_back(config: JobConfig) -> bool:
@@ -169,7 +171,7 @@ rollout_only.objective = "single_ratio" & no rollout_only.train_value_head
     its policy loss has the ratio to the fixed policy inside the clip, and no weight
 training.behaviour_weight_floor & no <a mask>
     it is known to: "mask", here or of a fixed policy
-rollout_only.behaviour_weight_floor & no <its mask>
+rollout_only.behaviour_weight_floor > 0 & no <its mask>
     it is known to: "mask"
 rollout_only.train_value_head & no algorithm.advantage: needs_values
     it needs a critic, as 'gae' has
@@ -395,7 +397,7 @@ def _missing(config: JobConfig) -> Iterator[str]:
     table = config.rollout_allocation_schedule
     if table is not None:
         needs = allocation(table.type).needs
-        for key in sorted(needs - table.values(needs).keys()):
+        for key in sorted((needs & type(table).model_fields.keys()) - table.values(needs).keys()):
             yield f"{_SCHEDULE}.{key} is required with type = {table.type!r}"
 
 
