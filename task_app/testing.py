@@ -10,7 +10,7 @@ pytest then runs every test below on it. This file needs no pytest. (The idea: d
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
@@ -143,12 +143,8 @@ class EnvironmentContract:
         if not isinstance(environment, ConversationalEnvironment):
             return  # other environments write a whole prompt for each decision
         assert isinstance(other, ConversationalEnvironment), "make() makes one kind of environment"
-        try:
-            environment.opening()
-        except EpisodeOver:
-            pass
-        else:
-            raise AssertionError("opening() worked before the first reset(); raise EpisodeOver")
+        sentence = "opening() worked before the first reset(); raise EpisodeOver"
+        check_raises(EpisodeOver, environment.opening, sentence=sentence)
         for one in (environment, other):
             one.reset(self.seed)
         opening = environment.opening()
@@ -235,20 +231,13 @@ class EnvironmentContract:
         environment = self.make()
         if not isinstance(environment, RestorableEnvironment):
             return
-        try:
-            environment.snapshot()
-        except EpisodeOver:
-            pass
-        else:
-            raise AssertionError("snapshot() worked before the first reset(); raise EpisodeOver")
+        sentence = "snapshot() worked before the first reset(); raise EpisodeOver"
+        check_raises(EpisodeOver, environment.snapshot, sentence=sentence)
         environment.reset(self.seed)
         whole = environment.snapshot()
         for data in (b"", b"{}", b"null", b"\xff" * 100, whole[: len(whole) // 2]):
-            try:
-                environment.restore(data)
-            except ValueError:
-                continue
-            raise AssertionError(f"restore() took {data[:20]!r}... for a moment of its own")
+            sentence = f"restore() took {data[:20]!r}... for a moment of its own"
+            check_raises(ValueError, environment.restore, data, sentence=sentence)
 
     def _refuse(self, calls: Calls, reason: str | None) -> DecisionOutcome:
         environment = self.make()
@@ -325,8 +314,13 @@ def check_outcome(outcome: DecisionOutcome) -> None:
 
 
 def raises_episode_over(environment: Environment, calls: Sequence[ToolRequest]) -> None:
+    sentence = "step() ran although no episode is under way; raise task_app.errors.EpisodeOver"
+    check_raises(EpisodeOver, environment.step, calls, sentence=sentence)
+
+
+def check_raises(error: type[Exception], call: Callable[..., object], *given: object, sentence: str) -> None:
     try:
-        environment.step(calls)
-    except EpisodeOver:
+        call(*given)
+    except error:
         return
-    raise AssertionError("step() ran although no episode is under way; raise task_app.errors.EpisodeOver")
+    raise AssertionError(sentence)

@@ -106,7 +106,9 @@ class RLRolloutWorker:
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        task_definition = _with_limit(task_definition, max_episode_steps)
+        if max_episode_steps is not None:
+            changed = {**dict(task_definition), "max_episode_steps": max_episode_steps}
+            task_definition = TaskDefinitionModel.model_validate(changed)
         self.task_definition = task_definition
         opening = task_definition.messages
         self._first_prompt = opening
@@ -138,7 +140,8 @@ class RLRolloutWorker:
         self._model = ""
         self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
-        self._stop_reason: StopReason | None = None
+        # Why the episode ended; None while it runs, and if it failed or was cancelled.
+        self.stop_reason: StopReason | None = None
         self._has_begun = False
         self._start_s = 0.0
         self._wall_s = 0.0
@@ -170,11 +173,6 @@ class RLRolloutWorker:
     def steps(self) -> tuple[StepData, ...]:
         """The decisions so far, also of an episode that failed or was cancelled."""
         return tuple(self._steps)
-
-    @property
-    def stop_reason(self) -> StopReason | None:
-        """Why the episode ended; None while it runs, and if it failed or was cancelled."""
-        return self._stop_reason
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
         """Play until there is a reason to stop.
@@ -208,11 +206,13 @@ class RLRolloutWorker:
     async def _play(self) -> None:
         await self._start()
         facts = self._facts()
-        while (reason := self._check_termination(facts)) is None:
+        limits, most = self._limits, self._multi_turn.max_episode_tokens
+        while (reason := stop_reason(facts, limits, max_episode_tokens=most)) is None:
             facts = await self._decide()
             # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
             await asyncio.sleep(0)
-        if self._is_cut_short(reason):
+        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
+        if is_cut_short(reason, truncated=truncated):
             if self._wants_final_view:
                 self._final_view = await self._view_after()
             if reason is not StopReason.ENVIRONMENT_DONE:
@@ -221,7 +221,7 @@ class RLRolloutWorker:
 
     def trajectory(self) -> Trajectory:
         """The finished episode; call it after `run_episode`."""
-        if self._stop_reason is None:
+        if self.stop_reason is None:
             raise Conflict("the episode has not finished, so it has no trajectory", hint="Await run_episode.")
         outcome_reward, outcome_definition = self._outcome()
         last = self._steps[-1]
@@ -240,7 +240,7 @@ class RLRolloutWorker:
             env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
             terminated=last.terminated,
             truncated=last.truncated,
-            stop_reason=self._stop_reason,
+            stop_reason=self.stop_reason,
             wall_s=self._wall_s,
             final_view=self._final_view,
             final_snapshot=self._final_snapshot,
@@ -271,7 +271,9 @@ class RLRolloutWorker:
         prompt = self._prompts.prompt(self._observation)
         if not self._steps:
             self._first_prompt = tuple(prompt.messages)
-        observation = self._prepare_policy_observation(prompt.messages)
+        limit = self._multi_turn.max_episode_tokens
+        max_tokens = None if limit is None else limit - self._tokens.sampled
+        observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=max_tokens)
         ask_s = self._clock()
         try:
             rest_s = self._limits.timeout_s - self._elapsed_s()
@@ -314,10 +316,6 @@ class RLRolloutWorker:
         """The snapshot before the next decision, if one is due there."""
         return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
 
-    def _is_cut_short(self, reason: StopReason) -> bool:
-        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
-        return is_cut_short(reason, truncated=truncated)
-
     async def _view_after(self) -> PolicyLogprobs | None:
         """The prompt of the next decision with one more token, as the policy's server renders it.
 
@@ -332,12 +330,6 @@ class RLRolloutWorker:
         except ContextLengthExceeded:
             return None
         return None if reply is None else policy_logprobs(reply[0].log_probs)
-
-    def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
-        """The policy's view of these messages, those of the prompt, with the rest of the token budget."""
-        limit = self._multi_turn.max_episode_tokens
-        max_tokens = None if limit is None else limit - self._tokens.sampled
-        return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
 
     async def _execute_action_in_environment(self, choice: Choice, action: Action) -> DecisionEffect:
         limits, before = self._limits, self._observation
@@ -395,9 +387,6 @@ class RLRolloutWorker:
             **events,
         )
 
-    def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
-        return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
-
     def _finish(self, reason: StopReason) -> None:
         """Mark the last step with the reason; an episode without a complete decision fails."""
         if self._critical is not None:
@@ -411,18 +400,11 @@ class RLRolloutWorker:
             penalty=self._prompts.context_length_penalty,
         )
         self._steps[-1] = last
-        self._stop_reason = reason
+        self.stop_reason = reason
         self._wall_s = self._elapsed_s()
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._start_s
-
-
-def _with_limit(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
-    """The task with this limit, validated."""
-    if max_episode_steps is None:
-        return task
-    return TaskDefinitionModel.model_validate({**dict(task), "max_episode_steps": max_episode_steps})
 
 
 def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
@@ -446,7 +428,7 @@ def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Messa
 
 
 def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
-    """A conversation if the environment holds one, with nobody else as the user; otherwise fresh prompts."""
+    """A conversation without an interaction if the environment holds one; otherwise fresh prompts."""
     if isinstance(environment, ConversationalEnvironment):
         return Conversation(environment, multi_turn, opening=opening)
     return FreshPrompts(environment, opening)

@@ -41,10 +41,7 @@ class Once:
             return
         try:
             key, body = _key(headers), await whole_body(receive)
-            parts = (scope["method"].encode(), scope["raw_path"], scope["query_string"], body)
-            # Everything that makes two requests equal; lengths separate the parts.
-            data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
             earlier = await self._earlier(key, digest)
             if earlier is None:
                 work = self._begin(key, digest, path=scope["path"])
@@ -134,6 +131,13 @@ class _Recorder:
 
     def answer(self) -> Answer:
         return Answer(self._status, self._headers, bytes(self._body))
+
+
+def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
+    """A digest of everything that makes two requests equal; lengths separate the parts."""
+    parts = (method.encode(), raw_path, query, body)
+    data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _key(headers: list[bytes]) -> str:
