@@ -255,12 +255,6 @@ class Capture:
         self.held_bytes += size
         self._held.total += size
 
-    def take_failure(self) -> TaskAppError:
-        """The failure, which the capture then no longer has: raised again, it would hold the capture."""
-        failure, self.failure = self.failure, None
-        assert failure is not None, "it has failed"
-        return failure
-
     def trajectory(self) -> Trajectory:
         """The ended episode, which has a decision at least."""
         reason = self.stop_reason

@@ -18,22 +18,21 @@ from pydantic import SecretStr
 from pydantic_core import to_json
 
 from service_kit.replies import ReplyTooLarge, read_bounded
-from shared_schemas.chat import IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
+from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
     Reply,
     WholeReplies,
-    is_context_length,
     own_tokens,
     protocol_error,
     read_count,
     read_reply,
     refusal,
     retry_after_s,
-    without_missing_call,
 )
 from task_app.protocols import PolicyAnswer, PolicyObservation
 
@@ -212,7 +211,9 @@ class OpenAIAgentPolicy:
             count = len(tokens.prompt_token_ids) + len(tokens.token_ids)
             self._known_ids = tokens.prompt_ids_reused + count
         self._last = messages, reply
-        action = reply.action if available_tools_specs else without_missing_call(reply.action)
+        action = dict(reply.action)
+        if not available_tools_specs and action.get("invalid_reason") == NO_TOOL_CALL:
+            del action["invalid_reason"]  # no tool was offered
         return action, reply.text, self._log_probs(reply, sampling), None
 
     @property
@@ -362,7 +363,8 @@ class OpenAIAgentPolicy:
 
     def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)
-        if is_context_length(code, sentence):
+        # Our gateway and OpenAI send a code, others only a sentence.
+        if code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower():
             return ContextLengthExceeded(sentence)
         kind = PromptRefused if status in OF_THE_BODY else PolicyUnavailable
         return kind(f"the inference server refused: {sentence}", code="inference_refused")

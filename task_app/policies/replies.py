@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.json_text import encodable
 from shared_schemas.trajectory import PolicyLogprobs
 from task_app.episode.actions import NO_TOOL_CALL, json_object
@@ -128,11 +127,6 @@ def retry_after_s(retry_after: str | None) -> float | None:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def is_context_length(code: str, sentence: str) -> bool:
-    """Whether the prompt was too long: our gateway and OpenAI send a code, others only a sentence."""
-    return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
-
-
 def _without(key: str, text: str) -> str:
     return text.replace(key, "[key]") if key else text
 
@@ -161,12 +155,6 @@ def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, 
     missing = WITHHELD if finish_reason == "content_filter" else NO_TOOL_CALL
     reason = _string(message.get("tool_call_error")) or missing
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
-
-
-def without_missing_call(action: Mapping[str, Any]) -> dict[str, Any]:
-    """The action without a complaint about a missing call, where no tool was offered."""
-    keeps_reason = action.get("invalid_reason") != NO_TOOL_CALL
-    return {name: value for name, value in action.items() if keeps_reason or name != "invalid_reason"}
 
 
 def _call(call: Any, index: int) -> dict[str, str]:
@@ -217,15 +205,14 @@ def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None
     content = _table(choice, "logprobs").get("content")
     if not isinstance(content, list):
         return None
-    return [_plain_logprob(entry, index) for index, entry in enumerate(content)]
-
-
-def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
-    source = entry if isinstance(entry, dict) else {}
-    token, logprob = _string(source.get("token")), source.get("logprob")
-    if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
-        raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
-    return token, float(logprob)
+    pairs = []
+    for index, entry in enumerate(content):
+        source = entry if isinstance(entry, dict) else {}
+        token, logprob = _string(source.get("token")), source.get("logprob")
+        if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
+        pairs.append((token, float(logprob)))
+    return pairs
 
 
 def check_tokens(fields: Mapping[str, Any]) -> PolicyLogprobs:
