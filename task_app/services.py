@@ -70,8 +70,8 @@ class Services:
             self.settings,
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
-        capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
         settings = self.settings
+        capacity, idle_s = settings.max_sessions, settings.session_idle_s
         self.captures = Captures(
             capacity=capacity,
             idle_s=idle_s,
@@ -105,13 +105,9 @@ class Services:
             max_snapshot_bytes=settings.max_snapshot_bytes,
         )
         self.environments = Sessions(
-            "env",
-            capacity=capacity,
-            idle_s=idle_s,
-            on_add=self._watch,
-            on_new=self.store.add,
-            on_remove=self._end,
-        )
+            "env", capacity=capacity, idle_s=idle_s,
+            on_add=self._watch, on_new=self.store.add, on_remove=self._end,
+        )  # fmt: skip
         self.policies = Sessions(
             "policy", capacity=capacity, idle_s=idle_s, on_new=self.store.add, on_remove=self.store.remove
         )

@@ -206,8 +206,7 @@ class RLRolloutWorker:
     async def _play(self) -> None:
         await self._start()
         facts = self._facts()
-        limits, most = self._limits, self._multi_turn.max_episode_tokens
-        while (reason := stop_reason(facts, limits, max_episode_tokens=most)) is None:
+        while (reason := self._check_termination(facts)) is None:
             facts = await self._decide()
             # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
             await asyncio.sleep(0)
@@ -271,9 +270,7 @@ class RLRolloutWorker:
         prompt = self._prompts.prompt(self._observation)
         if not self._steps:
             self._first_prompt = tuple(prompt.messages)
-        limit = self._multi_turn.max_episode_tokens
-        max_tokens = None if limit is None else limit - self._tokens.sampled
-        observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=max_tokens)
+        observation = self._prepare_policy_observation(prompt.messages)
         ask_s = self._clock()
         try:
             rest_s = self._limits.timeout_s - self._elapsed_s()
@@ -331,6 +328,12 @@ class RLRolloutWorker:
             return None
         return None if reply is None else policy_logprobs(reply[0].log_probs)
 
+    def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
+        """The policy's view of these messages, those of the prompt, with the rest of the token budget."""
+        limit = self._multi_turn.max_episode_tokens
+        max_tokens = None if limit is None else limit - self._tokens.sampled
+        return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
+
     async def _execute_action_in_environment(self, choice: Choice, action: Action) -> DecisionEffect:
         limits, before = self._limits, self._observation
         self._tokens.count(choice.log_probs)
@@ -386,6 +389,9 @@ class RLRolloutWorker:
             elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
             **events,
         )
+
+    def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
+        return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
         """Mark the last step with the reason; an episode without a complete decision fails."""

@@ -102,8 +102,7 @@ def random_actions(source: random.Random, count: int) -> list[str]:
 def _answers(observation: Any) -> list[str]:
     """The words that an environment takes instead of calls, in the order of ACTIONS; none: it takes calls."""
     names = getattr(observation, "data", {}).get("answer_names")
-    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return names if is_list else []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def _words(text: str, *, exploratory: bool = False) -> PolicyAnswer:

@@ -1,6 +1,6 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -244,7 +244,7 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
 def _now(services: Services, sockets: int) -> Iterator[Metric]:
     """Gauges of the current state."""
     runner = services.runner
-    sessions = {
+    sessions: dict[str, Sized] = {
         "env": services.environments,
         "policy": services.policies,
         "interaction": services.interaction_sessions,

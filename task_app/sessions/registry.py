@@ -73,7 +73,7 @@ class Sessions(Generic[S]):
         on_add: Callable[[S], None] = lambda session: None,
         end_path: str | None = None,
         on_new: Callable[[str, S], None] = lambda session_id, session: None,
-        on_remove: Callable[[str, S], None] = lambda session_id, session: None,
+        on_remove: Callable[[str, S], object] = lambda session_id, session: None,
     ) -> None:
         self._kind, self._capacity, self._idle_s, self._clock = kind, capacity, idle_s, clock
         self._on_add, self._on_new, self._on_remove = on_add, on_new, on_remove
