@@ -114,22 +114,18 @@ class RLRolloutWorker:
         self._first_prompt = opening
         if environment is None:
             environment, opening = _environment_of(task_definition)
-        self._environment = environment
-        self.agent_policy = agent_policy
-        self._policy_name = policy_name(agent_policy)
-        self._seed = seed
+        self._environment, self._seed = environment, seed
+        self.agent_policy, self._policy_name = agent_policy, policy_name(agent_policy)
         self._start_at = start or world_of(seed, threads)
         self._limits = task_definition.limits
         self._signals_the_end = termination_signal(self._limits)
         self._step_rewards = step_rewards or StepRewards()
         self._state_keys = state_keys or EpisodeStateKeys({})
-        self._keep = keep
-        self._wants_final_view = final_view
+        self._keep, self._wants_final_view = keep, final_view
         self._final_view: PolicyLogprobs | None = None
         self._final_snapshot: str | None = None
         self._spans = spans or Spans()
-        self._threads = threads
-        self._clock = clock
+        self._threads, self._clock = threads, clock
         self._multi_turn = multi_turn or MultiTurn()
         self._prompts = prompts or _prompts(environment, self._multi_turn, opening)
         self._tools: list[dict[str, Any]] = []
@@ -143,8 +139,7 @@ class RLRolloutWorker:
         # Why the episode ended; None while it runs, and if it failed or was cancelled.
         self.stop_reason: StopReason | None = None
         self._has_begun = False
-        self._start_s = 0.0
-        self._wall_s = 0.0
+        self._start_s = self._wall_s = 0.0
         self._observation = Observation(text="", data={})
 
     @property
