@@ -195,7 +195,7 @@ class DecisionSpace(_Loose):
         lists = [name for name, part in properties.items() if part.get("type") == "array"]
         is_only = len(lists) == len(properties) == 1
         self._name: str | None = tools[0].function.name if is_only else None
-        self._list = lists[0] if is_only else ""
+        self._list: str = lists[0] if is_only else ""
 
     def _key(self) -> str:
         return json.dumps(self._specs, sort_keys=True)
