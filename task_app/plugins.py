@@ -161,12 +161,12 @@ def _operators_server(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _crafter(config: CrafterConfig) -> Environment:
-    return BalrogEnvironment(config) if config.text == "balrog" else CrafterEnvironment(config)
-
-
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
-    "crafter": EnvironmentPlugin(CrafterConfig, _crafter, CRAFTER_STATE_KEYS),
+    "crafter": EnvironmentPlugin(
+        CrafterConfig,
+        lambda keys: BalrogEnvironment(keys) if keys.text == "balrog" else CrafterEnvironment(keys),
+        CRAFTER_STATE_KEYS,
+    ),
     "babyai": EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid"),
     "dialogue": EnvironmentPlugin(DialogueConfig, DialogueEnvironment),
     "documents": EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment),

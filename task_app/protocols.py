@@ -21,20 +21,17 @@ RewardMode = Literal["pointwise", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows after a reset or a decision; scalars and arrays of numpy become plain values.
-
-    Attributes:
-        text: the observation as a person or a model reads it.
-        data: the same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), for scripted
-            policies. It never tells more than `text` may tell.
-        achievements_counts: counter of every achievement; empty for environments without achievements.
-        reward_last_step: reward of the last env step; 0.0 after a reset.
-    """
+    """What an environment shows after a reset or a decision; values of numpy become plain ones."""
 
     text: str
+    """The observation as a person or a model reads it."""
     data: Mapping[str, Any]
+    """The same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), for scripted
+    policies. It never tells more than `text` may tell."""
     achievements_counts: Mapping[str, int] = field(default_factory=dict)
+    """Counter of every achievement; empty for environments without achievements."""
     reward_last_step: float = 0.0
+    """Reward of the last env step; 0.0 after a reset."""
 
     def __post_init__(self) -> None:
         # Here, where the plug-in makes it: an error has the plug-in's line, and no route meets such a value.
@@ -43,7 +40,9 @@ class Observation:
         counts = self.achievements_counts
         if any([type(count) is not int for count in counts.values()]):
             _set(self, "achievements_counts", {name: _count(name, count) for name, count in counts.items()})
-        _set_number(self, "reward_last_step")
+        reward = self.reward_last_step
+        if type(reward) is not float or not isfinite(reward):
+            _set(self, "reward_last_step", plain_number(reward, "reward_last_step"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,6 @@ def _refuse_no_text(value: object, name: str) -> None:
 def _set(made: object, name: str, value: object) -> None:
     """Set a field of an object that is being made."""
     object.__setattr__(made, name, value)
-
-
-def _set_number(made: object, name: str) -> None:
-    value = getattr(made, name)
-    if type(value) is not float or not isfinite(value):
-        _set(made, name, plain_number(value, name))
 
 
 def _count(name: str, value: Any) -> int:

@@ -10,7 +10,7 @@ pytest then runs every test below on it. This file needs no pytest. (The idea: d
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
@@ -85,15 +85,12 @@ class EnvironmentContract:
         before = None
         for _, outcome in self._play(self.make()):
             check_outcome(outcome)
-            check(
-                outcome.invalid_reason is None,
-                f"a call of its own schema is refused: {outcome.invalid_reason}",
-            )
+            reason = outcome.invalid_reason
+            check(reason is None, f"a call of its own schema is refused: {reason}")
             after = outcome.observation.achievements_counts
             if before is not None:
-                check(
-                    before.keys() == after.keys(), "achievements_counts names other achievements than before"
-                )
+                is_same = before.keys() == after.keys()
+                check(is_same, "achievements_counts names other achievements than before")
                 fell = [name for name in after if after[name] < before[name]]
                 check(not fell, f"achievements_counts fell: {fell}; a counter only grows")
             before = after
@@ -108,11 +105,8 @@ class EnvironmentContract:
         ):
             self._refuse(calls, None)
         earlier = "an earlier reason, from reading the reply"
-        outcome = self._refuse(self._calls(self.make(), random.Random(0)), earlier)
-        check(
-            outcome.invalid_reason == earlier,
-            f"invalid_reason was {earlier!r} and became {outcome.invalid_reason!r}",
-        )
+        later = self._refuse(self._calls(self.make(), random.Random(0)), earlier).invalid_reason
+        check(later == earlier, f"invalid_reason was {earlier!r} and became {later!r}")
 
     def test_after_the_end_nothing_runs(self) -> None:
         environment = self.make()
@@ -132,23 +126,16 @@ class EnvironmentContract:
             messages = environment.messages(observation, history)
             check(len(messages) > 0, "messages() is empty: a model needs a prompt")
             check(any(message.content for message in messages), "messages() holds no text")
-            again = self.make().messages(observation, list(history))
-            check(
-                again == messages,
-                "messages() reads more than its arguments: another instance says another prompt",
-            )
+            is_same = self.make().messages(observation, list(history)) == messages
+            check(is_same, "messages() reads more than its arguments: another instance says another prompt")
 
     def test_a_conversation_opens_alike_for_equal_seeds_and_stays_as_it_opened(self) -> None:
         environment, other = self.make(), self.make()
         if not isinstance(environment, ConversationalEnvironment):
             return  # other environments write a whole prompt for each decision
         assert isinstance(other, ConversationalEnvironment), "make() makes one kind of environment"
-        try:
-            environment.opening()
-        except EpisodeOver:
-            pass
-        else:
-            raise AssertionError("opening() worked before the first reset(); raise EpisodeOver")
+        sentence = "opening() worked before the first reset(); raise EpisodeOver"
+        check_raises(EpisodeOver, environment.opening, sentence=sentence)
         for one in (environment, other):
             one.reset(self.seed)
         opening = environment.opening()
@@ -170,10 +157,8 @@ class EnvironmentContract:
         outcome = environment.step(calls)
         check(len(outcome.results) == len(calls), f"{len(calls)} calls have {len(outcome.results)} results")
         check(all(outcome.results), "a result is empty: a model would wonder what came of its call")
-        check(
-            outcome.results[0].startswith("error: "),
-            "the text of a refused call does not begin with 'error: '",
-        )
+        is_error = outcome.results[0].startswith("error: ")
+        check(is_error, "the text of a refused call does not begin with 'error: '")
         for bad_calls, reason in (((), None), (calls, "found earlier")):
             environment.reset(self.seed)
             count = len(environment.step(bad_calls, invalid_reason=reason).results)
@@ -182,10 +167,7 @@ class EnvironmentContract:
         outcome = environment.answer(self.words)
         check_outcome(outcome)
         counts = takes_answers(environment) or outcome.invalid_reason is not None
-        check(
-            counts,
-            "takes_answers is False, and answer() is valid: an interaction would be refused for nothing",
-        )
+        check(counts, "takes_answers is False, but answer() is valid: why is an interaction refused?")
 
     def test_a_restored_moment_goes_on_like_the_original(self) -> None:
         environment, other = self.make(), self.make()
@@ -196,16 +178,12 @@ class EnvironmentContract:
         observation = environment.reset(self.seed)
         for decision in range(RESTORE_AFTER[-1] + 1):
             if decision in RESTORE_AFTER:
-                restored = other.restore(environment.snapshot())
-                check(
-                    restored == observation, f"restore() shows another observation after {decision} decisions"
-                )
+                is_same = other.restore(environment.snapshot()) == observation
+                check(is_same, f"restore() shows another observation after {decision} decisions")
             calls = self._calls(environment, source)
             outcome = self._decide(environment, calls)
-            check(
-                self._decide(other, calls) == outcome,
-                "the restored moment went on differently for the same calls",
-            )
+            is_same = self._decide(other, calls) == outcome
+            check(is_same, "the restored moment went on differently for the same calls")
             check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
             observation = outcome.observation
             if outcome.terminated or outcome.truncated:
@@ -235,20 +213,13 @@ class EnvironmentContract:
         environment = self.make()
         if not isinstance(environment, RestorableEnvironment):
             return
-        try:
-            environment.snapshot()
-        except EpisodeOver:
-            pass
-        else:
-            raise AssertionError("snapshot() worked before the first reset(); raise EpisodeOver")
+        sentence = "snapshot() worked before the first reset(); raise EpisodeOver"
+        check_raises(EpisodeOver, environment.snapshot, sentence=sentence)
         environment.reset(self.seed)
         whole = environment.snapshot()
         for data in (b"", b"{}", b"null", b"\xff" * 100, whole[: len(whole) // 2]):
-            try:
-                environment.restore(data)
-            except ValueError:
-                continue
-            raise AssertionError(f"restore() took {data[:20]!r}... for a moment of its own")
+            sentence = f"restore() took {data[:20]!r}... for a moment of its own"
+            check_raises(ValueError, environment.restore, data, sentence=sentence)
 
     def _refuse(self, calls: Calls, reason: str | None) -> DecisionOutcome:
         environment = self.make()
@@ -257,10 +228,8 @@ class EnvironmentContract:
         check_outcome(outcome)
         sent = f"{[call.name for call in calls]} with arguments {[call.raw_arguments for call in calls]}"
         check(bool(outcome.invalid_reason), f"{sent} is carried out as if it were valid")
-        check(
-            len(outcome.env_rewards) == 1,
-            f"{sent} ran {len(outcome.env_rewards)} env steps; one no-op is due",
-        )
+        count = len(outcome.env_rewards)
+        check(count == 1, f"{sent} ran {count} env steps; one no-op is due")
         return outcome
 
     def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
@@ -302,10 +271,8 @@ def check_observation(observation: Observation) -> None:
     check(bool(observation.text), "Observation.text is empty")
     observation.text.encode("utf-8")
     data = dict(observation.data)
-    check(
-        json.loads(json.dumps(data)) == data,
-        "Observation.data is not what JSON makes of it: use plain values",
-    )
+    is_plain = json.loads(json.dumps(data)) == data
+    check(is_plain, "Observation.data is not what JSON makes of it: use plain values")
     counts = observation.achievements_counts.items()
     wrong = [name for name, count in counts if type(count) is not int or count < 0]
     check(not wrong, f"achievements_counts holds no counter from 0 on: {wrong}")
@@ -319,14 +286,18 @@ def check_outcome(outcome: DecisionOutcome) -> None:
     check(len(names) == len(rewards), f"{len(names)} executed_actions, but {len(rewards)} env_rewards")
     last = outcome.observation.reward_last_step
     check(last == rewards[-1], f"reward_last_step is {last}, but the last env step earned {rewards[-1]}")
-    check(
-        not (outcome.terminated and outcome.truncated), "terminated and truncated at once: a limit is no end"
-    )
+    is_both = outcome.terminated and outcome.truncated
+    check(not is_both, "terminated and truncated at once: a limit is no end")
 
 
 def raises_episode_over(environment: Environment, calls: Sequence[ToolRequest]) -> None:
+    sentence = "step() ran although no episode is under way; raise task_app.errors.EpisodeOver"
+    check_raises(EpisodeOver, environment.step, calls, sentence=sentence)
+
+
+def check_raises(error: type[Exception], call: Callable[..., object], *given: object, sentence: str) -> None:
     try:
-        environment.step(calls)
-    except EpisodeOver:
+        call(*given)
+    except error:
         return
-    raise AssertionError("step() ran although no episode is under way; raise task_app.errors.EpisodeOver")
+    raise AssertionError(sentence)

@@ -116,9 +116,7 @@ class Keys:
         self._read.add(name)
         value = self.body.get(name)
         if name in self.body and not is_one_of(value, allowed):
-            raise InvalidRequest(
-                f"{name} = {clipped(repr(value))} is not offered here", where=name, hint=hint
-            )
+            raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[[Json, str], ToolSpec]) -> tuple[ToolSpec, ...]:
         """The tools that may be called; a call that the agent forces becomes an option."""
@@ -167,26 +165,33 @@ class Keys:
             raise InvalidRequest(f"{name} holds {len(texts)} texts; at most 4 are allowed", where=name)
         for place, text in enumerate(texts):
             if not isinstance(text, str):
-                raise InvalidRequest(
-                    f"{name}.{place} is {shown(text)}; a text is needed", where=f"{name}.{place}"
-                )
+                raise refusal_at(f"{name}.{place}", f"is {shown(text)}; a text is needed")
         return tuple(filter(None, texts))
 
     def rest(self) -> tuple[str, ...]:
         """All keys without effect."""
-        unread = [
-            name for name, value in self.body.items() if name not in self._read and value not in ([], {})
-        ]
-        return tuple(dict.fromkeys([*self.ignored, *(clipped(name) for name in unread)]))
+        full = [name for name, value in self.body.items() if value not in ([], {})]
+        unread = [clipped(name) for name in full if name not in self._read]
+        return tuple(dict.fromkeys([*self.ignored, *unread]))
+
+    def messages(self) -> list[Json]:
+        """The messages, at least one."""
+        items = objects(self.take("messages", list, []), "messages")
+        if not items:
+            raise refusal_at("messages", "is empty")
+        return items
+
+
+def refusal_at(where: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
+    """The refusal of a place in the body; the sentence begins with the place."""
+    return InvalidRequest(f"{where} {fault}", where=where, hint=hint)
 
 
 def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:
     """The role of a message as policies know it."""
     role = item.get("role")
     if not isinstance(role, str) or role not in roles:
-        raise InvalidRequest(
-            f"{where}.role is {clipped(repr(role))}; known: {', '.join(roles)}", where=f"{where}.role"
-        )
+        raise refusal_at(f"{where}.role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
     return roles[role]
 
 
@@ -204,16 +209,12 @@ def parts_text(content: Any, kinds: Iterable[str], *, where: str, first: int = 0
     texts = []
     for place, part in enumerate(content, first):
         if not isinstance(part, dict):
-            raise InvalidRequest(
-                f"{where}.{place} is {shown(part)}; a part is an object", where=f"{where}.{place}"
-            )
+            raise refusal_at(f"{where}.{place}", f"is {shown(part)}; a part is an object")
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
-            raise InvalidRequest(
-                f"{where}.{place}.type is {clipped(repr(kind))}; the policy reads text alone",
-                where=f"{where}.{place}.type",
-                hint="images, sound and files are not offered here",
-            )
+            fault = f"is {clipped(repr(kind))}; the policy reads text alone"
+            hint = "images, sound and files are not offered here"
+            raise refusal_at(f"{where}.{place}.type", fault, hint=hint)
         # Chat Completions has the text of a refusal under that name.
         texts.append(text_at(part, "refusal" if kind == "refusal" else "text", where=f"{where}.{place}"))
     return "".join(texts)
@@ -225,7 +226,7 @@ def objects(value: Any, name: str) -> list[Json]:
         raise InvalidRequest(f"{name} is {shown(value)}; a list is needed", where=name)
     for place, item in enumerate(value):
         if not isinstance(item, dict):
-            raise InvalidRequest(f"{name}.{place} is {shown(item)}", where=f"{name}.{place}")
+            raise refusal_at(f"{name}.{place}", f"is {shown(item)}")
     return value
 
 

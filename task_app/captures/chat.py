@@ -14,13 +14,13 @@ from task_app.captures.calls import (
     Keys,
     objects,
     parts_text,
+    refusal_at,
     role_of,
     text_at,
     tool_call,
     tool_spec,
     value_at,
 )
-from task_app.errors import InvalidRequest
 
 _TEXT = ("text", "refusal")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -31,9 +31,7 @@ class ChatCompletions:
 
     def read(self, body: Json) -> Call:
         keys = Keys(body)
-        messages = objects(keys.take("messages", list, []), "messages")
-        if not messages:
-            raise InvalidRequest("messages is empty", where="messages")
+        messages = keys.messages()
         keys.refuse("n", (1,), "ask once for each answer")
         keys.refuse("modalities", (["text"],), "the policy writes text")
         keys.refuse("functions", ([],), "give tools")
@@ -53,12 +51,8 @@ class ChatCompletions:
         )
 
     def body(self, answer: Answer, call: Call) -> Json:
-        choice = {
-            "index": 0,
-            "message": _answer(answer),
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-        }
+        ending = {"logprobs": None, "finish_reason": answer.finish_reason}
+        choice = {"index": 0, "message": _answer(answer), **ending}
         return {**_frame(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, answer: Answer, call: Call) -> Iterable[Event]:
@@ -107,9 +101,7 @@ def _function(item: Json, where: str) -> tuple[Json, str]:
     """The function of a tool or a call, and its place."""
     kind = item.get("type", "function")
     if kind != "function":
-        raise InvalidRequest(
-            f"{where}.type is {shown(kind)}; only functions are offered here", where=f"{where}.type"
-        )
+        raise refusal_at(f"{where}.type", f"is {shown(kind)}; only functions are offered here")
     return value_at(item, "function", dict, "an object", where=where), f"{where}.function"
 
 

@@ -29,7 +29,6 @@ class Captures:
             capacity=capacity,
             idle_s=idle_s,
             end_path="/captures/{capture_id}/end",
-            on_new=_name,
             on_remove=self._release,
         )
         # Host and port at which this service was last asked for a rollout; agents run on this machine.
@@ -47,7 +46,7 @@ class Captures:
         if spec.max_bytes is not None:
             self.held.check_room()
         capture = Capture(spec, self.held, rejects_form=self._rejects_form)
-        self.sessions.add(capture)
+        capture.capture_id = self.sessions.add(capture)
         capture.hold(size)
         return capture
 
@@ -99,7 +98,3 @@ class CaptureDoor(KeyDoor):
         if error is None and not self._keys.configured and f"/{path.split('/', 3)[-1]}".startswith(V1):
             return no_key(self._keys, scope["headers"])
         return error
-
-
-def _name(capture_id: str, capture: Capture) -> None:
-    capture.capture_id = capture_id

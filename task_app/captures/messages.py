@@ -15,6 +15,7 @@ from task_app.captures.calls import (
     arguments_object,
     objects,
     parts_text,
+    refusal_at,
     role_of,
     text_at,
     tool_call,
@@ -22,7 +23,7 @@ from task_app.captures.calls import (
     value_at,
     with_calls,
 )
-from task_app.errors import InvalidRequest, clipped
+from task_app.errors import clipped
 
 _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
@@ -39,9 +40,7 @@ class AnthropicMessages:
 
     def read(self, body: Json) -> Call:
         keys = Keys(body)
-        items = objects(keys.take("messages", list, []), "messages")
-        if not items:
-            raise InvalidRequest("messages is empty", where="messages")
+        items = keys.messages()
         system = parts_text(keys.take("system", (str, list)), _TEXT, where="system")
         messages = [Message(role="system", content=system)] if system else []
         for place, item in enumerate(items):
@@ -117,15 +116,14 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
         return
     blocks = objects(content, f"{where}.content")
     if role == "user" and not blocks:
-        raise InvalidRequest(f"{where}.content is empty", where=f"{where}.content")
+        raise refusal_at(f"{where}.content", "is empty")
     texts, calls = [], []
     for place, block in enumerate(blocks):
         path, kind = f"{where}.content.{place}", block.get("type")
         if kind == "tool_use" and role == "assistant":
             arguments = to_json(value_at(block, "input", dict, "an object", where=path)).decode()
-            calls.append(
-                tool_call(text_at(block, "id", where=path), text_at(block, "name", where=path), arguments)
-            )
+            call_id, name = (text_at(block, key, where=path) for key in ("id", "name"))
+            calls.append(tool_call(call_id, name, arguments))
         elif kind == "tool_result" and role == "user":
             text = parts_text(block.get("content"), _TEXT, where=f"{path}.content")
             call_id = text_at(block, "tool_use_id", where=path, default="")
@@ -141,9 +139,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
 
 def _tool(item: Json, where: str) -> ToolSpec:
     if item.get("type", "custom") != "custom":
-        raise InvalidRequest(
-            f"{where}.type is {clipped(repr(item['type']))}; only custom is offered", where=f"{where}.type"
-        )
+        raise refusal_at(f"{where}.type", f"is {clipped(repr(item['type']))}; only custom is offered")
     return tool_spec(item, "input_schema", where=where)
 
 

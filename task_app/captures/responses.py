@@ -13,6 +13,7 @@ from task_app.captures.calls import (
     Keys,
     objects,
     parts_text,
+    refusal_at,
     role_of,
     text_at,
     tool_call,
@@ -114,9 +115,7 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
         messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         return
     if kind != "message":
-        raise InvalidRequest(
-            f"{where}.type is {clipped(repr(kind))}, which is not offered here", where=f"{where}.type"
-        )
+        raise refusal_at(f"{where}.type", f"is {clipped(repr(kind))}, which is not offered here")
     role = role_of(item, _ROLES, where)
     text = parts_text(item.get("content"), _TEXT, where=f"{where}.content")
     if role == "assistant" and messages and messages[-1].role == "assistant":
@@ -126,11 +125,8 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
 
 
 def _tool(item: Json, where: str) -> ToolSpec:
-    if item.get("type") != "function":
-        raise InvalidRequest(
-            f"{where}.type is {clipped(repr(item.get('type')))}; only functions are offered here",
-            where=f"{where}.type",
-        )
+    if (kind := item.get("type")) != "function":
+        raise refusal_at(f"{where}.type", f"is {clipped(repr(kind))}; only functions are offered here")
     return tool_spec(item, "parameters", where=where)
 
 

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 from pydantic_core import to_json
 
@@ -43,6 +42,7 @@ from task_app.errors import (
 )
 from task_app.held import Held
 from task_app.observing.spans import Spans
+from task_app.policies.replies import count_shared
 from task_app.protocols import (
     AgentPolicy,
     CountsTokens,
@@ -255,12 +255,6 @@ class Capture:
         self.held_bytes += size
         self._held.total += size
 
-    def take_failure(self) -> TaskAppError:
-        """The failure, which the capture then no longer has: raised again, it would hold the capture."""
-        failure, self.failure = self.failure, None
-        assert failure is not None, "it has failed"
-        return failure
-
     def trajectory(self) -> Trajectory:
         """The ended episode, which has a decision at least."""
         reason = self.stop_reason
@@ -386,7 +380,7 @@ class Capture:
         if action.tool_calls:
             action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
         choice, ids = self._in_order(branch, choice)
-        prompt = Prompt(call.messages, _shared(keys, self._prompt_keys))
+        prompt = Prompt(call.messages, count_shared(keys, self._prompt_keys))
         decision = Decision(
             turn=turn,
             before=_NOTHING_SEEN,
@@ -457,7 +451,7 @@ class Capture:
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:
             return choice, ()
         whole = (*branch.token_ids[: tokens.get("prompt_ids_reused") or 0], *tokens["prompt_token_ids"])
-        reused = _shared(whole, self._token_ids)
+        reused = count_shared(whole, self._token_ids)
         fields = {"prompt_ids_reused": reused, "prompt_token_ids": whole[reused:]}
         return replace(choice, log_probs={**tokens, **fields}), (*whole, *tokens["token_ids"])
 
@@ -480,14 +474,6 @@ def _key(message: Message) -> int:
 
 def _call_key(call: ToolCall) -> tuple[str, str, str]:
     return call.id, call.function.name, json.dumps(arguments_object(call), sort_keys=True)
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of equal values at the front."""
-    if tuple(one[: len(other)]) == tuple(other):  # quicker, and nearly always the case
-        return len(other)
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _rewarded(step: StepData, value: float | None) -> StepData:

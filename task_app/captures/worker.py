@@ -1,7 +1,6 @@
 """A rollout of an agent: its process plays the episode, and the captured calls are the decisions."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -67,8 +66,9 @@ class AgentWorker:
                 capture.end(StopReason.DEADLINE)
         finally:
             await process.end()
-        if capture.failure is not None:
-            raise capture.take_failure()
+        if (failure := capture.failure) is not None:
+            capture.failure = None  # raised, it would hold the capture
+            raise failure
         self._conclude(capture, exit_code, process.last_output())
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
@@ -103,17 +103,17 @@ class AgentWorker:
 
 def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment, *, where: str) -> None:
     """Refuse parts of a request that an agent cannot have, since its prompts and its state are its own."""
-    parts: dict[str, Callable[[], bool]] = {
-        "interaction": lambda: request.interaction is not None,
-        "multi_turn": lambda: request.multi_turn != MultiTurn(),
-        "snapshot_turns": lambda: bool(request.snapshot_turns),
-        "start.snapshot": lambda: request.start.snapshot is not None,
-        "limits.termination_regex": lambda: request.limits.termination_regex is not None,
-        "limits.invalid_action_penalty": lambda: request.limits.invalid_action_penalty != 0,
-        "final_view": lambda: request.final_view,
+    parts = {
+        "interaction": request.interaction is not None,
+        "multi_turn": request.multi_turn != MultiTurn(),
+        "snapshot_turns": bool(request.snapshot_turns),
+        "start.snapshot": request.start.snapshot is not None,
+        "limits.termination_regex": request.limits.termination_regex is not None,
+        "limits.invalid_action_penalty": request.limits.invalid_action_penalty != 0,
+        "final_view": request.final_view,
     }
     for name, stands_in_request in parts.items():
-        if stands_in_request():
+        if stands_in_request:
             raise InvalidRequest(
                 f"{name} has no effect on {environment.name}, which makes its own prompts and state",
                 where=where + name,

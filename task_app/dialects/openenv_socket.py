@@ -87,7 +87,8 @@ class Conversation:
                 return _frame("observation", await self._step(data))
             if kind == "mcp":
                 return _frame("mcp", await rpc(self._services, self._env_name, data, session=self._session))
-            return _frame("state", self._state())
+            state = dict(NO_EPISODE) if self._session is None else self._session.state()
+            return _frame("state", state)
         except UnknownId:
             raise
         except TaskAppError as exc:
@@ -113,9 +114,6 @@ class Conversation:
         if self._session is None:
             raise EpisodeOver("no episode was started", hint="send a reset first")
         return await self._session.step(data, where="data", ignored=[])
-
-    def _state(self) -> dict[str, Any]:
-        return dict(NO_EPISODE) if self._session is None else self._session.state()
 
     def end(self) -> None:
         """Forget the environment that this socket made; a joined one stays."""

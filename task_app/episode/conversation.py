@@ -44,7 +44,7 @@ class Conversation:
     Args:
         environment: opens the conversation, and gives each of its calls a result.
         multi_turn: limits, and whether the model may edit its context.
-        interaction: answers messages without a call; None: the environment answers, or nobody.
+        interaction: answers messages without a call; None: only the environment may answer.
         opening: messages of the task, before those of the environment.
         clock: a monotonic clock in seconds.
     """
@@ -109,7 +109,10 @@ class Conversation:
             outcome = await execute(replace(action, requests=environment_calls))
         else:
             outcome = DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-        self.history = self.history.with_message(_assistant_message(choice, action))
+        # The model's message exactly as the server returned it, so that its tokens stay the same.
+        content = action.text if action.text is not None else encodable(choice.action.get("content") or "")
+        message = Message(role="assistant", content=content, tool_calls=action.tool_calls or None)
+        self.history = self.history.with_message(message)
         if action.requests:
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
@@ -136,7 +139,9 @@ class Conversation:
         """Give every call its result, in order; the environment has carried out its own calls already."""
         results, texts = self._results(action, outcome), []
         invalid_reason = outcome.invalid_reason
-        end_index = _end_index(results) if outcome.terminated or outcome.truncated else None
+        # The call that ended the episode is the last one that was not refused.
+        executed = [index for index, text in results.items() if not text.startswith("error: ")]
+        end_index = max(executed or results) if outcome.terminated or outcome.truncated else None
         for index, (call, request) in enumerate(zip(action.tool_calls, action.requests, strict=True)):
             fields = None
             if index in results:
@@ -200,15 +205,3 @@ class Conversation:
 
     def _say(self, text: str) -> None:
         self.history = self.history.with_message(Message(role="user", content=text))
-
-
-def _end_index(results: Mapping[int, str]) -> int:
-    """The index of the call that ended the episode: the last one that was not refused."""
-    executed = [index for index, text in results.items() if not text.startswith("error: ")]
-    return max(executed or results)
-
-
-def _assistant_message(choice: Choice, action: Action) -> Message:
-    """The model's message exactly as the server returned it, so that its tokens stay the same."""
-    content = action.text if action.text is not None else encodable(choice.action.get("content") or "")
-    return Message(role="assistant", content=content, tool_calls=action.tool_calls or None)

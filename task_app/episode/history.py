@@ -204,9 +204,12 @@ class History:
             # assistant message that only made calls is already empty.
             text = STUB if entry.message.content or not calls else ""
             stub = entry.message.model_copy(update={"content": text})
-        return (
-            stub.model_copy(update={"tool_calls": tuple(map(_without_arguments, calls))}) if calls else stub
-        )
+        if not calls:
+            return stub
+        bare = [FunctionCall(name=call.function.name, arguments=STUB_ARGUMENTS) for call in calls]
+        ids = [call.id for call in calls]
+        stubs = tuple(ToolCall(id=i, function=function) for i, function in zip(ids, bare, strict=True))
+        return stub.model_copy(update={"tool_calls": stubs})
 
     def _append(self, entry: Entry) -> "History":
         log = self._log if len(self._log) == self._length else self._log[: self._length]
@@ -222,11 +225,6 @@ def _with_ids(entry: Entry) -> Message:
     if entry.tool_name is not None:
         ids |= {TOOL_NAME: entry.tool_name, INVOKING: entry.invoking}
     return Message(**{**dict(entry.message), **(entry.message.model_extra or {}), **ids})
-
-
-def _without_arguments(call: ToolCall) -> ToolCall:
-    bare = FunctionCall(name=call.function.name, arguments=STUB_ARGUMENTS)
-    return ToolCall(id=call.id, function=bare)
 
 
 def _json(value: Mapping[str, Any]) -> str:

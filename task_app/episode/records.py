@@ -21,14 +21,7 @@ from task_app.episode.prompts import DecisionEffect, Prompt
 from task_app.episode.termination import ends_by_a_limit
 from task_app.protocols import Observation
 
-LOGPROB_FIELDS = (
-    "prompt_ids_reused",
-    "prompt_token_ids",
-    "token_ids",
-    "logprobs",
-    "finish_reason",
-    "versions",
-)
+LOGPROB_FIELDS = tuple(PolicyLogprobs.model_fields)
 # Stored in the step itself, in its step_info, or in the trajectory.
 RECORDED_ELSEWHERE = ("sampling", "model", "prompt_tokens", "completion_tokens", "finish_reason")
 
@@ -50,8 +43,7 @@ class Decision:
 
 
 def observation_data(observation: Observation, decision: Decision | None = None) -> ObservationData:
-    """Counters and last reward of an observation; with the decision made from it, also prompt and state
-    keys."""
+    """Counters and last reward of an observation; with the decision from it, also prompt and state keys."""
     counts = dict(observation.achievements_counts)
     data = ObservationData(
         messages=decision.prompt.new if decision else (),
@@ -76,6 +68,7 @@ def step_data(
     """
     choice, outcome = decision.choice, decision.effect.outcome
     penalty = 0.0 if outcome.invalid_reason is None else invalid_action_penalty
+    was, now = decision.before.achievements_counts, outcome.observation.achievements_counts
     return StepData(
         turn=decision.turn,
         observation_data=observation_data(decision.before, decision),
@@ -90,12 +83,7 @@ def step_data(
         policy_value_estimate=choice.value,
         env_rewards=tuple(map(finite, outcome.env_rewards)),
         reward_parts=(*decision.effect.reward_parts, *_penalties(penalty)),
-        metadata=step_metadata(
-            decision.before.achievements_counts,
-            outcome.observation.achievements_counts,
-            turn=decision.turn,
-            step_rewards=step_rewards,
-        ),
+        metadata=step_metadata(was, now, turn=decision.turn, step_rewards=step_rewards),
         step_info=_step_info(decision),
     )
 

@@ -89,21 +89,19 @@ class EpisodeStateKeys:
         return {name: self._next(name, key, observation) for name, key in self._kinds.items()}
 
     def _next(self, name: str, key: StateKey | PromptKey, observation: Observation) -> str:
-        digest = (
-            self._of_prompt(key) if isinstance(key, PromptKey) else _digest([_canonical(key.of(observation))])
-        )
+        if isinstance(key, PromptKey):
+            answers = [place for place, (_, is_answer) in enumerate(self._messages) if is_answer]
+            count = key.observations
+            first = 0 if count is None or count > len(answers) else answers[-count] + 1
+            digest = _digest([digest for digest, _ in self._messages[first:]])
+        else:
+            digest = _digest([_canonical(key.of(observation))])
         recent = self._recent[name]
         if key.past is None and recent:
             digest = _digest([recent[-1], digest])  # a running digest: the whole history in 16 bytes
         recent.append(digest)
         whole = digest if len(recent) == 1 else _digest(list(recent))
         return f"{key.version}:{whole.hex()}"
-
-    def _of_prompt(self, key: PromptKey) -> bytes:
-        answers = [place for place, (_, is_answer) in enumerate(self._messages) if is_answer]
-        count = key.observations
-        first = 0 if count is None or count > len(answers) else answers[-count] + 1
-        return _digest([digest for digest, _ in self._messages[first:]])
 
 
 def keys_by_name(
@@ -126,12 +124,12 @@ def select_keys(
     for index, name in enumerate(names):
         if not is_state_key(name, known):
             raise UnknownName("state key", name, known, where=f"{where}.{index}")
-    return {name: known[name] if name in known else _last_n(name, known) for name in names}
 
+    def last_n(name: str) -> StateKey | PromptKey:
+        kind, n = known[TEXT_LAST_N], read_last_n(name) or 1
+        return replace(kind, observations=n) if isinstance(kind, PromptKey) else replace(kind, past=n - 1)
 
-def _last_n(name: str, known: Mapping[str, StateKey | PromptKey]) -> StateKey | PromptKey:
-    kind, n = known[TEXT_LAST_N], read_last_n(name) or 1
-    return replace(kind, observations=n) if isinstance(kind, PromptKey) else replace(kind, past=n - 1)
+    return {name: known[name] if name in known else last_n(name) for name in names}
 
 
 def _entry(message: Message) -> tuple[bytes, bool]:

@@ -106,28 +106,26 @@ class RLRolloutWorker:
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        task_definition = _with_limit(task_definition, max_episode_steps)
+        if max_episode_steps is not None:
+            changed = {**dict(task_definition), "max_episode_steps": max_episode_steps}
+            task_definition = TaskDefinitionModel.model_validate(changed)
         self.task_definition = task_definition
         opening = task_definition.messages
         self._first_prompt = opening
         if environment is None:
             environment, opening = _environment_of(task_definition)
-        self._environment = environment
-        self.agent_policy = agent_policy
-        self._policy_name = policy_name(agent_policy)
-        self._seed = seed
+        self._environment, self._seed = environment, seed
+        self.agent_policy, self._policy_name = agent_policy, policy_name(agent_policy)
         self._start_at = start or world_of(seed, threads)
         self._limits = task_definition.limits
         self._signals_the_end = termination_signal(self._limits)
         self._step_rewards = step_rewards or StepRewards()
         self._state_keys = state_keys or EpisodeStateKeys({})
-        self._keep = keep
-        self._wants_final_view = final_view
+        self._keep, self._wants_final_view = keep, final_view
         self._final_view: PolicyLogprobs | None = None
         self._final_snapshot: str | None = None
         self._spans = spans or Spans()
-        self._threads = threads
-        self._clock = clock
+        self._threads, self._clock = threads, clock
         self._multi_turn = multi_turn or MultiTurn()
         self._prompts = prompts or _prompts(environment, self._multi_turn, opening)
         self._tools: list[dict[str, Any]] = []
@@ -138,10 +136,10 @@ class RLRolloutWorker:
         self._model = ""
         self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
-        self._stop_reason: StopReason | None = None
+        # Why the episode ended; None while it runs, and if it failed or was cancelled.
+        self.stop_reason: StopReason | None = None
         self._has_begun = False
-        self._start_s = 0.0
-        self._wall_s = 0.0
+        self._start_s = self._wall_s = 0.0
         self._observation = Observation(text="", data={})
 
     @property
@@ -170,11 +168,6 @@ class RLRolloutWorker:
     def steps(self) -> tuple[StepData, ...]:
         """The decisions so far, also of an episode that failed or was cancelled."""
         return tuple(self._steps)
-
-    @property
-    def stop_reason(self) -> StopReason | None:
-        """Why the episode ended; None while it runs, and if it failed or was cancelled."""
-        return self._stop_reason
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
         """Play until there is a reason to stop.
@@ -212,7 +205,8 @@ class RLRolloutWorker:
             facts = await self._decide()
             # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
             await asyncio.sleep(0)
-        if self._is_cut_short(reason):
+        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
+        if is_cut_short(reason, truncated=truncated):
             if self._wants_final_view:
                 self._final_view = await self._view_after()
             if reason is not StopReason.ENVIRONMENT_DONE:
@@ -221,7 +215,7 @@ class RLRolloutWorker:
 
     def trajectory(self) -> Trajectory:
         """The finished episode; call it after `run_episode`."""
-        if self._stop_reason is None:
+        if self.stop_reason is None:
             raise Conflict("the episode has not finished, so it has no trajectory", hint="Await run_episode.")
         outcome_reward, outcome_definition = self._outcome()
         last = self._steps[-1]
@@ -240,7 +234,7 @@ class RLRolloutWorker:
             env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
             terminated=last.terminated,
             truncated=last.truncated,
-            stop_reason=self._stop_reason,
+            stop_reason=self.stop_reason,
             wall_s=self._wall_s,
             final_view=self._final_view,
             final_snapshot=self._final_snapshot,
@@ -313,10 +307,6 @@ class RLRolloutWorker:
     async def _snapshot(self) -> str | None:
         """The snapshot before the next decision, if one is due there."""
         return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
-
-    def _is_cut_short(self, reason: StopReason) -> bool:
-        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
-        return is_cut_short(reason, truncated=truncated)
 
     async def _view_after(self) -> PolicyLogprobs | None:
         """The prompt of the next decision with one more token, as the policy's server renders it.
@@ -411,18 +401,11 @@ class RLRolloutWorker:
             penalty=self._prompts.context_length_penalty,
         )
         self._steps[-1] = last
-        self._stop_reason = reason
+        self.stop_reason = reason
         self._wall_s = self._elapsed_s()
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._start_s
-
-
-def _with_limit(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
-    """The task with this limit, validated."""
-    if max_episode_steps is None:
-        return task
-    return TaskDefinitionModel.model_validate({**dict(task), "max_episode_steps": max_episode_steps})
 
 
 def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
@@ -446,7 +429,7 @@ def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Messa
 
 
 def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
-    """A conversation if the environment holds one, with nobody else as the user; otherwise fresh prompts."""
+    """A conversation without an interaction if the environment holds one; otherwise fresh prompts."""
     if isinstance(environment, ConversationalEnvironment):
         return Conversation(environment, multi_turn, opening=opening)
     return FreshPrompts(environment, opening)

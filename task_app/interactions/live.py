@@ -1,5 +1,4 @@
-"""One interaction in one episode: it starts, responds, scores, and is finalised exactly once on every
-path."""
+"""One interaction in one episode: it starts, responds, scores, and is always finalised exactly once."""
 
 import asyncio
 import inspect
@@ -66,16 +65,13 @@ class Calls:
         context: PolicyContext,
         at_most_bytes: int,
     ) -> None:
-        self._entry = entry
-        self.instance_id = instance_id
+        self._entry, self.instance_id, self._context = entry, instance_id, context
         self._kwargs = {**kwargs, "name": entry.name}
-        self._context = context
         self._at_most_bytes = at_most_bytes
         # A start that timed out may still run; the next call waits for its end.
         self._turn = asyncio.Lock()
-        self._closed = False
+        self._closed = self.is_started = False
         self._interaction: BaseInteraction | None = None
-        self.is_started = False
 
     async def start(self) -> None:
         async with self._its_turn():
@@ -177,14 +173,10 @@ class LiveInteraction:
         deadline_s: float,
         on_end: Callable[["LiveInteraction"], None],
     ) -> None:
-        self.name = name
-        self._calls = calls
-        self._loop = loop
-        self._deadline_s = deadline_s
-        self._on_end = on_end
+        self.name, self._calls, self._loop = name, calls, loop
+        self._deadline_s, self._on_end = deadline_s, on_end
         self._end_task: asyncio.Task[None] | None = None
-        self.terminated = False
-        self.hangs = False
+        self.terminated = self.hangs = False
 
     async def start(self) -> None:
         """Build the object and begin the episode."""
@@ -380,15 +372,14 @@ def _metadata(value: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InteractionFailed(f"{where} returned {_describe(value)} as metadata; a dict is needed")
     try:
-        text = json.dumps({str(key): part for key, part in value.items()}, default=_plain)
+        plain = {str(key): part for key, part in value.items()}
+        text = json.dumps(
+            plain, default=lambda one: one.tolist() if hasattr(one, "tolist") else repr(one)[:1_000]
+        )
     except (TypeError, ValueError, RecursionError) as exc:
         raise InteractionFailed(f"{where} returned metadata that is no JSON: {exc}") from exc
     reply: dict[str, Any] = encodable_json(json.loads(text, parse_constant=str))
     return reply
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else repr(value)[:1_000]
 
 
 def _describe(value: Any) -> str:

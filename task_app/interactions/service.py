@@ -30,9 +30,7 @@ class Interactions:
         settings: Settings,
         make_context: Callable[[str], PolicyContext],
     ) -> None:
-        self._entries = entries
-        self._settings = settings
-        self._make_context = make_context
+        self._entries, self._settings, self._make_context = entries, settings, make_context
         self._open: set[LiveInteraction] = set()
 
     def __len__(self) -> int:
@@ -82,7 +80,12 @@ class Interactions:
     ) -> LiveInteraction:
         """Build an interaction without starting it, for callers that cannot use `open`."""
         entry = self.entry(name)
-        self._refuse_when_many_hang()
+        hung = sum(live.hangs for live in self._open)
+        if hung >= self._settings.max_plugin_threads:
+            raise CapacityReached(
+                f"{hung} interactions hang in this task app; it starts no more of them",
+                hint="its log names them; restart it",
+            )
         if ground_truth is not None:
             kwargs = {"ground_truth": ground_truth, **kwargs}
         # A second attempt at the same rollout is another episode.
@@ -107,14 +110,6 @@ class Interactions:
     def _forget_finalised(self, live: LiveInteraction) -> None:
         if not live.hangs:
             self._open.discard(live)
-
-    def _refuse_when_many_hang(self) -> None:
-        hung = sum(live.hangs for live in self._open)
-        if hung >= self._settings.max_plugin_threads:
-            raise CapacityReached(
-                f"{hung} interactions hang in this task app; it starts no more of them",
-                hint="its log names them; restart it",
-            )
 
 
 @dataclass(slots=True, eq=False)

@@ -10,10 +10,11 @@ from task_app.protocols import PolicyAnswer
 _DETOURS = ("left", "right", "forward")
 
 
-class BabyAITeacher(DetourTeacher):
+class BabyAITeacher(DetourTeacher[DetourConfig]):
     """Plays the episode along in a level of its own, in which the bot sees what the agent saw."""
 
     name = "babyai_teacher"
+    config_type = DetourConfig
 
     def __init__(self, config: DetourConfig | None = None) -> None:
         super().__init__(config)
@@ -53,15 +54,11 @@ class BabyAITeacher(DetourTeacher):
         if self._bot is not None and action is not None:
             self._advice = _plan(self._bot, level.env.actions[action])
         if self._advice is None:
-            self._bot = _bot(level.env)
+            from minigrid.utils.baby_ai_bot import BabyAIBot
+
+            make: Any = BabyAIBot  # without types
+            self._bot = make(level.env)
             self._advice = _plan(self._bot, None)
-
-
-def _bot(env: Any) -> Any:
-    from minigrid.utils.baby_ai_bot import BabyAIBot
-
-    make: Any = BabyAIBot  # without types
-    return make(env)
 
 
 def _plan(bot: Any, action: Any) -> str | None:

@@ -17,7 +17,6 @@ from task_app.environments.crafter.walks import (
     Cell,
     Ground,
     Trails,
-    Walk,
     cell_at,
     find_trails,
     place_of,
@@ -36,14 +35,10 @@ NEAR_STEPS = 6
 
 def decide_with_memory(facts: Facts, *, max_actions: int) -> list[str]:
     """Apply the memoryless teacher's rules to near things, then to all known things, then explore."""
-    near = {kind: walk for kind, walk in facts.walks.items() if _steps(walk) <= NEAR_STEPS}
-    return purpose(replace(facts, walks=near), max_actions=max_actions) or decide(
-        facts, max_actions=max_actions
-    )
-
-
-def _steps(walk: Walk) -> int:
-    return sum(leg.count for leg in walk.legs)
+    steps = {kind: sum(leg.count for leg in walk.legs) for kind, walk in facts.walks.items()}
+    near = {kind: walk for kind, walk in facts.walks.items() if steps[kind] <= NEAR_STEPS}
+    actions = purpose(replace(facts, walks=near), max_actions=max_actions)
+    return actions or decide(facts, max_actions=max_actions)
 
 
 _Coordinate = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
@@ -104,7 +99,7 @@ def _view_cells(data: Mapping[str, Any], x: int, y: int) -> dict[Cell, str]:
 
 
 def _frontier(ground: Ground, trails: Trails) -> Cell | None:
-    """A near free cell beside unknown cells, rather ahead than behind."""
+    """A near free cell that borders on unknown cells, rather ahead than behind."""
     dx, dy = FACINGS[ground.facing]
     px, py = place_of(ground.player)
 
@@ -117,10 +112,8 @@ def _frontier(ground: Ground, trails: Trails) -> Cell | None:
     edge = [
         cell
         for cell in trails
-        if ground.at(cell) in GROUND and _opens(ground, cell) and cell != ground.player
+        if ground.at(cell) in GROUND
+        and cell != ground.player
+        and any(step(cell, name) not in ground.cells for name in FACINGS)
     ]
-    return min(edge, key=rank) if edge else None
-
-
-def _opens(ground: Ground, cell: Cell) -> bool:
-    return any(step(cell, name) not in ground.cells for name in FACINGS)
+    return min(edge, key=rank, default=None)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from task_app.environments.crafter.landmarks import PLACES, Facts
 from task_app.environments.crafter.rules import RULES
-from task_app.environments.crafter.walks import Leg, Walk
+from task_app.environments.crafter.walks import Walk
 
 Actions = list[str]
 Rule = Callable[[Facts, int], Actions | None]
@@ -48,17 +48,12 @@ def _walk_actions(facts: Facts, walk: Walk) -> Actions:
     actions: Actions = []
     facing = facts.facing
     for leg in walk.legs:
-        actions += _leg_actions(leg, facing)
+        move = f"move_{leg.direction}"
+        if leg.dig and facing != leg.direction:
+            actions.append(move)  # turn
+        actions += (["do", move] if leg.dig else [move]) * leg.count
         facing = leg.direction
     return actions
-
-
-def _leg_actions(leg: Leg, facing: str) -> Actions:
-    move = f"move_{leg.direction}"
-    if not leg.dig:
-        return [move] * leg.count
-    turn = [] if facing == leg.direction else [move]
-    return turn + ["do", move] * leg.count
 
 
 def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:

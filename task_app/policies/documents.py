@@ -59,14 +59,11 @@ class ToolResult:
         return self.text[match.end() :] if match else ""
 
 
-class DocumentsTeacher(ByChance):
+class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
     """In one message it deletes results without the answer and reads the next chunk."""
 
     name = "documents_teacher"
-
-    def __init__(self, config: DocumentsTeacherConfig | None = None) -> None:
-        self.config = config or DocumentsTeacherConfig()
-        super().__init__(self.config.seed)
+    config_type = DocumentsTeacherConfig
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -102,7 +99,9 @@ def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
     The last chunk is kept if the fact may begin at its end and continue in the next chunk.
     """
     chunks = [result for result in results if result.chunk]
-    last_chunk = chunks[-1:] if chunks and _begins(fact, at_the_end_of=chunks[-1].chunk) else []
+    words = re.split(r"[.\n]", chunks[-1].chunk)[-1].strip() if chunks else ""
+    begins = bool(words) and (fact.startswith(words) or words.startswith(fact))
+    last_chunk = chunks[-1:] if begins else []
     callers = {result.caller_id for result in last_chunk}
     ids = {result.msg_id for result in results if result not in last_chunk}
     ids |= {result.caller_id for result in results if result.caller_id not in callers}
@@ -127,8 +126,3 @@ def _answer(fact: str, text: str) -> str | None:
             return answer[1]
         place = text.find(fact, place + len(fact))
     return None
-
-
-def _begins(fact: str, *, at_the_end_of: str) -> bool:
-    words = re.split(r"[.\n]", at_the_end_of)[-1].strip()
-    return bool(words) and (fact.startswith(words) or words.startswith(fact))

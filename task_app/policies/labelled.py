@@ -52,10 +52,8 @@ class LabelledPolicy(OpenAIAgentPolicy):
 
     def snapshot(self) -> dict[str, Any]:
         """The model's state, and the teacher's where it has one."""
-        own = super().snapshot()
-        return own | (
-            {"teacher": self._teacher.snapshot()} if isinstance(self._teacher, RestorablePolicy) else {}
-        )
+        own, teacher = super().snapshot(), self._teacher
+        return {**own, "teacher": teacher.snapshot()} if isinstance(teacher, RestorablePolicy) else own
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)

@@ -18,22 +18,21 @@ from pydantic import SecretStr
 from pydantic_core import to_json
 
 from service_kit.replies import ReplyTooLarge, read_bounded
-from shared_schemas.chat import IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
+from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
     Reply,
     WholeReplies,
-    is_context_length,
     own_tokens,
     protocol_error,
     read_count,
     read_reply,
     refusal,
     retry_after_s,
-    without_missing_call,
 )
 from task_app.protocols import PolicyAnswer, PolicyObservation
 
@@ -47,17 +46,12 @@ class TryAgain(Exception):
 
 
 class Answered(NamedTuple):
-    """A server's answer.
-
-    Attributes:
-        after_s: its Retry-After in seconds, if it sends one.
-        ignored: settings that our gateway left out, separated by commas.
-    """
-
     status: int
     body: bytes
     after_s: float | None
+    """The Retry-After in seconds, if there is one."""
     ignored: str
+    """Settings that our gateway left out, separated by commas."""
 
 
 class Endpoint:
@@ -185,10 +179,8 @@ class OpenAIAgentPolicy:
         self._endpoint = Endpoint(
             session, url, headers, timeout_s=config.request_timeout_s, max_reply_bytes=max_reply_bytes
         )
-        self._on_retry = on_retry
-        self._clock = clock
-        self._turn = 0
-        self._known_ids = 0
+        self._on_retry, self._clock = on_retry, clock
+        self._turn = self._known_ids = 0
         self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else own_tokens
         self._last: tuple[tuple[Message, ...], Reply] | None = None
         self._has_answer = False
@@ -207,12 +199,21 @@ class OpenAIAgentPolicy:
         sampling = self.sampling(self._turn, most=most)
         self._refuse_overrun(messages, sampling.max_tokens)
         body = self.request_body(messages, available_tools_specs or [], sampling)
-        if isinstance(observation, PolicyObservation):
-            body |= self._asked_by_agent(observation)
+        if isinstance(observation, PolicyObservation):  # of the agent of a captured endpoint
+            names = self.call_options & observation.options.keys()
+            body |= {name: observation.options[name] for name in names}
+            body |= {"stop": list(observation.stop)} if observation.stop else {}
         reply = await self._complete(body)
-        self._check_reuse(reply.tokens)
+        if (tokens := reply.tokens) is not None:
+            # The gateway may reuse only ids that this conversation knows.
+            if tokens.prompt_ids_reused > self._known_ids:
+                raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._known_ids}")
+            count = len(tokens.prompt_token_ids) + len(tokens.token_ids)
+            self._known_ids = tokens.prompt_ids_reused + count
         self._last = messages, reply
-        action = reply.action if available_tools_specs else without_missing_call(reply.action)
+        action = dict(reply.action)
+        if not available_tools_specs and action.get("invalid_reason") == NO_TOOL_CALL:
+            del action["invalid_reason"]  # no tool was offered
         return action, reply.text, self._log_probs(reply, sampling), None
 
     @property
@@ -245,12 +246,6 @@ class OpenAIAgentPolicy:
         if answer.status != 200:
             raise self._refusal(answer.status, answer.body)
         return read_count(answer.body, ("count",) if can_count else ("usage", "prompt_tokens"))
-
-    def _asked_by_agent(self, observation: PolicyObservation) -> dict[str, Any]:
-        """What the agent of a captured endpoint adds to the request."""
-        names = self.call_options & observation.options.keys()
-        asked = {name: observation.options[name] for name in names}
-        return {**asked, "stop": list(observation.stop)} if observation.stop else asked
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
         """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
@@ -368,7 +363,8 @@ class OpenAIAgentPolicy:
 
     def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)
-        if is_context_length(code, sentence):
+        # Our gateway and OpenAI send a code, others only a sentence.
+        if code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower():
             return ContextLengthExceeded(sentence)
         kind = PromptRefused if status in OF_THE_BODY else PolicyUnavailable
         return kind(f"the inference server refused: {sentence}", code="inference_refused")
@@ -383,27 +379,11 @@ class OpenAIAgentPolicy:
         limit, last = self.config.max_model_length, self._last
         if limit is None or self.config.asks_gateway_of_ours or last is None:
             return
-        earlier, reply = last
-        if (
-            reply.reusable_tokens is None
-            or messages[: len(earlier)] != earlier
-            or len(messages) == len(earlier)
-        ):
-            return
-        total = reply.reusable_tokens + max_tokens
-        if total > limit:
-            raise ContextLengthExceeded(
-                f"a prompt of at least {reply.reusable_tokens} tokens + max_tokens {max_tokens} = {total}, "
-                f"but max_model_length is {limit}"
-            )
-
-    def _check_reuse(self, tokens: PolicyLogprobs | None) -> None:
-        """Check that the gateway reuses only ids that this conversation knows."""
-        if tokens is None:
-            return
-        if tokens.prompt_ids_reused > self._known_ids:
-            raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._known_ids}")
-        self._known_ids = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
+        earlier, count = last[0], last[1].reusable_tokens
+        has_grown = messages[: len(earlier)] == earlier and len(messages) > len(earlier)
+        if count is not None and has_grown and count + max_tokens > limit:
+            total = f"{count} tokens + max_tokens {max_tokens} = {count + max_tokens}"
+            raise ContextLengthExceeded(f"a prompt of at least {total}, but max_model_length is {limit}")
 
     def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
         """The fields of PolicyLogprobs, or `tokens` and `logprobs` without token ids, and the sampling, as

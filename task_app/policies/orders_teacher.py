@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from task_app.policies.random_calls import DetourTeacher, call_answer, random_call
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer, random_call
 from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
 
 
-class OrdersTeacher(DetourTeacher):
+class OrdersTeacher(DetourTeacher[DetourConfig]):
     """Reads the prompt's data alone, and remembers nothing."""
 
     name = "orders_teacher"
+    config_type = DetourConfig
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -27,10 +28,8 @@ class OrdersTeacher(DetourTeacher):
 
 def next_call(data: Mapping[str, Any]) -> Call:
     """The call for the first request that is not granted yet, or `done`."""
-    for request in data["requests"]:
-        if call := _call_for(request, data):
-            return call
-    return "done", {}
+    calls = (_call_for(request, data) for request in data["requests"])
+    return next(filter(None, calls), ("done", {}))
 
 
 def _call_for(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | None:

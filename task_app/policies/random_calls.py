@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -26,17 +26,34 @@ def random_call(
     return function["name"], random_object(function.get("parameters") or {}, source, longest=longest)
 
 
-class ByChance:
+class Seeded(Protocol):
+    @property
+    def seed(self) -> int: ...
+
+
+C = TypeVar("C", bound=Seeded)
+
+
+class ByChance(Generic[C]):
     """A policy whose only state is a random generator, with the snapshots of a `RestorablePolicy`."""
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    config_type: type[C]
+
+    def __init__(self, config: C | None = None) -> None:
+        self.config = config or self.config_type()
+        self._random = random.Random(self.config.seed)
 
     def snapshot(self) -> dict[str, Any]:
-        return {"random": chance_state(self._random)}
+        version, numbers, gauss = self._random.getstate()
+        return {"random": [version, list(numbers), gauss]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        set_chance(self._random, state.get("random"))
+        """Set the generator to the state of a snapshot; ValueError if it is none."""
+        try:
+            version, numbers, gauss = state["random"]
+            self._random.setstate((version, tuple(numbers), gauss))
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
+            raise ValueError(f"'random' is no state of a generator: {exc}") from exc
 
 
 class DetourConfig(Body):
@@ -49,12 +66,11 @@ class DetourConfig(Body):
     seed: int = Field(default=0, ge=0, strict=True, description="of the calls by chance")
 
 
-class DetourTeacher(ByChance):
-    """A teacher whose detours are played, and not imitated: so states off its way are in what it teaches."""
+D = TypeVar("D", bound=DetourConfig)
 
-    def __init__(self, config: DetourConfig | None = None) -> None:
-        self.config = config or DetourConfig()
-        super().__init__(self.config.seed)
+
+class DetourTeacher(ByChance[D]):
+    """A teacher whose detours are played, and not imitated: so states off its way are in what it teaches."""
 
     def makes_detour(self) -> bool:
         """Draw whether this decision is one by chance; without an epsilon nothing is drawn."""
@@ -66,18 +82,3 @@ def call_answer(name: str, arguments: Mapping[str, Any], *, exploratory: bool = 
     call = {"id": "call_0", "name": name, "arguments": json.dumps(arguments)}
     action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
     return (action | {"exploratory": True} if exploratory else action), None, None, None
-
-
-def chance_state(source: random.Random) -> list[Any]:
-    """[version, [625 numbers], next Gaussian or None]."""
-    version, numbers, gauss = source.getstate()
-    return [version, list(numbers), gauss]
-
-
-def set_chance(source: random.Random, state: Any) -> None:
-    """Set the generator to a state of `chance_state`; ValueError if it is none."""
-    try:
-        version, numbers, gauss = state
-        source.setstate((version, tuple(numbers), gauss))
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise ValueError(f"'random' is no state of a generator: {exc}") from exc

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.json_text import encodable
 from shared_schemas.trajectory import PolicyLogprobs
 from task_app.episode.actions import NO_TOOL_CALL, json_object
@@ -67,17 +66,18 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
     message = choice.get("message")
     if not isinstance(message, dict):
         raise protocol_error("choices[0].message is no object")
-    raw_usage = reply.get("usage")
-    usage = raw_usage if isinstance(raw_usage, dict) else {}
+    usage = _table(reply, "usage")
+    details, raw_text = _table(usage, "completion_tokens_details"), _string(choice.get("raw_text"))
     return Reply(
         action=_action(message, finish_reason(choice)),
-        text=_raw_text(choice, message),
+        # All sampled text, if the server sends it; otherwise a reply with only a call has no text.
+        text=_text(message) if raw_text is None else raw_text,
         tokens=read_tokens(reply, choice),
         finish_reason=finish_reason(choice),
         model=_string(reply.get("model")),
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
-        reasoning_tokens=_reasoning_tokens(usage),
+        reasoning_tokens=_count(details.get("reasoning_tokens")) or 0,
         logprobs=_plain_logprobs(choice) if logprobs else None,
     )
 
@@ -113,8 +113,7 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
         value = parse_object(body)
     except PolicyUnavailable:
         return "", f"status {status}"
-    inner = value.get("error")
-    source = inner if isinstance(inner, dict) else value
+    source = _table(value, "error") or value
     code = _without(key, _string(source.get("code")) or "")[:100]
     if status in KEY_STATUSES:
         return code, f"status {status} {code}".strip()
@@ -126,11 +125,6 @@ def retry_after_s(retry_after: str | None) -> float | None:
     """The Retry-After header in seconds; None without one or for a date, since clocks may differ."""
     text = (retry_after or "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def is_context_length(code: str, sentence: str) -> bool:
-    """Whether the prompt was too long: our gateway and OpenAI send a code, others only a sentence."""
-    return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
 
 
 def _without(key: str, text: str) -> str:
@@ -163,17 +157,10 @@ def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, 
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
 
-def without_missing_call(action: Mapping[str, Any]) -> dict[str, Any]:
-    """The action without a complaint about a missing call, where no tool was offered."""
-    keeps_reason = action.get("invalid_reason") != NO_TOOL_CALL
-    return {name: value for name, value in action.items() if keeps_reason or name != "invalid_reason"}
-
-
 def _call(call: Any, index: int) -> dict[str, str]:
     """Make a call of any value; the environment can carry it out, or refuse it with a reason."""
     source = call if isinstance(call, dict) else {}
-    raw_function = source.get("function")
-    function = raw_function if isinstance(raw_function, dict) else {}
+    function = _table(source, "function")
     arguments = function.get("arguments", "")
     return {
         "id": _string(source.get("id")) or f"call_{index}",
@@ -188,12 +175,6 @@ def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     text = calls[0]["arguments"]
     arguments = json_object(text)
     return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
-
-
-def _raw_text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """All sampled text, if the server sends it; otherwise a reply with only a call has no text."""
-    raw = _string(choice.get("raw_text"))
-    return _text(message) if raw is None else raw
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -221,19 +202,17 @@ def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLog
 
 def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
     """`logprobs.content` of a choice; None if absent, as in most replies with calls only."""
-    source = choice.get("logprobs")
-    content = source.get("content") if isinstance(source, dict) else None
+    content = _table(choice, "logprobs").get("content")
     if not isinstance(content, list):
         return None
-    return [_plain_logprob(entry, index) for index, entry in enumerate(content)]
-
-
-def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
-    source = entry if isinstance(entry, dict) else {}
-    token, logprob = _string(source.get("token")), source.get("logprob")
-    if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
-        raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
-    return token, float(logprob)
+    pairs = []
+    for index, entry in enumerate(content):
+        source = entry if isinstance(entry, dict) else {}
+        token, logprob = _string(source.get("token")), source.get("logprob")
+        if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
+        pairs.append((token, float(logprob)))
+    return pairs
 
 
 def check_tokens(fields: Mapping[str, Any]) -> PolicyLogprobs:
@@ -259,9 +238,10 @@ def _string(value: Any) -> str | None:
     return encodable(value) if isinstance(value, str) else None
 
 
-def _reasoning_tokens(usage: Mapping[str, Any]) -> int:
-    details = usage.get("completion_tokens_details")
-    return (_count(details.get("reasoning_tokens")) or 0) if isinstance(details, dict) else 0
+def _table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object below a key; empty if it is none."""
+    value = source.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: Any) -> int | None:
@@ -293,14 +273,13 @@ class WholeReplies:
 
     def __call__(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
         whole = _whole(reply, choice)
-        prompt, reused = whole.prompt_token_ids, _shared(whole.prompt_token_ids, self._ids)
+        prompt, reused = whole.prompt_token_ids, count_shared(whole.prompt_token_ids, self._ids)
         self._ids = prompt + whole.token_ids
         return whole.model_copy(update={"prompt_ids_reused": reused, "prompt_token_ids": prompt[reused:]})
 
 
 def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    content = _table(choice, "logprobs").get("content")
     entries = content if isinstance(content, list) else None
     fields = {
         "prompt_token_ids": reply.get("prompt_token_ids"),
@@ -332,9 +311,9 @@ def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprob
     return tokens
 
 
-def _shared(ids: Sequence[int], before: Sequence[int]) -> int:
+def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:
     """The number of equal leading ids; usually all, because a conversation only grows."""
-    if list(ids[: len(before)]) == list(before):
+    if tuple(ids[: len(before)]) == tuple(before):
         return len(before)
     pairs = enumerate(zip(ids, before, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(before)))

@@ -14,7 +14,7 @@ from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
-from task_app.policies.random_calls import ByChance, call_answer, random_call
+from task_app.policies.random_calls import ByChance, DetourConfig, DetourTeacher, call_answer, random_call
 from task_app.protocols import PolicyAnswer
 
 NO_TOOLS = "no tools were offered, and random play has no words of its own"
@@ -29,31 +29,21 @@ class RandomConfig(Body):
     seed: int = Field(default=0, ge=0, strict=True)
 
 
-class TeacherConfig(Body):
+class TeacherConfig(DetourConfig):
     """Settings of the Crafter teacher."""
 
     memory: bool = Field(default=False, description="remember seen cells; otherwise play from the view alone")
     max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in a decision")
-    epsilon: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="probability of a random decision, marked `exploratory` in its action",
-    )
-    seed: int = Field(default=0, ge=0, strict=True, description="of the random decisions")
 
 
-class RandomPolicy(ByChance):
+class RandomPolicy(ByChance[RandomConfig]):
     """Calls a random tool in any environment; in Crafter, `max_actions` uniform actions.
 
     Where no tools are offered it says so.
     """
 
     name = "random"
-
-    def __init__(self, config: RandomConfig | None = None) -> None:
-        self.config = config or RandomConfig()
-        super().__init__(self.config.seed)
+    config_type = RandomConfig
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -66,14 +56,14 @@ class RandomPolicy(ByChance):
         return call_answer(name, arguments)
 
 
-class CrafterTeacher(ByChance):
+class CrafterTeacher(DetourTeacher[TeacherConfig]):
     """Plays by rules; without memory a decision depends only on what the compact text states."""
 
     name = "crafter_teacher"
+    config_type = TeacherConfig
 
     def __init__(self, config: TeacherConfig | None = None) -> None:
-        self.config = config or TeacherConfig()
-        super().__init__(self.config.seed)
+        super().__init__(config)
         self._memory = MapMemory() if self.config.memory else None
 
     async def get_action(
@@ -82,9 +72,7 @@ class CrafterTeacher(ByChance):
         answers = _answers(observation)
         limit = 1 if answers else _limit(self.config.max_actions, available_tools_specs)
         actions = self.actions(observation.data, max_actions=limit)
-        # A detour from the teacher's way: played, but not to be imitated.
-        detour = bool(self.config.epsilon) and self._random.random() < self.config.epsilon
-        if detour:
+        if detour := self.makes_detour():
             actions = random_actions(self._random, limit)
         if answers:
             return _words(answers[ACTIONS.index(actions[0])], exploratory=detour)
@@ -114,9 +102,7 @@ def random_actions(source: random.Random, count: int) -> list[str]:
 def _answers(observation: Any) -> list[str]:
     """The words that an environment takes instead of calls, in the order of ACTIONS; none: it takes calls."""
     names = getattr(observation, "data", {}).get("answer_names")
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return names
-    return []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def _words(text: str, *, exploratory: bool = False) -> PolicyAnswer:

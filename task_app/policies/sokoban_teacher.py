@@ -4,17 +4,18 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from task_app.environments.sokoban.board import Board, Push, State, cells, read_xsb
+from task_app.environments.sokoban.board import Board, cells, read_xsb
 from task_app.environments.sokoban.environment import MAX_MOVES
 from task_app.environments.sokoban.solver import Key, best_push, pushes_left
 from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer
 from task_app.protocols import PolicyAnswer
 
 
-class SokobanTeacher(DetourTeacher):
+class SokobanTeacher(DetourTeacher[DetourConfig]):
     """Reads the board alone, and remembers its solution."""
 
     name = "sokoban_teacher"
+    config_type = DetourConfig
 
     def __init__(self, config: DetourConfig | None = None) -> None:
         self._board: Board | None = None
@@ -30,19 +31,11 @@ class SokobanTeacher(DetourTeacher):
         detour = self.makes_detour()
         possible = list(board.pushes(state))
         push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
-        tools = {tool["function"]["name"] for tool in available_tools_specs or ()}
-        name, arguments = ("push", push_call(state, push)) if "push" in tools else ("move", move_call(push))
-        return call_answer(name, arguments, exploratory=detour)
-
-
-def move_call(push: Push | None) -> dict[str, list[str]]:
-    """Arguments of `move`: the way to the push, and the push; where there is none, a move up."""
-    return {"moves": list(("up",) if push is None else (*push.way, push.direction))[:MAX_MOVES]}
-
-
-def push_call(state: State, push: Push | None) -> dict[str, list[str]]:
-    """Arguments of `push`; where no push leads to a solution, one of the first box."""
-    if push is None:
-        return {"pushes": ["1-up"]}
-    number = list(cells(state.boxes)).index(push.box) + 1
-    return {"pushes": [f"{number}-{push.direction}"]}
+        if "push" not in {tool["function"]["name"] for tool in available_tools_specs or ()}:
+            # The way to the push, and the push; where there is none, a move up.
+            moves = ("up",) if push is None else (*push.way, push.direction)
+            return call_answer("move", {"moves": list(moves)[:MAX_MOVES]}, exploratory=detour)
+        word = "1-up"  # where no push leads to a solution, one of the first box
+        if push is not None:
+            word = f"{list(cells(state.boxes)).index(push.box) + 1}-{push.direction}"
+        return call_answer("push", {"pushes": [word]}, exploratory=detour)

@@ -37,14 +37,11 @@ class SumsTeacherConfig(Body):
     seed: int = Field(default=0, ge=0, strict=True, description="of the slips")
 
 
-class SumsTeacher(ByChance):
+class SumsTeacher(ByChance[SumsTeacherConfig]):
     """Writes out each step, and `#### n`; after a wrong answer it tries again."""
 
     name = "sums_teacher"
-
-    def __init__(self, config: SumsTeacherConfig | None = None) -> None:
-        self.config = config or SumsTeacherConfig()
-        super().__init__(self.config.seed)
+    config_type = SumsTeacherConfig
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None

@@ -73,13 +73,10 @@ class RolloutRunner:
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> None:
-        self._settings = settings
-        self._make_context = make_context
-        self._clock = clock
-        self._on_end = on_end
+        self._settings, self._make_context, self._spans = settings, make_context, spans
+        self._clock, self._on_end = clock, on_end
         self.results = Results(instance_id, captures.held)
         self.worlds = Worlds()
-        self._spans = spans
         self._assembly = Assembly(boards, self.worlds, interactions, captures, spans)
         self.runs = Runs(at_most=settings.max_rollouts_held, idle_s=settings.finished_expiry_s, clock=clock)
         self._waiters: dict[str, asyncio.Future[None]] = {}

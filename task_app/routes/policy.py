@@ -27,7 +27,7 @@ from task_app.protocols import (
     RetryingPolicy,
     policy_name,
 )
-from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, messages_json, tool_calls_json
+from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import PolicySession
 from task_app.sessions.snapshots import PolicySnapshot
@@ -150,14 +150,16 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
         meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
-            meta |= {"dry_run": True, "messages": messages_json(observation), "tools": tools}
+            messages = [message.model_dump(mode="json", exclude_none=True) for message in observation]
+            meta |= {"dry_run": True, "messages": messages, "tools": tools}
             return ReplyJSON({"tool_calls": [], "meta": meta})
         policy = session_policy(services, session, inference_key=body.inference_key, where="inference_key")
         start_s = time.perf_counter()
         choice, action = await _decide(policy, observation, tools, services.settings.policy_deadline_s)
         meta |= _choice_meta(choice, action)
         meta |= {"turn": session.turn, "policy_s": time.perf_counter() - start_s}
-        return ReplyJSON({"tool_calls": tool_calls_json(action), "meta": meta})
+        calls = [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
+        return ReplyJSON({"tool_calls": calls, "meta": meta})
 
 
 @router.post("/terminate")

@@ -1,6 +1,6 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -100,13 +100,16 @@ def _reply(content: Any) -> Response:
 
 
 def _info(services: Services, request: Request) -> dict[str, Any]:
+    endpoints: dict[str, list[str]] = {}  # by their first word: `env`, `policy`, `rollout` and so on
+    for path in request.app.state.paths:
+        endpoints.setdefault(path.split("/")[1] or "root", []).append(path)
     return {
         "service": {
             "name": SERVICE,
             "task": sorted(services.boards.playable),
             "version": request.app.version,
             "base_url": str(request.base_url).rstrip("/"),
-            "endpoints": _endpoints(request.app.state.paths),
+            "endpoints": endpoints,
             "instance_id": services.instance_id,
         },
         "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},
@@ -165,14 +168,6 @@ async def show_task_info(
     finally:
         begin_close(environment)
     return _reply(tasks[0] if len(tasks) == 1 else tasks)
-
-
-def _endpoints(paths: Iterable[str]) -> dict[str, list[str]]:
-    """All routes by their first word: `env`, `policy`, `rollout`, `run`, `branch` and so on."""
-    endpoints: dict[str, list[str]] = {}
-    for path in paths:
-        endpoints.setdefault(path.split("/")[1] or "root", []).append(path)
-    return endpoints
 
 
 def _capabilities(services: Services) -> dict[str, Any]:

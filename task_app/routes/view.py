@@ -74,7 +74,7 @@ async def show_env_page(
         return Response(status_code=304, headers={**HEADERS, "ETag": tag})
     async with request.app.state.pictures, session.lock:
         tag = _tag(env_id, session)
-        frame = await _frame(services.threads, session)
+        frame = await _frame(services.threads, session, FRAME_SIDE, FRAME_SIDE)
         main = "".join(_main(session, frame))
     title = f"{session.environment.name}, world {session.seed}"
     page = Template(_PAGE).substitute(tag=escape(tag), title=escape(title), where=escape(env_id), main=main)
@@ -89,12 +89,13 @@ def _tag(env_id: str, session: EnvironmentSession) -> str:
     return f'"{hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=12).hexdigest()}"'
 
 
-async def _frame(threads: Threads, session: EnvironmentSession) -> bytes | None:
+async def _frame(threads: Threads, session: EnvironmentSession, width: int, height: int) -> bytes | None:
+    """A PNG of the environment; None if it draws none. The caller holds the session's lock."""
     environment = session.environment
     if not isinstance(environment, Pictured):
         return None
     with boundary("environment.frame"):
-        return await threads.run("environment.frame", lambda: png(environment.frame(FRAME_SIDE, FRAME_SIDE)))
+        return await threads.run("environment.frame", lambda: png(environment.frame(width, height)))
 
 
 def _main(session: EnvironmentSession, frame: bytes | None) -> Iterator[str]:
@@ -181,16 +182,12 @@ async def draw_env(
     """A PNG of the environment as it is now."""
     services = services_of(request)
     session = services.environments.get(env_id, where="env_id")
-    environment = session.environment
-    if not isinstance(environment, Pictured):
-        hint = f"environment {environment.name!r} draws none"
+    if not isinstance(session.environment, Pictured):
+        hint = f"environment {session.environment.name!r} draws none"
         raise UnknownId("picture of", env_id, where="env_id", hint=hint)
-    # The lock: nothing may step the world while a thread draws it. Only who draws holds it.
+    # The lock: nothing may step the world while a thread draws it.
     async with request.app.state.pictures, session.lock:
-        with boundary("environment.frame"):
-            picture = await services.threads.run(
-                "environment.frame", lambda: png(environment.frame(width, height))
-            )
+        picture = await _frame(services.threads, session, width, height)
     return Response(picture, media_type="image/png")
 
 

@@ -1,5 +1,4 @@
-"""Pure: observations, outcomes and actions as routes return them, and the base of bodies with a given
-shape.
+"""Observations and outcomes as routes return them, and the base of bodies with a given shape.
 
 The models of replies are what /openapi.json declares. FastAPI validates no reply that a route made as a
 Response, and here that would cost more than a step; tests hold real replies against the document.
@@ -7,7 +6,7 @@ Response, and here that would cost more than a step; tests hold real replies aga
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -18,10 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive
 
 from shared_schemas.base import OpenBody, Reply
-from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.trajectory import RewardPart, StepMetadata
-from task_app.episode.actions import Action
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.sessions.switches import KEY
@@ -148,15 +145,6 @@ def step_json(
         },
         "metadata": {} if metadata is NO_METADATA else metadata.model_dump(mode="json", exclude_none=True),
     }
-
-
-def tool_calls_json(action: Action) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, as POST /env/step accepts them."""
-    return [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
-
-
-def messages_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return [message.model_dump(mode="json", exclude_none=True) for message in messages]
 
 
 MISSPELT = "misspelt_key"

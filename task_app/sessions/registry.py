@@ -75,14 +75,9 @@ class Sessions(Generic[S]):
         on_new: Callable[[str, S], None] = lambda session_id, session: None,
         on_remove: Callable[[str, S], object] = lambda session_id, session: None,
     ) -> None:
-        self._kind = kind
-        self._capacity = capacity
-        self._idle_s = idle_s
-        self._clock = clock
-        self._on_add = on_add
+        self._kind, self._capacity, self._idle_s, self._clock = kind, capacity, idle_s, clock
+        self._on_add, self._on_new, self._on_remove = on_add, on_new, on_remove
         self._end_path = end_path or f"/{kind}/terminate"
-        self._on_new = on_new
-        self._on_remove = on_remove
         self.draining = False
         self._sessions: dict[str, S] = {}
         self._used_s: dict[str, float] = {}

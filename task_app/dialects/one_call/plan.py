@@ -176,13 +176,24 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
     warn = warnings.append
     _warn_of_extras(body, warn)
     own_env, max_decisions = _take_env_params(body.env.config)
-    name = _policy(body, boards)
+    ids_and_names = {
+        "policy": (body.policy.policy_id, body.policy.policy_name),
+        "env": (body.env.env_id, body.env.env_name),
+    }
+    for kind, (living, new) in ids_and_names.items():
+        if (living is None) == (new is None):
+            detail = f"{kind} names one of {kind}_id (a living one) and {kind}_name (a new one)"
+            raise InvalidRequest(detail, where=kind)
+    own_name = body.policy.policy_name
+    name = "" if own_name is None else boards.policy_name(own_name, where="policy.")
     own_policy = dict(body.policy.config)
     if name:
         own_policy = {**boards.policies[name].defaults(settings), **own_policy}
     max_calls = own_policy.pop("max_llm_calls", None)
     stepwise = _stepwise(body, own_policy, own_env, warn)
-    env_name, seed = _environment(body, boards), _seed(body, warn)
+    own_name = body.env.env_name
+    env_name = "" if own_name is None else boards.environment_name(own_name, where="env.")
+    seed = _seed(body, warn)
     inference_key = take_inference_key(own_policy, body, warn)
     decisions = _decisions(body, max_decisions, max_calls, warn)
     env_config = _env_config(own_env, env_name, boards, warn)
@@ -294,24 +305,6 @@ def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
         return agree_on_stepwise(switches) if switches else None
     agree_on_step_rewards({f"{where}.{STEP_REWARDS}": stepwise, **switches})
     return stepwise
-
-
-def _environment(body: LegacyRollout, boards: PlugBoards) -> str:
-    if (body.env.env_id is None) == (body.env.env_name is None):
-        raise InvalidRequest("env names one of env_id (a living one) and env_name (a new one)", where="env")
-    if body.env.env_name is None:
-        return ""
-    return boards.environment_name(body.env.env_name, where="env.")
-
-
-def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
-    if (body.policy.policy_id is None) == (body.policy.policy_name is None):
-        raise InvalidRequest(
-            "policy names one of policy_id (a living one) and policy_name (a new one)", where="policy"
-        )
-    if body.policy.policy_name is None:
-        return ""
-    return boards.policy_name(body.policy.policy_name, where="policy.")
 
 
 def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
