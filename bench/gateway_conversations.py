@@ -42,7 +42,7 @@ from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import train_tokenizer
-from trainer_backend.run.gateway_process import BOUNDS
+from trainer_backend.run.gateway_process import CONNECTIONS
 
 MODEL, KEY = "bench/actor", "the key of the gateways of this script"
 ANSWER_TOKENS, CPU_MS, GAIN = 24, 2.0, 1.8
@@ -76,7 +76,7 @@ def serve(port: int, wait_s: float, times: int) -> None:
     """Be a gateway until killed."""
     tokenizer = train_tokenizer([observation(turn) for turn in range(20)], 320)
     app = create_gateway({MODEL: ServedPolicy(Waiting(wait_s, times), tokenizer)}, key=KEY)
-    HttpServer(app, BOUNDS, respond=error_response).run_on(Listener(HOST, port))
+    HttpServer(app, CONNECTIONS, respond=error_response).run_on(Listener(HOST, port))
 
 
 def observation(turn: int) -> str:

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -67,7 +68,7 @@ def with_engine(
     return engine.counters
 
 
-def by_generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int, batch: int) -> None:
+def by_generate(model: Any, prompts: Prompts, new_tokens: int, batch: int) -> None:
     """Generate in static batches with padding on the left."""
     for start in range(0, len(prompts), batch):
         rows = prompts[start : start + batch]
@@ -80,7 +81,7 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int, batch
         )  # fmt: skip
 
 
-def by_generate_batch(model: PreTrainedModel, prompts: Prompts, new_tokens: int, **settings: int) -> None:
+def by_generate_batch(model: Any, prompts: Prompts, new_tokens: int, **settings: int) -> None:
     """Generate with the continuous batching of `transformers`, by default with all free memory."""
     config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
@@ -188,7 +189,9 @@ def reuse_figures(model: PreTrainedModel, repeats: int) -> None:
     for name, run in kinds.items():
         counters: dict[int, EngineCounters] = {}
 
-        def measured(kept: int, run: Callable[..., object] = run, into: dict = counters) -> None:
+        def measured(
+            kept: int, run: Callable[..., object] = run, into: dict[int, EngineCounters] = counters
+        ) -> None:
             into[kept] = with_engine(model, run, kept_prefixes=kept)
 
         seconds = cpu_of({str(kept): lambda kept=kept: measured(kept) for kept in (0, 64)}, repeats)

@@ -179,7 +179,7 @@ def _iterations(trainer: object, started: list[tuple[float, float]]) -> Iterator
     """Runs `trainer.train()` an iteration at a time: it stops itself after as many steps as one has."""
     from transformers import PrinterCallback, TrainerCallback
 
-    class AnIteration(TrainerCallback):  # type: ignore[misc]
+    class AnIteration(TrainerCallback):
         def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
             control.should_training_stop = state.global_step % STEPS == 0
             ended.append((time.process_time(), time.perf_counter()))

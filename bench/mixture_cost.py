@@ -43,7 +43,8 @@ from trainer_backend.collect.plan import Inference
 from trainer_backend.core.segments import segments_of
 from trainer_backend.job.load import load_job
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
-from trainer_backend.job.schema import JobConfig, ModelTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
 from trainer_backend.learner.memory import MemoryPlan, memory_plan
 from trainer_backend.learner.stepping import Scored

@@ -72,7 +72,12 @@ class Plain:
     @classmethod
     def of(cls, segment: Segment) -> "Plain":
         rows: list[list[Any]] = [[fill] * len(segment) for fill in (CONTEXT, 0.0, CONTEXT, 1.0)]
-        columns = (segment.decision, segment.logprobs, segment.versions, segment.temperatures)
+        columns: tuple[Any, ...] = (
+            segment.decision,
+            segment.logprobs,
+            segment.versions,
+            segment.temperatures,
+        )
         for row, column in zip(rows, columns, strict=True):
             for position, value in zip(segment.sampled_positions.tolist(), column.tolist(), strict=True):
                 row[position] = value

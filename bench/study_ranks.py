@@ -103,7 +103,8 @@ def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> 
         tables = {"learner": {"nproc_per_node": 2, "timeout_s": timeout_s}, "training": training}
         group = Group(job_of({"cluster": {}, **tables}, model={"path": str(folder / "model")}), folder)
         group.fresh([], None)
-        first, ended = group.rank(0), {}
+        first = group.rank(0)
+        ended: dict[str, Any] = {}
 
         def update() -> None:
             try:

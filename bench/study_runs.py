@@ -20,7 +20,8 @@ from bench.kit import ROOT
 from bench.study_results import Study, collect, draw, table
 from trainer_backend.job.code_files import with_files_of_now
 from trainer_backend.job.load import dump_job, load_job
-from trainer_backend.job.schema import JobConfig, ModelTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.run.beginning import Stopped
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.start import run_job

@@ -119,13 +119,13 @@ def scored(
         found["estimators"][name] = _figures(run, ["gae"], checkpoint, setting)["truth"]["estimators"]["gae"]
         advantages[name] = _advantages(run, rows, "gae", setting)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    decisions = {
+    measures = {
         "truths": columns,
         "advantages": advantages,
         "groups": _groups(run, set(columns["rollout_id"])),
     }
     found |= {"refused": figures["refused"], "last_call_s": round(seconds, 1)}
-    return rescored(found, decisions), decisions
+    return rescored(found, measures), measures
 
 
 def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float]) -> dict[str, float]:
