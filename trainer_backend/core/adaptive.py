@@ -28,9 +28,6 @@ class AdaptiveSchedule(DrawnSchedule):
     update has told yet counts as 1.
 
     A schedule of our own: source 4 has it in its list of extensions, without a formula.
-
-    Attributes:
-        history: iterations that are over; only those before a step are looked at.
     """
 
     alpha_0: float
@@ -38,6 +35,7 @@ class AdaptiveSchedule(DrawnSchedule):
     max_alpha: float = MAX_ALPHA
     window: int = WINDOW
     history: Sequence[Past] = ()
+    """Iterations that are over; only those before a step are looked at."""
 
     def __post_init__(self) -> None:
         refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)

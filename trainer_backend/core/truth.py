@@ -25,18 +25,16 @@ class Departures:
     """How often the policy chose what changes the return, and how much that changes it.
 
     Another choice than the stored one that comes to the same return to the last digit changes nothing.
-
-    Attributes:
-        sampled: N, choices of the policy before the decision.
-        count: x, how many of them change the return, estimated from the pairs.
-        pairs: n, pairs with a d_k other than 0.
-        square: mean of d_k^2 over those, by the share of their choices; 0 without any.
     """
 
     sampled: int
+    """N: choices of the policy before the decision."""
     count: float
+    """x: how many of them change the return, estimated from the pairs."""
     pairs: int
+    """n: pairs with a d_k other than 0."""
     square: float
+    """Mean of d_k^2 over those, by the share of their choices; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +108,12 @@ class TrueAdvantage:
 
 
 class Stratum(NamedTuple):
-    """Pairs that begin with one choice of the policy, or with any of its rare ones.
-
-    Attributes:
-        share: of the policy's sampled choices that are of this kind.
-        members: for each pair, the index of a sampled choice.
-    """
+    """Pairs that begin with one choice of the policy, or with any of its rare ones."""
 
     share: float
+    """Share of the policy's sampled choices that are of this kind."""
     members: tuple[int, ...]
+    """For each pair, the index of a sampled choice."""
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
@@ -309,24 +304,21 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How well a truth is known.
-
-    Attributes:
-        decisions: measured ones.
-        spread: std of the true advantages over decisions, in reward units: that of the measured ones, less
-            what their noise adds.
-        error: root mean square of their standard errors (`pooled_errors`).
-        known: share of the decisions whose sign is beyond the noise.
-        failed: pairs that were lost.
-        played: decisions that the measurement took.
-    """
+    """How well a truth is known."""
 
     decisions: int
+    """How many were measured."""
     spread: float
+    """Std of the true advantages over decisions, in reward units: that of the measured ones, less what their
+    noise adds."""
     error: float
+    """Root mean square of their standard errors (`pooled_errors`)."""
     known: float
+    """Share of the decisions whose sign is beyond the noise."""
     failed: int
+    """Pairs that were lost."""
     played: int
+    """Decisions that the measurement took."""
 
     @property
     def ratio(self) -> float | None:
@@ -388,55 +380,48 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions.
-
-    Attributes:
-        name: which decisions.
-        mean: of scale * A - truth, in reward units.
-        error: its standard error over decisions.
-    """
+    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions."""
 
     name: str
     decisions: int
     mean: float
+    """Mean of scale * A - truth, in reward units."""
     error: float | None
+    """Its standard error over decisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruthScore:
     """An estimator's advantages A against the truth T of the same decisions.
 
-    Attributes:
-        correlation: Pearson's of A and T; None where one of them is constant. The bounds are those of its
-            95 % interval over groups: siblings share a world, and most baselines.
-        noiseless: what the correlation would be without the noise of T: divided by sqrt(1 - noise / variance
-            of T); None where T is nothing but noise.
-        rank: Spearman's correlation.
-        sign_agreement: share with the sign of T, among decisions whose sign is known and whose A is not 0.
-        scale: the c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit.
-        error: mean squared error of scale * A, less the noise of T, in squared reward units.
-        explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
-        variance: of scale * A.
-        std: of A, in its own unit.
-        zero_share: share of decisions without a signal.
-        biases: by turn and by reward.
-
     Source: the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
 
     decisions: int
     correlation: float | None
+    """Pearson's of A and T; None where one of them is constant. The bounds are those of its 95 % interval
+    over groups: siblings share a world, and most baselines."""
     low: float | None
     high: float | None
     noiseless: float | None
+    """What the correlation would be without the noise of T: divided by sqrt(1 - noise / variance of T); None
+    where T is nothing but noise."""
     rank: float | None
+    """Spearman's correlation."""
     sign_agreement: float | None
+    """Share with the sign of T, among decisions whose sign is known and whose A is not 0."""
     scale: float
+    """The c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit."""
     error: float
+    """Mean squared error of scale * A, less the noise of T, in squared reward units."""
     explained: float | None
+    """1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all."""
     variance: float
+    """Variance of scale * A."""
     std: float
+    """Std of A, in its own unit."""
     zero_share: float
+    """Share of decisions without a signal."""
     biases: tuple[Bias, ...]
 
 

@@ -73,17 +73,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The origins of a job's keys.
-
-    Attributes:
-        files: in their given order.
-        owners: the place of each value and each empty table, by dotted key.
-        idle: a warning of each --set that was to remove a table which no file has.
-    """
+    """The origins of a job's keys."""
 
     files: Sequence[str]
+    """The files in their given order."""
     owners: Mapping[str, str] = field(default_factory=dict)
+    """The place of each value and each empty table, by dotted key."""
     idle: Sequence[str] = ()
+    """A warning of each --set that was to remove a table which no file has."""
 
     def of(self, *keys: str) -> str:
         """Return the places of a key or table, or of the table that lacks the key.

@@ -40,16 +40,13 @@ _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, its warnings, and where each of its keys comes from.
-
-    Attributes:
-        left_out: keys that a choice of a later layer does not read, with the warning of each.
-    """
+    """A valid job, its warnings, and where each of its keys comes from."""
 
     config: JobConfig
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Keys that a choice of a later layer does not read, with the warning of each."""
 
 
 def load_job(

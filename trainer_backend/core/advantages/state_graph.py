@@ -22,18 +22,16 @@ class StateGraph:
     """The graphs of all groups of a batch, apart from each other: equal keys of two groups are two states.
 
     A lone episode has nobody to be compared with, so each of its decisions is a state of its own.
-
-    Attributes:
-        anchors: [S] the decisions made in each state.
-        next_D: the decision that follows in the episode; None after its last one.
-        starts: the first decision of each episode.
-        groups: the decisions of each group of two episodes or more.
     """
 
     anchors: Sequence[Sequence[int]]
+    """[S] the decisions made in each state."""
     next_D: Sequence[int | None]
+    """The decision that follows in the episode; None after its last one."""
     starts: Set[int]
+    """The first decision of each episode."""
     groups: Sequence[Sequence[int]]
+    """The decisions of each group of two episodes or more."""
 
     @property
     def state_D(self) -> list[int]:
