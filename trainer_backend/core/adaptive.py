@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rounding import clear_rounding, largest
-from trainer_backend.core.allocation import DrawnSchedule, refuse_no_share
+from trainer_backend.core.allocation import DrawnSchedule
+from trainer_backend.core.keys import refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
 

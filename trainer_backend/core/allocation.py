@@ -25,7 +25,7 @@ from pydantic import create_model
 from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
 from shared_schemas.rounding import has_spread, largest
-from trainer_backend.core.keys import Table
+from trainer_backend.core.keys import Table, refuse_no_share
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.seeds import derived_seed
@@ -254,13 +254,6 @@ def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, o
     with Boundary(call, JobError, ask):
         answer = ask(step)
         return f"{call} ({describe_line(ask)})", answer, repr(answer)[:_LONGEST_ANSWER]
-
-
-def refuse_no_share(**found: float) -> None:
-    """Raise ValueError, with the name, for a value that is no probability."""
-    for name, value in found.items():
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} is a probability, in [0, 1], got {value}")
 
 
 def _refuse_no_rate(**found: float) -> None:

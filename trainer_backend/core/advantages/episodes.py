@@ -1,7 +1,12 @@
-"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode."""
+"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode.
+
+An estimator takes all episodes of the batch, groups in any order, and its keys. It returns an `Advantages`:
+the [T] advantages of each episode, their parts, and counts. It raises an AdvantageError where `siblings`
+does, and for an episode without what its plug says that it needs: state keys, texts, values or branches.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -148,6 +153,27 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
     return groups
 
 
+def refuse_incomplete(
+    episodes: Sequence[EpisodeRewards],
+    columns: Iterable[Sequence[object]],
+    what: str,
+    why: str,
+    hint: str | None = None,
+) -> None:
+    """Refuse an episode whose column has not one entry for each decision.
+
+    Args:
+        columns: that of each episode.
+        what: the entries, for the error.
+        why: the estimator, and what it needs them for.
+    """
+    for episode, column_T in zip(episodes, columns, strict=True):
+        given, decisions = len(column_T), len(episode.rewards_T)
+        if given != decisions:
+            told = f"{given} {what} for {decisions} decisions; {why}"
+            raise AdvantageError(told, where=place(episode.rollout_id), hint=hint)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Scores beside each other: advantage = (score - baseline) / scale.
@@ -177,12 +203,10 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
     parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}
-    flat = 0
     groups = siblings(episodes)
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
         compared = compare(scores_G, size=max(episodes[index].score_size for index in members))
-        flat += len(members) > 1 and not any(compared.advantages)
         rows = zip(members, scores_G, compared.advantages, compared.baselines, strict=True)
         for index, score, advantage, baseline in rows:
             decisions = len(episodes[index].rewards_T)
@@ -190,13 +214,24 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
             of_episode = (score, baseline, len(members) - 1.0, compared.scale)
             for name, value in zip(names, of_episode, strict=True):
                 parts[name][index] = [value] * decisions
-    return Advantages(advantages, group_counts(groups, flat=flat), parts)
+    return Advantages(advantages, group_counts(groups, advantages), parts)
 
 
-def group_counts(groups: Mapping[str, Sequence[int]], *, flat: int) -> dict[str, float]:
-    """What every estimator counts of its `siblings`; `flat` groups of two or more have no spread."""
+def group_counts(
+    groups: Mapping[str, Sequence[int]], advantages: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """What every estimator counts of its `siblings`; two or more are without spread if all have 0.
+
+    Args:
+        advantages: of each episode; empty from an estimator that compares no siblings.
+    """
+    flat = [
+        members
+        for members in groups.values()
+        if advantages and len(members) > 1 and not any(any(advantages[index]) for index in members)
+    ]
     return {
         "advantages/groups": float(len(groups)),
-        "advantages/groups_without_spread": float(flat),
+        "advantages/groups_without_spread": float(len(flat)),
         "advantages/lone_episodes": float(sum(len(members) == 1 for members in groups.values())),
     }

@@ -40,15 +40,6 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
     in; without any state met twice after the start, d is 0 but for first decisions. A lone episode, and what
     has no spread, have 0.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts; how often states met.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
-
     Source: Wang et al., G2PO, arXiv:2606.22995, by its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
     equations were read second hand. Where it differs:
     - rewards stand at the end alone, and V is discounted one decision further: gamma^(T - j + 1) R;

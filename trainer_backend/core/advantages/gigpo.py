@@ -67,17 +67,7 @@ def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
     keys of two groups are two states. One score, one decision in a state, and no spread give 0. Fnorm is the
     sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of A_S,k for k = 0..K, weighted by
     (k + 1)^alpha, where A_S,k compares decisions whose last k + 1 states are equal, and only those that are
-    not 0 count.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode; their parts (with context_depth not those of A_S); how often
-        states met.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    not 0 count; A_S then has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).

@@ -13,7 +13,13 @@ from pydantic import Field
 
 from shared_schemas.rounding import clear_rounding
 from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
-from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.episodes import (
+    Advantages,
+    EpisodeRewards,
+    EstimatorPlug,
+    refuse_incomplete,
+    siblings,
+)
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     StateGraph,
@@ -21,7 +27,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
     state_graph,
 )
-from trainer_backend.errors import AdvantageError, place
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
@@ -48,17 +53,8 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     digits and _, in lower case) in it; of the D decisions of the group, df have it in their texts; the 1,024
     most frequent terms of the group count. At similarity_temperature 0 equal texts count 1 and others 0: then
     A_S is that of `gigpo` with texts for state keys. The higher it is, the nearer the baseline is to the mean
-    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with texts_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts (`compared` is the effective number of others:
-        1 / sum of squared shares, less 1); how often equal texts met, and that number's mean.
-
-    Raises:
-        AdvantageError: see `siblings`; texts that are not one a decision.
+    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0. `compared` is the
+    effective number of others: 1 / sum of squared shares, less 1.
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:
@@ -67,7 +63,8 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     - terms of one character count: in a game's compact text they are numbers.
     """
     groups = siblings(episodes)
-    _refuse_missing_texts(episodes)
+    why = "gigpo_soft compares them by their observations"
+    refuse_incomplete(episodes, [episode.texts_T for episode in episodes], "texts", why)
     by_text = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
     graph = state_graph(by_text, groups, "gigpo_soft")
     texts_D = [text for episode in episodes for text in episode.texts_T]
@@ -148,16 +145,6 @@ def _vectors(texts: Sequence[str], counts_U: Matrix) -> NDArray[Any]:
     vectors *= weights
     lengths = np.sqrt((vectors**2).sum(axis=1, keepdims=True))
     return vectors / np.where(lengths > 0.0, lengths, 1.0)
-
-
-def _refuse_missing_texts(episodes: Sequence[EpisodeRewards]) -> None:
-    for episode in episodes:
-        texts, decisions = len(episode.texts_T), len(episode.rewards_T)
-        if texts != decisions:
-            raise AdvantageError(
-                f"{texts} texts for {decisions} decisions; gigpo_soft compares them by their observations",
-                where=place(episode.rollout_id),
-            )
 
 
 PLUGS = {

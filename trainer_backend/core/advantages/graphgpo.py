@@ -45,16 +45,8 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     Rewards decide the goal alone, and a good decision of a failed episode is credited as in the best one.
     A_S is 0 in a state that no other decision was made in, in a group without a goal, for a lone episode, and
     without spread. A distance is a number of decisions, so each costs the same; C has no unit.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts; how often states met, in how many groups the goal
-        was reached, and for what share of the decisions a path led to it from their state.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    Counted are also in how many groups the goal was reached, and for what share of the decisions a path led
+    to it from their state.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
     recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
@@ -78,15 +70,9 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
         "graph/path_frac": paths / max(len(graph.next_D), 1),
     }
+    met, weights = graph.sizes | met, (1.0, keys.step_advantage_w)
     return summed_levels(
-        episodes,
-        keys,
-        of_steps_D,
-        parts_D,
-        graph.sizes | met,
-        groups=groups,
-        weights=(1.0, keys.step_advantage_w),
-        scale=keys.scale,
+        episodes, keys, of_steps_D, parts_D, met, groups=groups, weights=weights, scale=keys.scale
     )
 
 

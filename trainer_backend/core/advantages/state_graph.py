@@ -4,14 +4,13 @@ Decisions are numbered through the batch, one episode after the other: [D].
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from trainer_backend.core.advantages.episodes import EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_incomplete
 from trainer_backend.core.advantages.spread import Scale, relative
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.errors import AdvantageError, place
 
 # [D] numbers of all decisions of the batch, by the name of the part; None where a decision has no such part.
 Columns = Mapping[str, Sequence[float | None]]
@@ -45,8 +44,7 @@ class StateGraph:
     @property
     def others_D(self) -> list[float]:
         """How many other decisions were made in the same state."""
-        sizes_S = [len(anchor) - 1.0 for anchor in self.anchors]
-        return [sizes_S[state] for state in self.state_D]
+        return [len(self.anchors[state]) - 1.0 for state in self.state_D]
 
     @property
     def sizes(self) -> dict[str, float]:
@@ -56,28 +54,22 @@ class StateGraph:
     def relative(
         self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """[D] each value against those of all decisions of its group, and the parts of that.
-
-        Without a group a value is its own baseline. `sizes_D` as in `relative_at`.
-        """
-        advantages_D, baselines_D = [0.0] * len(values_D), list(values_D)
-        scale_D = [1.0] * len(values_D)
-        for group in self.groups:
-            size = max([sizes_D[d] for d in group])
-            comparison = relative([values_D[d] for d in group], scale, size=size)
-            columns, divisor = (comparison.advantages, comparison.baselines), comparison.scale
-            for d, advantage, baseline in zip(group, *columns, strict=True):
-                advantages_D[d], baselines_D[d], scale_D[d] = advantage, baseline, divisor
-        return advantages_D, {"graph_baseline": baselines_D, "graph_scale": scale_D}
+        """[D] each value against those of all decisions of its group, as `relative_at` in a state."""
+        advantages_D, parts_D = relative_at(self.groups, values_D, scale, sizes_D)
+        return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
         """[D] mean of the values over the same state; fsum: the order of its decisions changes no bit."""
-        means_D = [0.0] * len(values_D)
+        return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
+
+    def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
+        """[D] one number of the values over the same state."""
+        reduced_D = [0.0] * len(values_D)
         for anchor in self.anchors:
-            mean = math.fsum(values_D[d] for d in anchor) / len(anchor)
+            number = reduce([values_D[d] for d in anchor])
             for d in anchor:
-                means_D[d] = mean
-        return means_D
+                reduced_D[d] = number
+        return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
         """[D] what rounding errors of r + gamma * V(s') - V(s) are measured by; V are `means` of returns.
@@ -85,11 +77,7 @@ class StateGraph:
         Args:
             sizes_D: that of the returns, which their rewards are parts of.
         """
-        values_D = list(sizes_D)
-        for anchor in self.anchors:
-            largest = max(sizes_D[d] for d in anchor)
-            for d in anchor:
-                values_D[d] = largest
+        values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
@@ -201,13 +189,11 @@ def first_decisions(episodes: Sequence[EpisodeRewards]) -> set[int]:
 
 
 def refuse_missing_keys(episodes: Sequence[EpisodeRewards], reader: str) -> None:
-    """Refuse episodes whose state keys are not one a decision; `reader` is the estimator that needs them."""
-    for episode in episodes:
-        keys, decisions = len(episode.state_keys_T), len(episode.rewards_T)
-        if keys != decisions:
-            raise AdvantageError(
-                f"{keys} state keys for {decisions} decisions; {reader} compares those made in the same "
-                "state",
-                where=place(episode.rollout_id),
-                hint="the task app sends them when algorithm.state_hashing_function names one",
-            )
+    """Refuse episodes without a state key for each decision; `reader` is the estimator that needs them."""
+    refuse_incomplete(
+        episodes,
+        [episode.state_keys_T for episode in episodes],
+        "state keys",
+        f"{reader} compares those made in the same state",
+        hint="the task app sends them when algorithm.state_hashing_function names one",
+    )
