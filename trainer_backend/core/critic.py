@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shared_schemas.rounding import has_spread, largest
+from trainer_backend.core.agreement import centred
 from trainer_backend.core.columns import Row
 from trainer_backend.core.keys import Table
 from trainer_backend.core.segments import Segment
@@ -235,11 +236,6 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
     misses = [g - v for g, v in zip(returns, values, strict=True)]
     if not has_spread(returns, size=largest(returns)):
         return None
-    ratio = _norm(misses) / _norm(returns)
+    # hypot: squares of tiny rewards underflow to 0.
+    ratio = math.hypot(*centred(misses)) / math.hypot(*centred(returns))
     return 1.0 - ratio * ratio
-
-
-def _norm(numbers: Sequence[float]) -> float:
-    """Root of the sum of squared deviations from the mean; hypot: squares of tiny rewards underflow to 0."""
-    mean = math.fsum(numbers) / len(numbers)
-    return math.hypot(*(number - mean for number in numbers))

@@ -74,7 +74,8 @@ def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") ->
         if len(own_L) != len(other_L) or not all(map(math.isfinite, (*own_L, *other_L))):
             told = f"log-probs {list(own_L)} and, of the reference, {list(other_L)}"
             raise RewardError(f"{told}; the KL needs both of each token", where=place(rollout_id, t + 1))
-        rows.append([estimate(_bounded(a - b)) for a, b in zip(own_L, other_L, strict=True)])
+        differences = (a - b for a, b in zip(own_L, other_L, strict=True))
+        rows.append([estimate(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, d))) for d in differences])
     return rows
 
 
@@ -101,7 +102,3 @@ def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]
     held within +-LOG_RATIO_LIMIT, for all three.
     """
     return [-coef * math.fsum(row) for row in estimates]
-
-
-def _bounded(difference: float) -> float:
-    return max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, difference))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from trainer_backend.core.behaviour import WeightKeys, behaviour_weights, log_weights, truncated
+from trainer_backend.core.behaviour import WeightKeys, log_weights, truncated
 from trainer_backend.core.losses import (
     ClipKeys,
     PolicyLoss,
@@ -123,11 +123,8 @@ class Objective:
         if self.kind == "decoupled":
             weights = weights * tokens.behaviour_weights
         elif self.kind == "reinforce":
-            weights, loss = weights * self._weights_now(tokens, unit_logs), policy_gradient_loss
+            # Truncated pi/mu, of the policy as it is after the steps so far.
+            each = unit_logs is None
+            logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None) if each else unit_logs
+            weights, loss = weights * truncated(logs, self.weighting), policy_gradient_loss
         return loss(levelled, denominators, tokens.advantages, weights, self.clip)
-
-    def _weights_now(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """[N] truncated pi/mu, of the policy as it is after the steps so far."""
-        if unit_logs is None:
-            return behaviour_weights(tokens.logprobs, tokens.behaviour_logprobs, None, self.weighting)
-        return truncated(unit_logs, self.weighting)

@@ -13,7 +13,7 @@ import numpy as np
 
 from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
-from trainer_backend.core.statistics import t_quantile_975
+from trainer_backend.core.statistics import sample_variance, t_quantile_975
 
 # Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
 CHOICES = 4
@@ -176,16 +176,10 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
     mean = math.fsum(weight * value for weight, value in weights_means)
     for (weight, value), (_, values) in zip(weights_means, kept, strict=True):
         # A single pair varies like all of them.
-        variance = _variance(values if len(values) > 1 else everything)
+        variance = sample_variance(values if len(values) > 1 else everything)
         within += weight * weight * variance / len(values)
         between += weight * (value - mean) ** 2
     return mean, math.sqrt(within + between / sampled)
-
-
-def _variance(values: Sequence[float]) -> float:
-    """Sample variance of two values or more."""
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
@@ -253,7 +247,7 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
     if len(shares) < 2:
         return mean, 1.0
     each, chance = sampled / len(seen), mean * (1.0 - mean)
-    variance = (_variance(shares) - chance / each) / (1.0 - 1.0 / each)
+    variance = (sample_variance(shares) - chance / each) / (1.0 - 1.0 / each)
     return mean, max(1.0, min(chance / variance - 1.0, sampled)) if variance > 0.0 else float(sampled)
 
 
@@ -495,7 +489,7 @@ def _interval(
     z_G = [z for name in names if (z := _fisher_z(*_without(name, groups, advantages, true))) is not None]
     if len(z_G) < count:
         return None, None
-    error = math.sqrt((count - 1) ** 2 / count * _variance(z_G))
+    error = math.sqrt((count - 1) ** 2 / count * sample_variance(z_G))
     half = t_quantile_975(count - 1) * error
     return math.tanh(middle - half), math.tanh(middle + half)
 
@@ -534,4 +528,4 @@ def _bias(name: str, values: Sequence[float]) -> Bias:
     if len(values) < 2:
         return Bias(name, len(values), values[0], None)
     count = len(values)
-    return Bias(name, count, math.fsum(values) / count, math.sqrt(_variance(values) / count))
+    return Bias(name, count, math.fsum(values) / count, math.sqrt(sample_variance(values) / count))
