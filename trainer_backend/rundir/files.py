@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from trainer_backend.errors import RunNotWritten
 
@@ -26,8 +26,11 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
     with write_errors(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
+            file.seek(max(end - 1, 0))
             # A line that a kill cut short must not swallow this one.
-            _write(file, b"\n" + data if _is_cut_short(file, end) else data)
+            rest = memoryview(data if file.read(1) in (b"", b"\n") else b"\n" + data)
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(end)
             raise
@@ -72,19 +75,6 @@ def object_of(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def _is_cut_short(file: BinaryIO, end: int) -> bool:
-    if end == 0:
-        return False
-    file.seek(end - 1)
-    return file.read(1) != b"\n"
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 # A replaced file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.

@@ -23,7 +23,7 @@ from trainer_backend.rundir.files import (
     replace_text,
     write_errors,
 )
-from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, tidy_spools
+from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, stage_of, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
 # The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
@@ -110,8 +110,8 @@ class RunDirectory:
     def remove_spools(self, iteration: int) -> None:
         """Delete the spools of what the weights of an iteration have learned from, before RL too."""
         for path in self.rollouts.glob(f"*{SPOOL_ENDING}"):
-            stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
-            if not stage or (stage == "iteration" and int(digits) <= iteration):
+            stage, number = stage_of(path)
+            if not stage or (stage == "iteration" and 0 <= number <= iteration):
                 with write_errors(path):
                     path.unlink(missing_ok=True)
 
