@@ -284,16 +284,16 @@ class _Story:
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
-        self.known[key] = self._as_result(message) if message.role == "tool" else self._as_step(message)
+        if message.role == "tool":
+            self.known[key] = self._as_result(message)
+        else:
+            source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
+            calls = [_call(call) for call in message.tool_calls or ()]
+            fields: Json = {"message": message.content or "", "tool_calls": calls or None}
+            # Not sampled here: an example of the opening, an agent's summary, or an edited message.
+            fields["is_copied_context"] = True if source == "agent" else None
+            self.known[key] = self._add(source, _present(fields))
         return self.known[key]
-
-    def _as_step(self, message: Message) -> int:
-        source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
-        calls = [_call(call) for call in message.tool_calls or ()]
-        fields: Json = {"message": message.content or "", "tool_calls": calls or None}
-        # Not sampled here: an example of the opening, an agent's summary, or an edited message.
-        fields["is_copied_context"] = True if source == "agent" else None
-        return self._add(source, _present(fields))
 
     def _as_result(self, message: Message) -> int:
         """Give a result to the latest call of its id that has none yet; otherwise it is a step."""
