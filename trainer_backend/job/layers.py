@@ -87,13 +87,9 @@ class Places:
 
         Without keys, all files.
         """
-        places: dict[str, None] = {}
+        places: list[str] = []
         while not places and any(keys):
-            places = dict.fromkeys(
-                place
-                for owner_key, place in self.owners.items()
-                if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in keys)
-            )
+            places = self._find(keys)
             keys = tuple(key.rpartition(".")[0] for key in keys)
         return self._join(places or self.files)
 
@@ -114,13 +110,16 @@ class Places:
 
     def of_all(self, keys: Iterable[str]) -> str:
         """Return the places of all these keys and tables; at least one file is among them."""
-        named = [*keys]
-        places = [
+        places = self._find([*keys])
+        return self._join(places if set(places) & set(self.files) else [*self.files, *places])
+
+    def _find(self, keys: Collection[str]) -> list[str]:
+        """The places of what is one of these keys, is in it, or holds it."""
+        return [
             place
             for owner_key, place in self.owners.items()
-            if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in named)
+            if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in keys)
         ]
-        return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _join(self, places: Iterable[str]) -> str:
         """Join the files in their order, then the overrides."""
@@ -177,7 +176,10 @@ def merge(
         home = _home_of(document, keys)
         if value == {} and (_is_known(keys, tables) or _holds_a_value(home, keys)):
             if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
-                idle.append(_nothing_removed(keys[0]))
+                idle.append(
+                    f"--set {keys[0]}={{}} removes a table, and no file has [{keys[0]}]; to have it with its "
+                    "defaults, set one of its keys"
+                )
             document = without(document, _same_as(".".join(keys)))
             continue
         if home is not None:
@@ -213,13 +215,6 @@ def _same_as(dotted: str) -> Iterator[str]:
     """Yield what goes with a key: the same switch in other places, the digests of its files."""
     yield from next((places for places in _SWITCHES if dotted in places), (dotted,))
     yield from (digests for files, digests in DIGESTS.items() if files == dotted)
-
-
-def _nothing_removed(table: str) -> str:
-    return (
-        f"--set {table}={{}} removes a table, and no file has [{table}]; to have it with its defaults, set "
-        "one of its keys"
-    )
 
 
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:

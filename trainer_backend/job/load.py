@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import closest, did_you_mean
+from shared_schemas.json_text import without_nulls
 from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key, find_why_needless
 from trainer_backend.job.layers import (
@@ -102,7 +103,11 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         )
         raise join_findings(lines, len(findings)) from error
     warnings = [*places.idle, *(_warn_of_table(name) for name in foreign)]
-    is_foreign = not runs_plugins and _has_foreign_plugs(config)
+    # Whether a name in the job may be one of its own files, or of a package.
+    is_foreign = not runs_plugins and (
+        bool(config.job.trainer_plugins)
+        or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
+    )
     unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
     knows_plugs = not (is_foreign or unknown)
     homes = {name: getattr(config, name) for name in READ_BY.values()} if knows_plugs else {}
@@ -170,7 +175,7 @@ def dump_job(config: JobConfig) -> str:
     tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     if not config.rollout_only:
         del tables["rollout_only"]  # an empty list of tables would puzzle readers
-    return tomli_w.dumps(_without_none(tables))
+    return tomli_w.dumps(without_nulls(tables))
 
 
 def _nulls_in_lists(
@@ -189,14 +194,6 @@ def _nulls_in_lists(
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _nulls_in_lists(item, key, f"{place}[{index}]", in_list=True)
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
@@ -225,12 +222,6 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _has_foreign_plugs(config: JobConfig) -> bool:
-    """Whether a name in the job may be one of its own files, or of a package."""
-    foreign = any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
-    return bool(config.job.trainer_plugins) or foreign
 
 
 def _unknown_plugs(config: JobConfig, places: Places) -> Iterator[str]:
