@@ -141,9 +141,7 @@ class DrawnSchedule(RolloutAllocationSchedule):
     def choices(self, step: int, units: Iterable[Unit]) -> list[str]:
         """Who samples each unit of a step; each draws for itself.
 
-        Args:
-            step: the iteration, from 1.
-            units: their names, which tell them apart in their step.
+        The names of units tell them apart in their step.
         """
         shares = self.shares(step)
         return [

@@ -51,10 +51,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
     """sum(w * k(d)): the estimate of KL(policy || reference) as a number to look at (nats).
 
-    Args:
-        logprobs, reference_logprobs: nats, same shape.
-        weights: same shape; a token of weight 0 is not read.
-        name: k1, k2 or k3.
+    All three are of one shape, log-probs in nats; a token of weight 0 is not read.
 
     Raises:
         ValueError: another name.

@@ -49,18 +49,6 @@ class TrueAdvantage:
     without playing on. How often the policy chooses what is counted in more choices than K
     (`choice_strata`). So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
 
-    Attributes:
-        rollout_id, turn: of the stored decision.
-        reward: its r_t.
-        error: standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors`
-            replaces it where these are too few.
-        action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
-        pairs: K, pairs of which both sides were played.
-        failed: pairs that infrastructure failed; they are in no mean.
-        others: pairs in which the policy chose otherwise than stored.
-        decisions: what it cost, in decisions that were played.
-        departures: None in files from before they were stored.
-
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
     """
@@ -68,14 +56,23 @@ class TrueAdvantage:
     rollout_id: str
     turn: int
     reward: float
+    """Its r_t."""
     advantage: float
     error: float
+    """Standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors` replaces
+    it where these are too few."""
     action_value: float | None
+    """Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any."""
     pairs: int
+    """K: pairs of which both sides were played."""
     failed: int
+    """Pairs that infrastructure failed; they are in no mean."""
     others: int
+    """Pairs in which the policy chose otherwise than stored."""
     decisions: int
+    """What it cost, in decisions that were played."""
     departures: Departures | None = None
+    """None in files from before they were stored."""
 
     @property
     def known_departures(self) -> Departures:
@@ -185,8 +182,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
     """What the pairs of a decision tell of the choices that change its return.
 
-    Args:
-        strata, sampled: as for `mean_difference`.
+    The arguments are those of `mean_difference`.
     """
     kept = [(share / len(values), values) for share, values in strata if values]
     total = math.fsum(share * len(values) for share, values in kept)
@@ -279,9 +275,7 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
     Any first n of a sorted list are then nearly a stratified sample of it: each stratum has its share of
     them, up to about one. A longer sample begins with a shorter one, so that a measurement can be continued.
-
-    Args:
-        seed: of where the order begins.
+    `seed` decides where the order begins.
 
     Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
     Sequences, 1974, chapter 2.3.
@@ -322,8 +316,7 @@ class Noise:
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
         """About how many pairs would bring the standard error to `ratio` of the spread.
 
-        Args:
-            pairs: of which the error was measured; it falls with their root.
+        The error was measured with `pairs`, and falls with their root.
         """
         return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
@@ -424,10 +417,7 @@ def truth_score(
 ) -> TruthScore:
     """Score one estimator, against truths with `pooled_errors`.
 
-    Args:
-        advantages: [N] of the measured decisions, in their order.
-        truths: [N], at least one.
-        groups: [N] the group of each one's rollout.
+    [N] are the measured decisions, one at least; `groups` are those of their rollouts.
     """
     truths = pooled_errors(truths)
     true = [item.advantage for item in truths]

@@ -41,10 +41,7 @@ def critic_columns(
 
         w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
 
-    Args:
-        segments: all segments of the step.
-        targets: by rollout id.
-        order: in which the segments were packed.
+    Targets are by rollout id; `order` is that in which the segments were packed.
 
     Raises:
         BatchError: see `column_of`.

@@ -94,9 +94,7 @@ class ParsedRow(NamedTuple):
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
-    Args:
-        where: file and row, the beginning of every error.
-        default_id: the id without a column `id`; None: the digest of the row's content.
+    `where` begins every error; without `default_id` a row without an id has the digest of its content.
     """
     reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.one_of("interaction", *_INTERACTION)

@@ -130,11 +130,7 @@ class Places:
 
 
 def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[Layer]:
-    """Read each file as a layer.
-
-    Args:
-        anchors_paths: whether to resolve relative paths from the file's folder.
-    """
+    """Read each file as a layer. Relative paths begin at the file's folder if `anchors_paths`."""
     if not paths:
         raise JobError("a job needs at least one TOML file")
     documents = [_read(path) for path in paths]
@@ -246,10 +242,8 @@ def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[
     """Merge two tables key by key.
 
     An empty table inside a table of the job, such as `model.chat_template_kwargs={}`, replaces the lower one.
-    A file that begins a table of the job without giving a key of it removes nothing.
-
-    Args:
-        depth: 0 for the job, 1 for its tables.
+    A file that begins a table of the job without giving a key of it removes nothing. `depth` is 0 for the
+    job, 1 for its tables.
     """
     if depth > 1 and not above:
         return {}

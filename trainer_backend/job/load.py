@@ -160,9 +160,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
     """Join the first findings into one error, a line each, and count the rest.
 
-    Args:
-        lines: of all findings; only the first ones are computed.
-        count: of all findings.
+    Only the lines that are shown are computed.
     """
     shown = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
     if count > len(shown):

@@ -189,11 +189,7 @@ class MultiTurnTable(ConversationKeys, InteractionKeys):
     """prompt and answer together, in tokens"""
 
     def max_decisions(self, max_turns: int) -> int:
-        """Decisions that an episode may take, by whichever limit is lower.
-
-        Args:
-            max_turns: the limit of [rollout].
-        """
+        """Decisions that an episode may take, by whichever limit is lower."""
         return min(max_turns, self.max_assistant_turns or max_turns)
 
     def for_requests(self) -> MultiTurn:

@@ -576,8 +576,7 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
 def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> Iterator[Finding]:
     """Yield a finding for each rule of these kinds that a job breaks.
 
-    Args:
-        knows_plugs: whether every name of an estimator, a loss and the like is known here.
+    `knows_plugs`: every name of an estimator, a loss and the like is known here.
     """
     for rule in (*all_rules(), *not_read_rules(config)) if knows_plugs else all_rules():
         if rule.kind in kinds and (knows_plugs or rule.needs == "toml"):

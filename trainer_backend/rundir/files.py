@@ -14,8 +14,7 @@ from trainer_backend.errors import RunNotWritten
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
     """Append one line, all of it or nothing.
 
-    Args:
-        durable: whether to flush it to disk. Otherwise a power cut may lose it; a kill of the process cannot.
+    Unless `durable`, which flushes it to disk, a power cut may lose it; a kill of the process cannot.
     """
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
@@ -117,8 +116,7 @@ def flush(path: Path) -> None:
 def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Raise RunNotWritten with the path if a write inside the context fails.
 
-    Args:
-        also: errors of a library that mean a full disk, besides OSError.
+    `also` are errors of a library that mean a full disk.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:

@@ -198,8 +198,7 @@ class RunDirectory:
     def remove_if_unused(self, *, with_log: bool) -> bool:
         """Delete the folder if it holds only what `create_run` made; return whether it is gone.
 
-        Args:
-            with_log: whether logs of child processes may be deleted too; False if they may explain a failure.
+        Logs of child processes go too if `with_log`; they may explain a failure.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False

@@ -105,8 +105,7 @@ def write_rollouts(
 ) -> None:
     """Write all rollouts of a stage, failed ones too, and flush them: afterwards a task app forgets them.
 
-    Args:
-        scored: log-probabilities by policy and reference of a rollout's tokens, by rollout id.
+    `scored` holds log-probabilities of tokens by policy and reference, by rollout id.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)

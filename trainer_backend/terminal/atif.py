@@ -30,8 +30,7 @@ _CREDIT = ("reward", "return_to_go", "value", "advantage")
 def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
     """Return the trajectory of a rollout; None for a rollout that has none.
 
-    Args:
-        credits: the stored columns of each decision, as `read_index` gives them; absent: no credit.
+    `credits` are the stored columns of each decision, as `read_index` gives them.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -233,8 +232,7 @@ class _Story:
     def prompt(self, step: StepData) -> list[int] | None:
         """Tell the messages of a prompt that were not told before.
 
-        Returns:
-            The ids of the steps that the prompt consists of; None if these are all steps so far.
+        Return the ids of the steps that the prompt consists of; None if these are all steps so far.
         """
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)

@@ -43,8 +43,7 @@ class _About:
 def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
     """Return the rows of a rollout; a failed one, or one without good decisions, has none.
 
-    Args:
-        credits: the stored columns of each decision (`reward`, `advantage`); absent: None.
+    `credits` are the stored columns of each decision.
     """
     trajectory = rollout.trajectory
     if trajectory is None:

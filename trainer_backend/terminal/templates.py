@@ -135,11 +135,7 @@ FILES = {
 
 
 def write_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `parent/name`.
-
-    Returns:
-        The files, in reading order.
-    """
+    """Write the package `parent/name`. Return the files in reading order."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
         raise JobError(
             f"turnwise new env: {name!r} is no name for an environment; allowed are small letters, digits "

@@ -14,7 +14,7 @@ from trainer_backend.core.advantages.derivation import (
     TD_ERROR,
     Derivation,
 )
-from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     Columns,
@@ -47,13 +47,10 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
     - A_N compares V(s') less a penalty of invalid actions; in one state that is d, with penalties in r;
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
-    groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "g2po")
+    graph = state_graph(episodes, "g2po")
     of_steps_D, parts_D = _of_steps(episodes, graph, keys)
     weights = 1.0, keys.step_advantage_w
-    return summed_levels(
-        episodes, keys, of_steps_D, parts_D, graph.sizes, groups=groups, weights=weights, scale=keys.scale
-    )
+    return summed_levels(episodes, keys, of_steps_D, parts_D, graph.sizes, weights=weights, scale=keys.scale)
 
 
 def _of_steps(

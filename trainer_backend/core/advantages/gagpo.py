@@ -47,8 +47,7 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     - an epsilon in the std, if it has one, is not added;
     - its ratio by whole actions is algorithm.ratio_level = "decision", which the job sets.
     """
-    groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "gagpo")
+    graph = state_graph(episodes, "gagpo")
     sizes_D = return_sizes(episodes, keys.gamma)
     values_D = graph.means(returns_to_go(episodes, keys.gamma))
     raw, td_errors = (
@@ -71,7 +70,7 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     }
     parts = {name: by_episode(numbers_D, episodes) for name, numbers_D in parts_D.items()}
     advantages = by_episode(advantages_D, episodes)
-    counts = graph.sizes | group_counts(groups, advantages)
+    counts = graph.sizes | group_counts(siblings(episodes), advantages)
     return Advantages(advantages, counts, parts | {"td_error": td_errors})
 
 

@@ -87,7 +87,7 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) 
 
 def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
     """The weighted sum; `weights` are those of A_E and A_S."""
-    groups = siblings(episodes)
+    siblings(episodes)  # refuses rewards that are not finite
     refuse_missing_keys(episodes, "gigpo")
     extra = keys.default_step_reward
     rewarded = [
@@ -99,9 +99,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
     met = anchors(episodes)
     of_steps_D, parts_D = _of_steps(rewarded, met, keys)
     sizes = anchor_sizes(met, first_decisions(episodes))
-    return summed_levels(
-        episodes, keys, of_steps_D, parts_D, sizes, groups=groups, weights=weights, scale=keys.scale
-    )
+    return summed_levels(episodes, keys, of_steps_D, parts_D, sizes, weights=weights, scale=keys.scale)
 
 
 def _of_steps(

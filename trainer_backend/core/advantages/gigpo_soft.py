@@ -18,7 +18,6 @@ from trainer_backend.core.advantages.episodes import (
     EpisodeRewards,
     EstimatorPlug,
     refuse_incomplete,
-    siblings,
 )
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
@@ -62,11 +61,10 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     - df is counted in the group and not in the batch, so that no group changes another one's credit;
     - terms of one character count: in a game's compact text they are numbers.
     """
-    groups = siblings(episodes)
     why = "gigpo_soft compares them by their observations"
     refuse_incomplete(episodes, [episode.texts_T for episode in episodes], "texts", why)
     by_text = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
-    graph = state_graph(by_text, groups, "gigpo_soft")
+    graph = state_graph(by_text, "gigpo_soft")
     texts_D = [text for episode in episodes for text in episode.texts_T]
     returns_D = returns_to_go(episodes, keys.gamma)
     parts_D = _soft_baselines(graph, texts_D, returns_D, keys.similarity_temperature)
@@ -78,7 +76,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
             of_steps_D[d] = clear_rounding(returns_D[d] - parts_D["baseline"][d], size=size)
     met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
     weights, parts_D = (1.0, keys.step_advantage_w), {"return": returns_D, **parts_D}
-    return summed_levels(episodes, keys, of_steps_D, parts_D, met, groups=groups, weights=weights)
+    return summed_levels(episodes, keys, of_steps_D, parts_D, met, weights=weights)
 
 
 def _soft_baselines(

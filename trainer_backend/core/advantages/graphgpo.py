@@ -56,7 +56,7 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
     groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "graphgpo")
+    graph = state_graph(episodes, "graphgpo")
     ends = [d for d, after in enumerate(graph.next_D) if after is None]
     goals = {
         ends[index]
@@ -71,9 +71,7 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         "graph/path_frac": paths / max(len(graph.next_D), 1),
     }
     met, weights = graph.sizes | met, (1.0, keys.step_advantage_w)
-    return summed_levels(
-        episodes, keys, of_steps_D, parts_D, met, groups=groups, weights=weights, scale=keys.scale
-    )
+    return summed_levels(episodes, keys, of_steps_D, parts_D, met, weights=weights, scale=keys.scale)
 
 
 def _at_the_goal(
@@ -93,9 +91,7 @@ def _of_steps(
 ) -> tuple[list[float], Columns, int]:
     """[D] A_S and its parts, and how many decisions were made where a path leads to the goal.
 
-    Args:
-        goals: decisions that led to the goal.
-        unknown: decisions of which nobody knows where they led.
+    `goals` are the decisions that led to it; of the `unknown` ones it is not known where they led.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)

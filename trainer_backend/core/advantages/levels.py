@@ -13,6 +13,7 @@ from trainer_backend.core.advantages.episodes import (
     EstimatorKeys,
     ScoreKeys,
     group_counts,
+    siblings,
 )
 from trainer_backend.core.advantages.spread import SCALES, Scale, relative, unscaled
 from trainer_backend.core.advantages.state_graph import Columns
@@ -59,7 +60,6 @@ def summed_levels(
     parts_D: Columns,
     met: Mapping[str, float],
     *,
-    groups: Mapping[str, list[int]],
     weights: tuple[float, float],
     scale: Scale = unscaled,
 ) -> Advantages:
@@ -71,9 +71,9 @@ def summed_levels(
         of_steps_D: A_S of all decisions, one episode after the other.
         parts_D: what A_S was made of.
         met: metrics of how often states met.
-        groups: see `siblings`.
         scale: Fnorm of the scores.
     """
+    groups = siblings(episodes)
     of_episodes = _of_episodes(episodes, groups, keys.episode_baseline, scale)
     of_steps = by_episode(of_steps_D, episodes)
     own_weight, step_weight = weights

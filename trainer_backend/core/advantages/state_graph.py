@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_incomplete
+from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_incomplete, siblings
 from trainer_backend.core.advantages.spread import Scale, relative
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
@@ -74,8 +74,7 @@ class StateGraph:
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
         """[D] what rounding errors of r + gamma * V(s') - V(s) are measured by; V are `means` of returns.
 
-        Args:
-            sizes_D: that of the returns, which their rewards are parts of.
+        `sizes_D` are those of the returns.
         """
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
@@ -85,14 +84,13 @@ class StateGraph:
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
 
-def state_graph(
-    episodes: Sequence[EpisodeRewards], groups: Mapping[str, Sequence[int]], reader: str
-) -> StateGraph:
+def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
 
     Raises:
-        AdvantageError: state keys that are not one a decision.
+        AdvantageError: see `siblings`; state keys that are not one a decision.
     """
+    groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
     decisions, next_D = _numbered(episodes)
     lone = {d for members in groups.values() if len(members) == 1 for d in decisions[members[0]]}
@@ -134,10 +132,8 @@ def relative_at(
 ) -> tuple[list[float], dict[str, list[float]]]:
     """[D] each value against those of the decisions in the same state, and the parts of that.
 
-    A decision alone in its state is its own baseline.
-
-    Args:
-        sizes_D: of the largest number that went into each value, see `relative`.
+    A decision alone in its state is its own baseline. `sizes_D` are of the largest number that went into each
+    value, see `relative`.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -167,8 +163,7 @@ def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
     """How often states met. Siblings share their first state, so later decisions are counted apart.
 
-    Args:
-        starts: the first decision of each episode.
+    `starts` are the first decisions of all episodes.
     """
     sizes = [len(decisions) for decisions in anchors]
     decisions, alone = sum(sizes), [anchor[0] for anchor in anchors if len(anchor) == 1]
