@@ -102,7 +102,11 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
             for item, path in findings
         )
         raise join_findings(lines, len(findings)) from error
-    warnings = [*places.idle, *(_warn_of_table(name) for name in foreign)]
+    ours = {name: f"; here it is {place}" for name, place in FOREIGN_TABLES.items() if place}
+    unread_tables = (
+        f"[{name}] is for other backends and is not read{ours.get(name, '')}" for name in foreign
+    )
+    warnings = [*places.idle, *unread_tables]
     # Whether a name in the job may be one of its own files, or of a package.
     is_foreign = not runs_plugins and (
         bool(config.job.trainer_plugins)
@@ -344,11 +348,6 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
         key = f"{inside}{name}"
         raise JobError(f"{places.of(key)}: {key} is {_shown(table)}, but it is a table; write [{key}]")
     return dict(table)
-
-
-def _warn_of_table(name: str) -> str:
-    place = FOREIGN_TABLES[name]
-    return f"[{name}] is for other backends and is not read{f'; here it is {place}' if place else ''}"
 
 
 def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[tuple[Any, list[str]]]:
