@@ -64,33 +64,31 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows and the columns of the loss.
-
-    advantage_N: float32, of the token, or of the decision that sampled it.
-    weight_N: float32, how much the token counts, see `core.aggregation`.
-    proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
-    behaviour_weight_N: float32, how much it counts beside that, by who sampled it: `core.behaviour`.
-    unit_N: int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step.
-    policy_N: int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job.
-    critic: the columns of the value loss; None where there is no critic.
-    reference_logprob_N: float32, nats: of what a KL term pulls towards; None where there is no such term.
-    unit_log_N: what the tokens of an episode share, which may lie in several pieces (core.objective); None
-        where nothing is shared so.
-    policy_logprob_N: float32, nats: of the policy in training without dropout; None where the forward pass of
-        the loss has none and gives them itself.
-    """
+    """Packed rows and the columns of the loss."""
 
     packed: Packed
     advantage_N: Tensor
+    """float32, of the token, or of the decision that sampled it."""
     weight_N: Tensor
+    """float32, how much the token counts, see `core.aggregation`."""
     proximal_logprob_N: Tensor
+    """float32, nats: the learner's own before the step, the clip's denominator."""
     behaviour_weight_N: Tensor
+    """float32, how much it counts by who sampled it, as a factor of that: `core.behaviour`."""
     unit_N: Tensor
+    """int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step."""
     policy_N: Tensor
+    """int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job."""
     critic: CriticColumns | None = None
+    """The columns of the value loss; None where there is no critic."""
     reference_logprob_N: Tensor | None = None
+    """float32, nats: of what a KL term pulls towards; None where there is no such term."""
     unit_log_N: Tensor | None = None
+    """What the tokens of an episode share, which may lie in several pieces (core.objective); None where
+    nothing is shared so."""
     policy_logprob_N: Tensor | None = None
+    """float32, nats: of the policy in training without dropout; None where the forward pass of the loss has
+    none and gives them itself."""
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""

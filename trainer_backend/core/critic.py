@@ -63,12 +63,10 @@ CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
 
 @dataclass(frozen=True, slots=True)
 class ByToken:
-    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence.
-
-    rows_T: for each decision, its numbers in order of its tokens; T >= 1, no row empty.
-    """
+    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence."""
 
     rows_T: Sequence[Sequence[float]]
+    """For each decision, its numbers in order of its tokens; T >= 1, no row empty."""
 
     @property
     def flat(self) -> list[float]:
@@ -91,14 +89,12 @@ OfEpisode = Sequence[float] | ByToken
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """The values of an episode and their targets; both by decision, or both by token.
-
-    values: V as it was scored before credit was given, in reward units.
-    returns: advantage plus value.
-    """
+    """The values of an episode and their targets; both by decision, or both by token."""
 
     values: OfEpisode
+    """V as it was scored before credit was given, in reward units."""
     returns: OfEpisode
+    """Advantage plus value."""
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:

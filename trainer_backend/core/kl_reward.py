@@ -37,14 +37,12 @@ _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling.
-
-    policy_T: for each decision, the log-probs of its tokens under the policy before the update (nats).
-    reference_T: the same under the policy that RL started from.
-    """
+    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling."""
 
     policy_T: Sequence[Sequence[float]]
+    """For each decision, the log-probs of its tokens under the policy before the update (nats)."""
     reference_T: Sequence[Sequence[float]]
+    """The same under the policy that RL started from."""
 
     @classmethod
     def of(

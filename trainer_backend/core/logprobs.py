@@ -13,16 +13,14 @@ MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens:
-
-    read: (logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each.
-        The logits may be overwritten.
-    back: (logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies)
-        to the gradient by the logits [C, V], which may be written over them.
-    """
+    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens."""
 
     read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each. The
+    logits may be overwritten."""
     back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies) to
+    the gradient by the logits [C, V], which may be written over them."""
 
 
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:

@@ -34,12 +34,7 @@ def metric_of(policy: str, name: str) -> str:
 
 
 def past_of(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
-    """The iterations of a metrics file, in its order.
-
-    Args:
-        rows: of any kind.
-        fixed: names of the policies beside the actor.
-    """
+    """The iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
     return tuple(_past(row, (ACTOR, *fixed)) for row in rows if row.get("kind") == "iteration")
 
 

@@ -37,24 +37,22 @@ ObjectiveKind = Literal["decoupled", "single_ratio", "reinforce"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """[N] columns of tokens that one policy sampled.
-
-    logprobs: of the policy in training (nats), with gradient.
-    proximal_logprobs: of the learner before the step.
-    behaviour_logprobs: as their sampler drew them.
-    advantages: in reward units.
-    weights: of `core.aggregation`.
-    behaviour_weights: truncated proximal/behaviour, made before the first step.
-    units: int64, equal for tokens of one unit of the objective's `unit_level`.
-    """
+    """[N] columns of tokens that one policy sampled."""
 
     logprobs: Tensor
+    """Those of the policy in training (nats), with gradient."""
     proximal_logprobs: Tensor
+    """Those of the learner before the step."""
     behaviour_logprobs: Tensor
+    """As their sampler drew them."""
     advantages: Tensor
+    """In reward units."""
     weights: Tensor
+    """As `core.aggregation` gives them."""
     behaviour_weights: Tensor
+    """Truncated proximal/behaviour, made before the first step."""
     units: Tensor
+    """int64, equal for tokens of one unit of the objective's `unit_level`."""
 
     def at(self, chosen: Tensor | slice) -> Tokens:
         """Some of them."""

@@ -39,17 +39,16 @@ class Segment:
     A token is *sampled* here if it belongs to a decision of this segment; every other one is context
     (prompts, and what earlier segments already trained). What is known of sampled tokens is held for those N
     alone. The arrays are not to be written to.
-
-    rollout_id: whose tokens these are.
-    token_ids: [L] vocabulary ids.
-    logprobs: [N] the sampler's log-prob (nats) of each sampled token, in order.
-    spans: [K] which tokens are sampled, in order; see SPAN.
     """
 
     rollout_id: str
+    """Whose tokens these are."""
     token_ids: Annotated[NDArray[np.int32], Column(_ID)]
+    """[L] vocabulary ids."""
     logprobs: Annotated[NDArray[np.float64], Column(_LOGPROB)]
+    """[N] the sampler's log-prob (nats) of each sampled token, in order."""
     spans: Annotated[NDArray[Any], Column(SPAN)]
+    """[K] which tokens are sampled, in order; see SPAN."""
 
     @classmethod
     def of(

@@ -171,14 +171,14 @@ def system_apply_gigpo_to_batch_steps(
     for what, given in (("final scores", scores), ("group keys", keys)):
         if len(given) != len(batch):
             raise AdvantageError(f"{len(given)} {what} for {len(batch)} rollouts")
-    group_names, states = _Names(), _Names()
+    group_names, states = dict[Hashable, str](), dict[Hashable, str]()
     names = [f"number {index}" for index in range(len(batch))]
-    groups = [group_names.of(key, place(name)) for key, name in zip(keys, names, strict=True)]
+    groups = [_name(key, group_names, place(name)) for key, name in zip(keys, names, strict=True)]
     rewards = _base_rewards(batch, scores, groups, float(default_step_reward))
     episodes = []
     for name, group, steps, score, rewards_T in zip(names, groups, batch, scores, rewards, strict=True):
         state_keys_T = [
-            states.of(state_hashing_function(_observation(step, name, t)), place(name, t + 1))
+            _name(state_hashing_function(_observation(step, name, t)), states, place(name, t + 1))
             for t, step in enumerate(steps)
         ]
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
@@ -189,18 +189,13 @@ def system_apply_gigpo_to_batch_steps(
     ]
 
 
-class _Names:
-    """A name for each of some values, equal ones for equal values, whether they can be hashed or not."""
-
-    def __init__(self) -> None:
-        self._names: dict[Hashable, str] = {}
-
-    def of(self, value: Any, where: str) -> str:
-        try:
-            return self._names.setdefault(_hashable(value), str(len(self._names)))
-        except TypeError as error:
-            told = f"a {type(value).__name__} cannot be compared as a key: {error}"
-            raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
+def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
+    """A name of a value among those so far, equal for equal values, whether they can be hashed or not."""
+    try:
+        return names.setdefault(_hashable(value), str(len(names)))
+    except TypeError as error:
+        told = f"a {type(value).__name__} cannot be compared as a key: {error}"
+        raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
 
 
 def _hashable(value: Any) -> Hashable:

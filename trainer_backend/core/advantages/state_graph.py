@@ -92,7 +92,11 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
-    decisions, next_D = _numbered(episodes)
+    decisions, next_D = list[range](), list[int | None]()  # of each episode, and what follows each decision
+    for episode in episodes:
+        first, end = len(next_D), len(next_D) + len(episode.rewards_T)
+        decisions.append(range(first, end))
+        next_D += [*range(first + 1, end), None]
     lone = {d for members in groups.values() if len(members) == 1 for d in decisions[members[0]]}
     met = anchors(episodes)
     apart = [anchor for anchor in met if anchor[0] not in lone] + [[d] for d in sorted(lone)]
@@ -102,16 +106,6 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
         if len(members) > 1
     ]
     return StateGraph(apart, next_D, first_decisions(episodes), together)
-
-
-def _numbered(episodes: Sequence[EpisodeRewards]) -> tuple[list[range], list[int | None]]:
-    """The decisions of each episode, and [D] the one that follows each."""
-    decisions, next_D = [], list[int | None]()
-    for episode in episodes:
-        first, end = len(next_D), len(next_D) + len(episode.rewards_T)
-        decisions.append(range(first, end))
-        next_D += [*range(first + 1, end), None]
-    return decisions, next_D
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
