@@ -129,11 +129,10 @@ def _write_card(folder: Path) -> None:
     Without a card, it loads only the evaluation's files, as split test. It refuses a folder whose card names
     a split without files.
     """
-    patterns = [(split, f"{stage}_*.parquet") for split, stage in _SPLITS.items()]
     splits = [
-        f"  - split: {split}\n    path: {pattern}\n"
-        for split, pattern in patterns
-        if any(folder.glob(pattern))
+        f"  - split: {split}\n    path: {stage}_*.parquet\n"
+        for split, stage in _SPLITS.items()
+        if any(folder.glob(f"{stage}_*.parquet"))
     ]
     card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(splits)}---\n{_CARD_TEXT}"
     path = folder / "README.md"
