@@ -122,7 +122,7 @@ class Objective:
             weights = weights * tokens.behaviour_weights
         elif self.kind == "reinforce":
             # Truncated pi/mu, of the policy as it is after the steps so far.
-            each = unit_logs is None
-            logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None) if each else unit_logs
-            weights, loss = weights * truncated(logs, self.weighting), policy_gradient_loss
+            if unit_logs is None:
+                unit_logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None)
+            weights, loss = weights * truncated(unit_logs, self.weighting), policy_gradient_loss
         return loss(levelled, denominators, tokens.advantages, weights, self.clip)
