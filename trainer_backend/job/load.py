@@ -78,8 +78,8 @@ def parse_job(
     )
 
 
-def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
-    foreign = sorted(FOREIGN_TABLES.keys() & document.keys())
+def _validate(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> JobConfig:
+    """Make the config of a document, by the bounds of each key alone."""
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     nulls = [*_nulls_in_lists(tables, "")]
     if nulls:
@@ -94,7 +94,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
     try:
-        config = JobConfig.model_validate(tables, context={"looks_only": not runs_plugins})
+        return JobConfig.model_validate(tables, context={"looks_only": not runs_plugins})
     except ValidationError as error:
         findings = [*_findings(error, tables)]
         lines = (
@@ -102,11 +102,14 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
             for item, path in findings
         )
         raise join_findings(lines, len(findings)) from error
-    ours = {name: f"; here it is {place}" for name, place in FOREIGN_TABLES.items() if place}
-    unread_tables = (
-        f"[{name}] is for other backends and is not read{ours.get(name, '')}" for name in foreign
-    )
-    warnings = [*places.idle, *unread_tables]
+
+
+def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
+    config = _validate(document, places, runs_plugins=runs_plugins)
+    warnings = [*places.idle]
+    for name in sorted(FOREIGN_TABLES.keys() & document.keys()):
+        ours = f"; here it is {FOREIGN_TABLES[name]}" if FOREIGN_TABLES[name] else ""
+        warnings.append(f"[{name}] is for other backends and is not read{ours}")
     # Whether a name in the job may be one of its own files, or of a package.
     is_foreign = not runs_plugins and (
         bool(config.job.trainer_plugins)
