@@ -201,3 +201,10 @@ def _fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
         if fault is not None:
             return f".{str(name)[:80]}{fault[0]}", fault[1]
     return None
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys, at any depth, whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

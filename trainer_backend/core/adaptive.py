@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rounding import clear_rounding, largest
-from trainer_backend.core.allocation import DrawnSchedule, refuse_no_share
+from trainer_backend.core.allocation import DrawnSchedule
+from trainer_backend.core.keys import refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
 
@@ -28,9 +29,6 @@ class AdaptiveSchedule(DrawnSchedule):
     update has told yet counts as 1.
 
     A schedule of our own: source 4 has it in its list of extensions, without a formula.
-
-    Attributes:
-        history: iterations that are over; only those before a step are looked at.
     """
 
     alpha_0: float
@@ -38,6 +36,7 @@ class AdaptiveSchedule(DrawnSchedule):
     max_alpha: float = MAX_ALPHA
     window: int = WINDOW
     history: Sequence[Past] = ()
+    """Iterations that are over; only those before a step are looked at."""
 
     def __post_init__(self) -> None:
         refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)

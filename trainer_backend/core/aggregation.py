@@ -34,19 +34,17 @@ class ConstantKeys(Table):
 
 @dataclass(frozen=True, slots=True)
 class AggregationPlug:
-    """An aggregation on the plug board.
-
-    over: whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode
-        may lie in several, so what counts it as a whole needs the iteration. Those weights are multiplied by
-        the number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan"
-        are divided by what was planned, which nothing that is sampled changes; those of the steps of a pass
-        add up to those of the whole.
-    keys: what it reads of `[training]`; keys that [training] lacks stand in `[training.NAME]`.
-    """
+    """An aggregation on the plug board."""
 
     weights: Aggregation
     over: WeighedOver = "step"
+    """Whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode may
+    lie in several, so what counts it as a whole needs the iteration. Those weights are multiplied by the
+    number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan" are
+    divided by what was planned, which nothing that is sampled changes; those of the steps of a pass add up to
+    those of the whole."""
     keys: type[Table] = Table
+    """What it reads of `[training]`; keys that [training] lacks stand in `[training.NAME]`."""
 
     @property
     def is_biased(self) -> bool:

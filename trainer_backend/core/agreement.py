@@ -24,7 +24,7 @@ def spread_of(advantages: Sequence[float]) -> Spread:
     """Of at least one decision."""
     count = len(advantages)
     mean = math.fsum(advantages) / count
-    std = math.hypot(*(value - mean for value in advantages)) / math.sqrt(count)
+    std = math.hypot(*centred(advantages)) / math.sqrt(count)
     return Spread(mean, std, list(advantages).count(0.0) / count)
 
 
@@ -32,7 +32,7 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Pearson's, of the same decisions; None where one of the two is constant, up to rounding."""
     if not all(has_spread(values, size=largest(values)) for values in (left, right)):
         return None
-    first, second = _centred(left), _centred(right)
+    first, second = centred(left), centred(right)
     norms = math.hypot(*first) * math.hypot(*second)
     return math.fsum(a * b for a, b in zip(first, second, strict=True)) / norms
 
@@ -62,6 +62,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def _centred(values: Sequence[float]) -> list[float]:
+def centred(values: Sequence[float]) -> list[float]:
+    """Values less their mean."""
     mean = math.fsum(values) / len(values)
     return [value - mean for value in values]

@@ -25,7 +25,7 @@ from pydantic import create_model
 from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
 from shared_schemas.rounding import has_spread, largest
-from trainer_backend.core.keys import Table
+from trainer_backend.core.keys import Table, refuse_no_share
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.seeds import derived_seed
@@ -44,13 +44,10 @@ class Selection(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Selection):
-    """Each as often as its weight says, in every step.
-
-    Attributes:
-        weights: by name, above 0; they need not sum to 1.
-    """
+    """Each as often as its weight says, in every step."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: {FIXED: 1.0})
+    """By name, above 0; they need not sum to 1."""
 
     def __post_init__(self) -> None:
         if not self.weights or not all(0.0 < weight < math.inf for weight in self.weights.values()):
@@ -71,11 +68,7 @@ class ByReward(Selection):
 
     A pull is an iteration in which policy j sampled, its reward the mean outcome of j's episodes there: n_j
     pulls of n in all. `spread`, the largest less the smallest of these rewards, brings them to the [0, 1]
-    that UCB1 is for; 1 while they are all equal. Of equals the first of `names` samples.
-
-    Attributes:
-        names: of the fixed policies.
-        history: iterations that are over; only those before a step are looked at.
+    that UCB1 is for; 1 while they are all equal. Of equals the first of `names`, the fixed policies, samples.
 
     Source: Auer, Cesa-Bianchi & Fischer, Finite-time Analysis of the Multiarmed Bandit Problem, Machine
     Learning 47 (2002), figure 1.
@@ -83,6 +76,7 @@ class ByReward(Selection):
 
     names: Sequence[str]
     history: Sequence[Past] = ()
+    """Iterations that are over; only those before a step are looked at."""
 
     def shares(self, step: int) -> Mapping[str, float]:
         pulls = {
@@ -129,15 +123,12 @@ class RolloutAllocationSchedule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DrawnSchedule(RolloutAllocationSchedule):
-    """A schedule that says how likely the actor is, and draws: for a whole step, or for each part of it.
-
-    Attributes:
-        seed: of the job; equal seeds choose equally.
-        selection: which of the fixed policies samples, where the actor does not.
-    """
+    """A schedule that says how likely the actor is, and draws: for a whole step, or for each part of it."""
 
     seed: int = field(default=0, kw_only=True)
+    """The job's; equal seeds choose equally."""
     selection: Selection = field(default_factory=Weighted, kw_only=True)
+    """Which of the fixed policies samples, where the actor does not."""
 
     @abstractmethod
     def alpha_at(self, step: int) -> float:
@@ -150,9 +141,7 @@ class DrawnSchedule(RolloutAllocationSchedule):
     def choices(self, step: int, units: Iterable[Unit]) -> list[str]:
         """Who samples each unit of a step; each draws for itself.
 
-        Args:
-            step: the iteration, from 1.
-            units: their names, which tell them apart in their step.
+        The names of units tell them apart in their step.
         """
         shares = self.shares(step)
         return [
@@ -265,13 +254,6 @@ def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, o
         return f"{call} ({describe_line(ask)})", answer, repr(answer)[:_LONGEST_ANSWER]
 
 
-def refuse_no_share(**found: float) -> None:
-    """Raise ValueError, with the name, for a value that is no probability."""
-    for name, value in found.items():
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} is a probability, in [0, 1], got {value}")
-
-
 def _refuse_no_rate(**found: float) -> None:
     for name, value in found.items():
         if not 0.0 <= value < math.inf:
@@ -286,14 +268,11 @@ _NO_DEFAULT = Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class AllocationPlug:
-    """A type of schedule on the plug board.
-
-    Attributes:
-        kind: its class, whose arguments are keys of the job's table. It may also take what no key gives:
-            `seed`, that of the job, and `history`, the iterations that are over.
-    """
+    """A type of schedule on the plug board."""
 
     kind: type[RolloutAllocationSchedule]
+    """Its class, whose arguments are keys of the job's table. It may also take what no key gives: `seed`,
+    that of the job, and `history`, the iterations that are over."""
 
     @property
     def keys(self) -> type[Table]:

@@ -97,10 +97,7 @@ def effective_share(weights: Sequence[float]) -> float:
         (sum w)^2 / (n * sum w^2)
 
     1 where all weigh the same, however little; 1/n where one alone counts, 0 where none does. It tells how
-    unequal weights are, and `counted_share` how much they are.
-
-    Args:
-        weights: [n] of the samples, at least 0; n >= 1.
+    unequal weights are, and `counted_share` how much they are. Weights are at least 0.
 
     Source: Kish, Survey Sampling, 1965.
     """
@@ -114,8 +111,5 @@ def counted_share(weights: Sequence[float]) -> float:
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 
     Of equal weights w it is min(w, 1): samples that all weigh 0.001 count as a thousandth.
-
-    Args:
-        weights: as in `effective_share`.
     """
     return min(effective_share(weights), math.fsum(weights) / len(weights))

@@ -9,6 +9,7 @@ inside its own segment. So the head runs on N hidden states, never on B * L of t
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
-from trainer_backend.core.packing import pack
 from trainer_backend.core.segments import Segment, joined_spans, positions
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
@@ -64,33 +64,31 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows and the columns of the loss.
-
-    advantage_N: float32, of the token, or of the decision that sampled it.
-    weight_N: float32, how much the token counts, see `core.aggregation`.
-    proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
-    behaviour_weight_N: float32, how much it counts beside that, by who sampled it: `core.behaviour`.
-    unit_N: int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step.
-    policy_N: int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job.
-    critic: the columns of the value loss; None where there is no critic.
-    reference_logprob_N: float32, nats: of what a KL term pulls towards; None where there is no such term.
-    unit_log_N: what the tokens of an episode share, which may lie in several pieces (core.objective); None
-        where nothing is shared so.
-    policy_logprob_N: float32, nats: of the policy in training without dropout; None where the forward pass of
-        the loss has none and gives them itself.
-    """
+    """Packed rows and the columns of the loss."""
 
     packed: Packed
     advantage_N: Tensor
+    """float32, of the token, or of the decision that sampled it."""
     weight_N: Tensor
+    """float32, how much the token counts, see `core.aggregation`."""
     proximal_logprob_N: Tensor
+    """float32, nats: the learner's own before the step, the clip's denominator."""
     behaviour_weight_N: Tensor
+    """float32, how much it counts by who sampled it, as a factor of that: `core.behaviour`."""
     unit_N: Tensor
+    """int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step."""
     policy_N: Tensor
+    """int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job."""
     critic: CriticColumns | None = None
+    """The columns of the value loss; None where there is no critic."""
     reference_logprob_N: Tensor | None = None
+    """float32, nats: of what a KL term pulls towards; None where there is no such term."""
     unit_log_N: Tensor | None = None
+    """What the tokens of an episode share, which may lie in several pieces (core.objective); None where
+    nothing is shared so."""
     policy_logprob_N: Tensor | None = None
+    """float32, nats: of the policy in training without dropout; None where the forward pass of the loss has
+    none and gives them itself."""
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
@@ -101,22 +99,45 @@ class Batch:
         return self._with(packed, lambda column: column[tokens])
 
     def _with(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
-        def of_some(column: Tensor | None) -> Tensor | None:
-            return None if column is None else of(column)
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
+        critic = None if self.critic is None else self.critic.each(of)
+        return Batch(**{**columns, **changed, "packed": packed, "critic": critic})
 
-        return Batch(
-            packed,
-            advantage_N=of(self.advantage_N),
-            weight_N=of(self.weight_N),
-            proximal_logprob_N=of(self.proximal_logprob_N),
-            behaviour_weight_N=of(self.behaviour_weight_N),
-            unit_N=of(self.unit_N),
-            policy_N=of(self.policy_N),
-            critic=None if self.critic is None else self.critic.each(of),
-            reference_logprob_N=of_some(self.reference_logprob_N),
-            unit_log_N=of_some(self.unit_log_N),
-            policy_logprob_N=of_some(self.policy_logprob_N),
-        )
+
+def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Pack into rows of at most `row_tokens` tokens: best-fit decreasing.
+
+    Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
+    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection.
+
+    Args:
+        lengths: tokens of each sequence; equal lengths keep their order, so the result is deterministic.
+        row_tokens: most tokens in a row.
+
+    Returns:
+        For each row, the indices of its sequences in order of placement.
+
+    Raises:
+        BatchError: a sequence is empty or longer than a row.
+
+    Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if not 1 <= length <= row_tokens:
+            raise BatchError(f"sequence {index} has {length} tokens; a row takes 1 to {row_tokens}")
+        fullest = bisect_left(room, (length, 0))
+        if fullest < len(room):
+            free, row = room.pop(fullest)
+        else:
+            free, row = row_tokens, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        insort(room, (free - length, row))
+    return rows
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:

@@ -21,11 +21,10 @@ class Column:
     """How pydantic writes and reads a flat array: as [offset in bytes, count] in the bytes beside the JSON.
 
     Arrays that were read are views of those bytes, and cannot be written to.
-
-    dtype: of its numbers, little-endian.
     """
 
     dtype: np.dtype[Any]
+    """The type of its numbers, little-endian."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(

@@ -97,9 +97,6 @@ def refused_edits(trajectory: Trajectory) -> int:
 def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
     """Means of an episode over conversations: statelm/segments, and statelm/masked_tokens, the context tokens
     that stand in its segments and are not trained.
-
-    Args:
-        segments: of each episode.
     """
     if not segments:
         return {}
@@ -111,11 +108,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """Count interaction/timeouts, and interaction/failures, which includes them; retried rollouts count too.
-
-    Args:
-        failures: how often each failure code was met.
-    """
+    """Count interaction/timeouts and interaction/failures, which includes them, also of retried rollouts."""
     timeouts = failures.get(DEADLINE, 0)
     failed = timeouts + failures.get(FAILED, 0)
     return {"interaction/timeouts": float(timeouts), "interaction/failures": float(failed)}

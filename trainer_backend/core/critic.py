@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shared_schemas.rounding import has_spread, largest
+from trainer_backend.core.agreement import centred
 from trainer_backend.core.columns import Row
 from trainer_backend.core.keys import Table
 from trainer_backend.core.segments import Segment
@@ -62,12 +63,10 @@ CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
 
 @dataclass(frozen=True, slots=True)
 class ByToken:
-    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence.
-
-    rows_T: for each decision, its numbers in order of its tokens; T >= 1, no row empty.
-    """
+    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence."""
 
     rows_T: Sequence[Sequence[float]]
+    """For each decision, its numbers in order of its tokens; T >= 1, no row empty."""
 
     @property
     def flat(self) -> list[float]:
@@ -90,14 +89,12 @@ OfEpisode = Sequence[float] | ByToken
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """The values of an episode and their targets; both by decision, or both by token.
-
-    values: V as it was scored before credit was given, in reward units.
-    returns: advantage plus value.
-    """
+    """The values of an episode and their targets; both by decision, or both by token."""
 
     values: OfEpisode
+    """V as it was scored before credit was given, in reward units."""
     returns: OfEpisode
+    """Advantage plus value."""
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
@@ -235,11 +232,6 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
     misses = [g - v for g, v in zip(returns, values, strict=True)]
     if not has_spread(returns, size=largest(returns)):
         return None
-    ratio = _norm(misses) / _norm(returns)
+    # hypot: squares of tiny rewards underflow to 0.
+    ratio = math.hypot(*centred(misses)) / math.hypot(*centred(returns))
     return 1.0 - ratio * ratio
-
-
-def _norm(numbers: Sequence[float]) -> float:
-    """Root of the sum of squared deviations from the mean; hypot: squares of tiny rewards underflow to 0."""
-    mean = math.fsum(numbers) / len(numbers)
-    return math.hypot(*(number - mean for number in numbers))

@@ -12,22 +12,18 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class EmissionView:
-    """The view of one decision.
-
-    Attributes:
-        turn: of the decision, from 1.
-        segment: which segment trains it, from 0.
-        prompt_ids: [start] all ids that the policy saw.
-        answer_ids: [end - start] what it sampled.
-        start, end: where the answer stands in the segment's ids, the end not included.
-    """
+    """The view of one decision, of this turn, which counts from 1."""
 
     turn: int
     segment: int
+    """Which segment trains it, from 0."""
     prompt_ids: tuple[int, ...]
+    """[start] all ids that the policy saw."""
     answer_ids: tuple[int, ...]
+    """[end - start] what it sampled."""
     start: int
     end: int
+    """Where the answer stands in the segment's ids, from `start`; the end is not included."""
 
 
 def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]]:
@@ -48,9 +44,6 @@ def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]
 
 def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
     """The views of an episode's decisions, in order; one that sampled nothing has none.
-
-    Args:
-        segments: of one episode, as `segments_of` gives them.
 
     Source: 3-context-editing-tool-loop.md ("List of prompt_ids snapshots before each generation").
     """

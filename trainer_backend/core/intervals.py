@@ -96,9 +96,7 @@ def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[fl
 
         d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W, and a_i^2 more of each constant share
 
-    Args:
-        scaled_NW: [N, W] z_wi, the standardised shares.
-        distances_N: [N] a_i.
+    z_wi are the [N, W] standardised shares, a_i the [N] distances.
     """
     moves_W = [0.0] * len(scaled_NW[0])
     alone = 0.0

@@ -8,6 +8,13 @@ from pydantic import ConfigDict
 from shared_schemas.base import Body
 
 
+def refuse_no_share(**shares: float) -> None:
+    """Raise ValueError, with the name, for a value outside [0, 1]."""
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {share}")
+
+
 class Table(Body):
     """Keys of a job; no number may be infinite or NaN.
 

@@ -36,31 +36,22 @@ class KlKeys(Table):
     """estimator of that KL"""
 
 
-def k1(log_ratios: Tensor) -> Tensor:
-    """d, for d = log policy - log reference of any shape, in nats."""
-    return log_ratios
-
-
-def k2(log_ratios: Tensor) -> Tensor:
-    """d^2 / 2, for d = log policy - log reference of any shape, in nats."""
-    return log_ratios.square() / 2.0
-
-
 def k3(log_ratios: Tensor) -> Tensor:
     """exp(-d) - 1 + d, for d = log policy - log reference of any shape, in nats."""
     return (-log_ratios).expm1() + log_ratios
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratios: log_ratios,
+    "k2": lambda log_ratios: log_ratios.square() / 2.0,
+    "k3": k3,
+}
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
     """sum(w * k(d)): the estimate of KL(policy || reference) as a number to look at (nats).
 
-    Args:
-        logprobs, reference_logprobs: nats, same shape.
-        weights: same shape; a token of weight 0 is not read.
-        name: k1, k2 or k3.
+    All three are of one shape, log-probs in nats; a token of weight 0 is not read.
 
     Raises:
         ValueError: another name.

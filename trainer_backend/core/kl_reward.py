@@ -37,14 +37,12 @@ _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling.
-
-    policy_T: for each decision, the log-probs of its tokens under the policy before the update (nats).
-    reference_T: the same under the policy that RL started from.
-    """
+    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling."""
 
     policy_T: Sequence[Sequence[float]]
+    """For each decision, the log-probs of its tokens under the policy before the update (nats)."""
     reference_T: Sequence[Sequence[float]]
+    """The same under the policy that RL started from."""
 
     @classmethod
     def of(
@@ -74,7 +72,8 @@ def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") ->
         if len(own_L) != len(other_L) or not all(map(math.isfinite, (*own_L, *other_L))):
             told = f"log-probs {list(own_L)} and, of the reference, {list(other_L)}"
             raise RewardError(f"{told}; the KL needs both of each token", where=place(rollout_id, t + 1))
-        rows.append([estimate(_bounded(a - b)) for a, b in zip(own_L, other_L, strict=True)])
+        differences = (a - b for a, b in zip(own_L, other_L, strict=True))
+        rows.append([estimate(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, d))) for d in differences])
     return rows
 
 
@@ -101,7 +100,3 @@ def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]
     held within +-LOG_RATIO_LIMIT, for all three.
     """
     return [-coef * math.fsum(row) for row in estimates]
-
-
-def _bounded(difference: float) -> float:
-    return max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, difference))

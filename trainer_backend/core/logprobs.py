@@ -13,16 +13,14 @@ MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens:
-
-    read: (logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each.
-        The logits may be overwritten.
-    back: (logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies)
-        to the gradient by the logits [C, V], which may be written over them.
-    """
+    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens."""
 
     read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each. The
+    logits may be overwritten."""
     back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies) to
+    the gradient by the logits [C, V], which may be written over them."""
 
 
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
@@ -70,20 +68,14 @@ def chunked_logprobs(
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
         # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.
-        return _kept_logprobs(hidden_ND, head_weight_VD, target_N, temperature_N)
+        logp_NV = (hidden_ND @ head_weight_VD.T / temperature_N[:, None]).log_softmax(dim=-1)
+        entropies_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
+        return logp_NV.gather(-1, target_N[:, None]).squeeze(-1), entropies_N
     found: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head_weight_VD, target_N, temperature_N, chunk, factors or hidden_ND.dtype,
         reading or BY_TORCH,
     )  # fmt: skip
     return found
-
-
-def _kept_logprobs(
-    hidden_ND: Tensor, head_weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    logp_NV = (hidden_ND @ head_weight_VD.T / temperature_N[:, None]).log_softmax(dim=-1)
-    entropies_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
-    return logp_NV.gather(-1, target_N[:, None]).squeeze(-1), entropies_N
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_backend.core.kl import k3
@@ -54,27 +54,19 @@ def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Te
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's cuts: `_min` and `_max` by name, everything else adds up."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            merged[name] = _join(name, merged[name], value) if name in merged else value
-    return merged
+    return _merge(parts, sum)
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of an iteration from those of its steps, each over the steps that have it: `_min` and `_max` by
     name, of everything else the mean."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _mean(name, [part[name] for part in parts if name in part]) for name in names}
+    return _merge(parts, lambda values: sum(values) / len(values))
 
 
-def _mean(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_min"):
-        return min(values)
-    return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-
-def _join(name: str, a: float, b: float) -> float:
-    if name.endswith("_min"):
-        return min(a, b)
-    return max(a, b) if name.endswith("_max") else a + b
+def _merge(parts: Iterable[dict[str, float]], others: Callable[[Sequence[float]], float]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    by_ending = {"_min": min, "_max": max}
+    return {name: by_ending.get(name[-4:], others)(several) for name, several in values.items()}

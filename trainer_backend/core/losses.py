@@ -60,15 +60,13 @@ RatioLevel = Literal["token", "decision", "episode"]
 
 @dataclass(frozen=True, slots=True)
 class LossPlug:
-    """A loss on the plug board.
-
-    keys: what it reads of `[training]`; keys that [training] lacks stand in `[algorithm.NAME]`.
-    values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
-    """
+    """A loss on the plug board."""
 
     compute: PolicyLoss
     keys: type[Table] = Table
+    """What it reads of `[training]`; keys that [training] lacks stand in `[algorithm.NAME]`."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
+    """What its paper sets, by dotted key of the job: each stands where the job does not say otherwise."""
 
     @property
     def clips(self) -> bool:

@@ -16,19 +16,16 @@ EPISODES, OUTCOME, COUNTED = "episodes", "outcome_reward", "counted_share"
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A finished iteration.
-
-    Attributes:
-        iteration: which, from 1.
-        episodes: by policy, how many it sampled; only those that sampled any.
-        outcomes: by policy, the mean outcome of these.
-        counted: by policy, how much its samples counted in the update (`behaviour.counted_share`).
-    """
+    """A finished iteration."""
 
     iteration: int
+    """Its number, from 1."""
     episodes: Mapping[str, float]
+    """By policy, how many it sampled; only those that sampled any."""
     outcomes: Mapping[str, float]
+    """By policy, the mean outcome of these."""
     counted: Mapping[str, float] = field(default_factory=dict)
+    """By policy, how much its samples counted in the update (`behaviour.counted_share`)."""
 
 
 def metric_of(policy: str, name: str) -> str:
@@ -37,12 +34,7 @@ def metric_of(policy: str, name: str) -> str:
 
 
 def past_of(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
-    """The iterations of a metrics file, in its order.
-
-    Args:
-        rows: of any kind.
-        fixed: names of the policies beside the actor.
-    """
+    """The iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
     return tuple(_past(row, (ACTOR, *fixed)) for row in rows if row.get("kind") == "iteration")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from trainer_backend.core.behaviour import WeightKeys, behaviour_weights, log_weights, truncated
+from trainer_backend.core.behaviour import WeightKeys, log_weights, truncated
 from trainer_backend.core.losses import (
     ClipKeys,
     PolicyLoss,
@@ -37,24 +37,22 @@ ObjectiveKind = Literal["decoupled", "single_ratio", "reinforce"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """[N] columns of tokens that one policy sampled.
-
-    logprobs: of the policy in training (nats), with gradient.
-    proximal_logprobs: of the learner before the step.
-    behaviour_logprobs: as their sampler drew them.
-    advantages: in reward units.
-    weights: of `core.aggregation`.
-    behaviour_weights: truncated proximal/behaviour, made before the first step.
-    units: int64, equal for tokens of one unit of the objective's `unit_level`.
-    """
+    """[N] columns of tokens that one policy sampled."""
 
     logprobs: Tensor
+    """Those of the policy in training (nats), with gradient."""
     proximal_logprobs: Tensor
+    """Those of the learner before the step."""
     behaviour_logprobs: Tensor
+    """As their sampler drew them."""
     advantages: Tensor
+    """In reward units."""
     weights: Tensor
+    """As `core.aggregation` gives them."""
     behaviour_weights: Tensor
+    """Truncated proximal/behaviour, made before the first step."""
     units: Tensor
+    """int64, equal for tokens of one unit of the objective's `unit_level`."""
 
     def at(self, chosen: Tensor | slice) -> Tokens:
         """Some of them."""
@@ -123,11 +121,8 @@ class Objective:
         if self.kind == "decoupled":
             weights = weights * tokens.behaviour_weights
         elif self.kind == "reinforce":
-            weights, loss = weights * self._weights_now(tokens, unit_logs), policy_gradient_loss
+            # Truncated pi/mu, of the policy as it is after the steps so far.
+            if unit_logs is None:
+                unit_logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None)
+            weights, loss = weights * truncated(unit_logs, self.weighting), policy_gradient_loss
         return loss(levelled, denominators, tokens.advantages, weights, self.clip)
-
-    def _weights_now(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """[N] truncated pi/mu, of the policy as it is after the steps so far."""
-        if unit_logs is None:
-            return behaviour_weights(tokens.logprobs, tokens.behaviour_logprobs, None, self.weighting)
-        return truncated(unit_logs, self.weighting)

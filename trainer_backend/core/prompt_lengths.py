@@ -5,17 +5,13 @@ from typing import Any, NamedTuple, Protocol
 
 
 class LongPrompt(NamedTuple):
-    """A prompt that is longer than a limit.
-
-    Attributes:
-        place: among the prompts that were measured.
-        tokens: of it.
-        is_bound: it has so many tokens at least; a text far beyond the limit is not counted to its end.
-    """
+    """A prompt that is longer than a limit."""
 
     place: int
+    """Its index among the prompts that were measured."""
     tokens: int
     is_bound: bool = False
+    """It has so many tokens at least; a text far beyond the limit is not counted to its end."""
 
 
 class FindLong(Protocol):

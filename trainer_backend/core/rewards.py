@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from trainer_backend.core.keys import refuse_no_share
+
 
 def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
     """Return-to-go G_t of every decision of one episode.
@@ -23,8 +25,7 @@ def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
 
     Source: Sutton & Barto, Reinforcement Learning, 2nd ed., eq. 3.9 (their R_{t+1} is our r_t).
     """
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+    refuse_no_share(gamma=gamma)
     returns_T = [0.0] * len(rewards_T)
     return_to_go = 0.0
     for t in reversed(range(len(rewards_T))):

@@ -5,6 +5,7 @@ Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so 
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import TypeVar
 
 HELD_OUT_FROM = 2**30
@@ -21,12 +22,9 @@ def derived_seed(*parts: int | str, below: int = _SEED_LIMIT) -> int:
 
 def training_world(job_seed: int, purpose: str, iteration: int, group: int, held_out: Collection[int]) -> int:
     """World seed of a training group, in [0, HELD_OUT_FROM), never one of `held_out`."""
-    attempt = 0
-    while True:
-        seed = derived_seed(job_seed, purpose, iteration, group, attempt, below=HELD_OUT_FROM)
-        if seed not in held_out:
-            return seed
-        attempt += 1
+    stem = job_seed, purpose, iteration, group
+    seeds = (derived_seed(*stem, attempt, below=HELD_OUT_FROM) for attempt in count())
+    return next(seed for seed in seeds if seed not in held_out)
 
 
 def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:

@@ -39,17 +39,16 @@ class Segment:
     A token is *sampled* here if it belongs to a decision of this segment; every other one is context
     (prompts, and what earlier segments already trained). What is known of sampled tokens is held for those N
     alone. The arrays are not to be written to.
-
-    rollout_id: whose tokens these are.
-    token_ids: [L] vocabulary ids.
-    logprobs: [N] the sampler's log-prob (nats) of each sampled token, in order.
-    spans: [K] which tokens are sampled, in order; see SPAN.
     """
 
     rollout_id: str
+    """Whose tokens these are."""
     token_ids: Annotated[NDArray[np.int32], Column(_ID)]
+    """[L] vocabulary ids."""
     logprobs: Annotated[NDArray[np.float64], Column(_LOGPROB)]
+    """[N] the sampler's log-prob (nats) of each sampled token, in order."""
     spans: Annotated[NDArray[Any], Column(SPAN)]
+    """[K] which tokens are sampled, in order; see SPAN."""
 
     @classmethod
     def of(
@@ -147,11 +146,14 @@ def segments_of(
     for step in steps:
         where = place(rollout_id, step.turn)
         call = _checked_call(step, where, previous_length=len(open_segment.token_ids))
-        sampled_at = _checked_temperature(step, where)
-        trained_at = sampled_at if temperature is None else temperature
+        if step.sampling is None or step.sampling.temperature <= 0.0:
+            found = "no sampling" if step.sampling is None else "temperature 0 (greedy)"
+            told = f"{found}; a log-prob needs the temperature of its softmax, above 0"
+            raise SegmentError(told, where=where)
+        trained_at = step.sampling.temperature if temperature is None else temperature
         if call.prompt_ids_reused < len(open_segment.token_ids):
             segments.append(open_segment.close())
-            open_segment = open_segment.reopened(call.prompt_ids_reused)
+            open_segment = _Builder(rollout_id, open_segment.token_ids[: call.prompt_ids_reused])
         open_segment.add(call, decision=step.turn - 1, temperature=trained_at)
     segments.append(open_segment.close())
     return [segment for segment in segments if len(segment.logprobs)]
@@ -178,19 +180,8 @@ class _Builder:
             if start < end
         ]
 
-    def reopened(self, reused: int) -> "_Builder":
-        return _Builder(self.rollout_id, self.token_ids[:reused])
-
     def close(self) -> Segment:
         return Segment.of(self.rollout_id, self.token_ids, self.logprobs, self.spans)
-
-
-def _checked_temperature(step: StepData, where: str) -> float:
-    """The temperature of a decision, once it is known to have one that a log-prob can be taken at."""
-    if step.sampling is None or step.sampling.temperature <= 0.0:
-        found = "no sampling" if step.sampling is None else "temperature 0 (greedy)"
-        raise SegmentError(f"{found}; a log-prob needs the temperature of its softmax, above 0", where=where)
-    return step.sampling.temperature
 
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:

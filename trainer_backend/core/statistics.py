@@ -43,9 +43,14 @@ def mean_interval(values: Sequence[float]) -> Interval:
     mean = math.fsum(values) / count
     if count == 1:
         return Interval(mean, None, None, 1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    half = t_quantile_975(count - 1) * math.sqrt(variance / count)
+    half = t_quantile_975(count - 1) * math.sqrt(sample_variance(values) / count)
     return Interval(mean, mean - half, mean + half, count)
+
+
+def sample_variance(values: Sequence[float]) -> float:
+    """Of two values or more."""
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:

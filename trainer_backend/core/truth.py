@@ -13,7 +13,7 @@ import numpy as np
 
 from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
-from trainer_backend.core.statistics import t_quantile_975
+from trainer_backend.core.statistics import sample_variance, t_quantile_975
 
 # Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
 CHOICES = 4
@@ -25,18 +25,16 @@ class Departures:
     """How often the policy chose what changes the return, and how much that changes it.
 
     Another choice than the stored one that comes to the same return to the last digit changes nothing.
-
-    Attributes:
-        sampled: N, choices of the policy before the decision.
-        count: x, how many of them change the return, estimated from the pairs.
-        pairs: n, pairs with a d_k other than 0.
-        square: mean of d_k^2 over those, by the share of their choices; 0 without any.
     """
 
     sampled: int
+    """N: choices of the policy before the decision."""
     count: float
+    """x: how many of them change the return, estimated from the pairs."""
     pairs: int
+    """n: pairs with a d_k other than 0."""
     square: float
+    """Mean of d_k^2 over those, by the share of their choices; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,6 @@ class TrueAdvantage:
     without playing on. How often the policy chooses what is counted in more choices than K
     (`choice_strata`). So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
 
-    Attributes:
-        rollout_id, turn: of the stored decision.
-        reward: its r_t.
-        error: standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors`
-            replaces it where these are too few.
-        action_value: Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any.
-        pairs: K, pairs of which both sides were played.
-        failed: pairs that infrastructure failed; they are in no mean.
-        others: pairs in which the policy chose otherwise than stored.
-        decisions: what it cost, in decisions that were played.
-        departures: None in files from before they were stored.
-
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
     """
@@ -70,14 +56,23 @@ class TrueAdvantage:
     rollout_id: str
     turn: int
     reward: float
+    """Its r_t."""
     advantage: float
     error: float
+    """Standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors` replaces
+    it where these are too few."""
     action_value: float | None
+    """Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any."""
     pairs: int
+    """K: pairs of which both sides were played."""
     failed: int
+    """Pairs that infrastructure failed; they are in no mean."""
     others: int
+    """Pairs in which the policy chose otherwise than stored."""
     decisions: int
+    """What it cost, in decisions that were played."""
     departures: Departures | None = None
+    """None in files from before they were stored."""
 
     @property
     def known_departures(self) -> Departures:
@@ -110,15 +105,12 @@ class TrueAdvantage:
 
 
 class Stratum(NamedTuple):
-    """Pairs that begin with one choice of the policy, or with any of its rare ones.
-
-    Attributes:
-        share: of the policy's sampled choices that are of this kind.
-        members: for each pair, the index of a sampled choice.
-    """
+    """Pairs that begin with one choice of the policy, or with any of its rare ones."""
 
     share: float
+    """Share of the policy's sampled choices that are of this kind."""
     members: tuple[int, ...]
+    """For each pair, the index of a sampled choice."""
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
@@ -181,23 +173,16 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
     mean = math.fsum(weight * value for weight, value in weights_means)
     for (weight, value), (_, values) in zip(weights_means, kept, strict=True):
         # A single pair varies like all of them.
-        variance = _variance(values if len(values) > 1 else everything)
+        variance = sample_variance(values if len(values) > 1 else everything)
         within += weight * weight * variance / len(values)
         between += weight * (value - mean) ** 2
     return mean, math.sqrt(within + between / sampled)
 
 
-def _variance(values: Sequence[float]) -> float:
-    """Sample variance of two values or more."""
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-
-
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
     """What the pairs of a decision tell of the choices that change its return.
 
-    Args:
-        strata, sampled: as for `mean_difference`.
+    The arguments are those of `mean_difference`.
     """
     kept = [(share / len(values), values) for share, values in strata if values]
     total = math.fsum(share * len(values) for share, values in kept)
@@ -258,7 +243,7 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
     if len(shares) < 2:
         return mean, 1.0
     each, chance = sampled / len(seen), mean * (1.0 - mean)
-    variance = (_variance(shares) - chance / each) / (1.0 - 1.0 / each)
+    variance = (sample_variance(shares) - chance / each) / (1.0 - 1.0 / each)
     return mean, max(1.0, min(chance / variance - 1.0, sampled)) if variance > 0.0 else float(sampled)
 
 
@@ -290,9 +275,7 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
     Any first n of a sorted list are then nearly a stratified sample of it: each stratum has its share of
     them, up to about one. A longer sample begins with a shorter one, so that a measurement can be continued.
-
-    Args:
-        seed: of where the order begins.
+    `seed` decides where the order begins.
 
     Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
     Sequences, 1974, chapter 2.3.
@@ -309,24 +292,21 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How well a truth is known.
-
-    Attributes:
-        decisions: measured ones.
-        spread: std of the true advantages over decisions, in reward units: that of the measured ones, less
-            what their noise adds.
-        error: root mean square of their standard errors (`pooled_errors`).
-        known: share of the decisions whose sign is beyond the noise.
-        failed: pairs that were lost.
-        played: decisions that the measurement took.
-    """
+    """How well a truth is known."""
 
     decisions: int
+    """How many were measured."""
     spread: float
+    """Std of the true advantages over decisions, in reward units: that of the measured ones, less what their
+    noise adds."""
     error: float
+    """Root mean square of their standard errors (`pooled_errors`)."""
     known: float
+    """Share of the decisions whose sign is beyond the noise."""
     failed: int
+    """Pairs that were lost."""
     played: int
+    """Decisions that the measurement took."""
 
     @property
     def ratio(self) -> float | None:
@@ -336,8 +316,7 @@ class Noise:
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
         """About how many pairs would bring the standard error to `ratio` of the spread.
 
-        Args:
-            pairs: of which the error was measured; it falls with their root.
+        The error was measured with `pairs`, and falls with their root.
         """
         return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
@@ -388,55 +367,48 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions.
-
-    Attributes:
-        name: which decisions.
-        mean: of scale * A - truth, in reward units.
-        error: its standard error over decisions.
-    """
+    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions."""
 
     name: str
     decisions: int
     mean: float
+    """Mean of scale * A - truth, in reward units."""
     error: float | None
+    """Its standard error over decisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruthScore:
     """An estimator's advantages A against the truth T of the same decisions.
 
-    Attributes:
-        correlation: Pearson's of A and T; None where one of them is constant. The bounds are those of its
-            95 % interval over groups: siblings share a world, and most baselines.
-        noiseless: what the correlation would be without the noise of T: divided by sqrt(1 - noise / variance
-            of T); None where T is nothing but noise.
-        rank: Spearman's correlation.
-        sign_agreement: share with the sign of T, among decisions whose sign is known and whose A is not 0.
-        scale: the c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit.
-        error: mean squared error of scale * A, less the noise of T, in squared reward units.
-        explained: 1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all.
-        variance: of scale * A.
-        std: of A, in its own unit.
-        zero_share: share of decisions without a signal.
-        biases: by turn and by reward.
-
     Source: the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
 
     decisions: int
     correlation: float | None
+    """Pearson's of A and T; None where one of them is constant. The bounds are those of its 95 % interval
+    over groups: siblings share a world, and most baselines."""
     low: float | None
     high: float | None
     noiseless: float | None
+    """What the correlation would be without the noise of T: divided by sqrt(1 - noise / variance of T); None
+    where T is nothing but noise."""
     rank: float | None
+    """Spearman's correlation."""
     sign_agreement: float | None
+    """Share with the sign of T, among decisions whose sign is known and whose A is not 0."""
     scale: float
+    """The c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit."""
     error: float
+    """Mean squared error of scale * A, less the noise of T, in squared reward units."""
     explained: float | None
+    """1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all."""
     variance: float
+    """Variance of scale * A."""
     std: float
+    """Std of A, in its own unit."""
     zero_share: float
+    """Share of decisions without a signal."""
     biases: tuple[Bias, ...]
 
 
@@ -445,10 +417,7 @@ def truth_score(
 ) -> TruthScore:
     """Score one estimator, against truths with `pooled_errors`.
 
-    Args:
-        advantages: [N] of the measured decisions, in their order.
-        truths: [N], at least one.
-        groups: [N] the group of each one's rollout.
+    [N] are the measured decisions, one at least; `groups` are those of their rollouts.
     """
     truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
@@ -510,7 +479,7 @@ def _interval(
     z_G = [z for name in names if (z := _fisher_z(*_without(name, groups, advantages, true))) is not None]
     if len(z_G) < count:
         return None, None
-    error = math.sqrt((count - 1) ** 2 / count * _variance(z_G))
+    error = math.sqrt((count - 1) ** 2 / count * sample_variance(z_G))
     half = t_quantile_975(count - 1) * error
     return math.tanh(middle - half), math.tanh(middle + half)
 
@@ -549,4 +518,4 @@ def _bias(name: str, values: Sequence[float]) -> Bias:
     if len(values) < 2:
         return Bias(name, len(values), values[0], None)
     count = len(values)
-    return Bias(name, count, math.fsum(values) / count, math.sqrt(_variance(values) / count))
+    return Bias(name, count, math.fsum(values) / count, math.sqrt(sample_variance(values) / count))

@@ -18,16 +18,14 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class CriticColumns:
-    """[N] columns for the critic, in the order of the policy loss's columns.
-
-    value_N: float32, V as scored before the update.
-    return_N: float32, what it is to become.
-    weight_N: float32; 0 where no value is read; sums to 1 over the optimizer step.
-    """
+    """[N] columns for the critic, in the order of the policy loss's columns."""
 
     value_N: Tensor
+    """float32, V as scored before the update."""
     return_N: Tensor
+    """float32, what it is to become."""
     weight_N: Tensor
+    """float32; 0 where no value is read; sums to 1 over the optimizer step."""
 
     def each(self, of: Callable[[Tensor], Tensor]) -> CriticColumns:
         """`of` every column."""
@@ -41,10 +39,7 @@ def critic_columns(
 
         w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
 
-    Args:
-        segments: all segments of the step.
-        targets: by rollout id.
-        order: in which the segments were packed.
+    Targets are by rollout id; `order` is that in which the segments were packed.
 
     Raises:
         BatchError: see `column_of`.

@@ -41,18 +41,16 @@ class Split:
 
 
 class RowIdentity(NamedTuple):
-    """What tells whether a row is still the one that a run began with.
-
-    Attributes:
-        content, task: `Row.content_digest` and `Row.task_digest`.
-        where: file and line.
-    """
+    """What tells whether a row is still the one that a run began with."""
 
     side: Side
     id: str
     content: str
+    """`Row.content_digest`"""
     task: str
+    """`Row.task_digest`"""
     where: str
+    """File and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +84,8 @@ def read_data(
 ) -> DataSet:
     """Read the data set of a job.
 
-    Args:
-        instances: the most held-out rows to evaluate (evaluation.instances).
-        numbers: of `refuse_unmatchable`.
-        has_reward: of `note_missing`.
-        by_position: see `read_split`.
+    `instances` is the most held-out rows to evaluate (evaluation.instances); `numbers` is of
+    `refuse_unmatchable`, `has_reward` of `note_missing`, `by_position` of `read_split`.
     """
     split = read_split(table.path, table.split, by_position=by_position)
     if table.held_out_share is None:
@@ -127,10 +122,8 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     """Read the rows of one split.
 
     A row without an id gets the digest of its content, whatever the format and its place in the file. Further
-    rows with equal content get a number too: `3f9c2a7be0d14585-2`.
-
-    Args:
-        by_position: such rows get their split and number instead, `train/17`, as all did before 2026-11-28.
+    rows with equal content get a number too: `3f9c2a7be0d14585-2`. With `by_position` such rows get their
+    split and number instead, `train/17`, as all did before 2026-11-28.
     """
     parsed_rows: list[ParsedRow] = []
     keys: list[str] = []

@@ -9,7 +9,7 @@ train/0000.parquet, test/0000.parquet     its conversion to Parquet
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def files_of(path: Path, split: str) -> Sequence[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"no such file or folder{_similar_path(path)}", where=str(path))
+        raise DataError(f"no such file or folder{suggest_path(path, Path.exists)}", where=str(path))
     splits = _splits(path, split)
     if split not in splits:
         raise DataError(f"has no split {split!r}{did_you_mean(split, splits)}", where=str(path))
@@ -41,10 +41,13 @@ def files_of(path: Path, split: str) -> Sequence[Path]:
     return splits[split]
 
 
-def _similar_path(path: Path) -> str:
-    """Return `". Did you mean 'x'?"` for a misspelt last part."""
-    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, beside, n=1)
+def suggest_path(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return `". Did you mean 'x'?"` if the folder holds something of that kind with a similar name."""
+    try:
+        others = [other.name for other in path.parent.iterdir() if kind(other)]
+    except OSError:
+        others = []
+    close = get_close_matches(path.name, others, n=1)
     return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 

@@ -55,20 +55,15 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise DataError(f"no JSON: {error.msg}, in column {error.colno}", where=where) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"no JSON: {error}", where=where) from error
-    if "\\u" in line:
-        _refuse_half_characters(value, where)
+    if "\\u" in line:  # a lone surrogate, with which the row could be neither measured nor sent
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise DataError(f"{half} is half a character, which no text can hold", where=where) from error
     if not isinstance(value, dict):
         raise DataError(f"a {type(value).__name__}; a row is a JSON object", where=where)
     return value
-
-
-def _refuse_half_characters(value: Any, where: str) -> None:
-    """Refuse a lone surrogate, with which the row could be neither measured nor sent."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"{half} is half a character, which no text can hold", where=where) from error
 
 
 def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

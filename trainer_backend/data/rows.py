@@ -24,6 +24,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from shared_schemas.base import shown
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
+from shared_schemas.json_text import without_nulls
 from shared_schemas.messages import refuse_no_opening
 from shared_schemas.numbers import join_thousands
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
@@ -93,11 +94,9 @@ class ParsedRow(NamedTuple):
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
-    Args:
-        where: file and row, the beginning of every error.
-        default_id: the id without a column `id`; None: the digest of the row's content.
+    `where` begins every error; without `default_id` a row without an id has the digest of its content.
     """
-    reader = _Columns({name: _without_nulls(value) for name, value in columns.items()}, where)
+    reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.one_of("interaction", *_INTERACTION)
     row = Row(
         id=_id(reader) or default_id or "",
@@ -111,12 +110,6 @@ def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None 
         row = replace(row, prompt=_one_question(reader, row), ground_truth=_document_answer(reader, row))
     row = row if row.id else replace(row, id=row.content_digest())
     return ParsedRow(row, reader.used, reader.unread)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class _Columns:

@@ -29,10 +29,8 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
     """The interactions that are known to need a number as ground truth before a task app runs.
 
     The name None stands for rows that leave the choice to the task app. Which other classes need a number,
-    and under which names, a task app says later (`collect/trial.py`).
-
-    Args:
-        file: multi_turn.interaction_config_path.
+    and under which names, a task app says later (`collect/trial.py`). `file` is
+    multi_turn.interaction_config_path.
     """
     if file is None:
         return frozenset({GSM8K})
@@ -73,9 +71,7 @@ def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collectio
 def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_reward: bool) -> list[str]:
     """Warn of rows without a ground truth in a split where others have one.
 
-    Args:
-        split: its name.
-        has_reward: whether the job has a reward function.
+    `split` is its name; `has_reward` says whether the job has a reward function.
 
     Raises:
         DataError: an interaction or reward function gets the ground truth of such rows.

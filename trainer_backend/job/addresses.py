@@ -22,16 +22,13 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of one task app.
-
-    Attributes:
-        url: the URL for connections.
-        name: the `host` or `host:port` behind a resolved address, sent as Host and checked against the
-            certificate; empty for a plain URL.
-    """
+    """The address of one task app."""
 
     url: str
+    """The URL for connections."""
     name: str = ""
+    """The `host` or `host:port` behind a resolved address, sent as Host and checked against the certificate;
+    empty for a plain URL."""
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:

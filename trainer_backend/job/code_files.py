@@ -56,17 +56,14 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
     plugins = job.services.task_plugins
     yield "services.task_plugins", [*map(str, plugins)], plugins
     path = job.multi_turn.interaction_config_path
-    files = () if path is None else (path, *_modules_beside(path))
+    files = [] if path is None else [path]
+    # With the modules in its folder whose classes it names.
+    interactions = interactions_in(path) if path is not None else ()
+    for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions):
+        module = files[0].resolve().parent.joinpath(*name.split("."))
+        modules = (module.with_suffix(".py"), module / "__init__.py")
+        files += [module for module in modules if module.is_file()]
     yield "multi_turn.interaction_config_path", str(path), files
-
-
-def _modules_beside(file: Path) -> Iterator[Path]:
-    """The modules in the folder of a file of interactions whose classes it names."""
-    for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions_in(file)):
-        module = file.resolve().parent.joinpath(*name.split("."))
-        for path in (module.with_suffix(".py"), module / "__init__.py"):
-            if path.is_file():
-                yield path
 
 
 def interactions_in(file: Path) -> Sequence[tuple[str, str]]:

@@ -162,18 +162,13 @@ def _type(dotted: str, field: FieldInfo) -> str:
         return "table"
     if annotation is SecretStr:
         return "str"
-    return (
-        str(getattr(annotation, "__name__", annotation))
-        if not get_args(annotation)
-        else _collection(annotation)
-    )
-
-
-def _collection(annotation: Any) -> str:
+    if not get_args(annotation):
+        return str(getattr(annotation, "__name__", annotation))
+    if get_origin(annotation) is not tuple:
+        return "table"
     inner = get_args(annotation)[0]
-    origin = str(getattr(annotation, "__origin__", annotation).__name__)
     bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is int to a reader
-    return f"list of {bare.__name__}" if origin == "tuple" else "table"
+    return f"list of {bare.__name__}"
 
 
 def _default(field: FieldInfo) -> str:

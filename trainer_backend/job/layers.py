@@ -73,30 +73,23 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The origins of a job's keys.
-
-    Attributes:
-        files: in their given order.
-        owners: the place of each value and each empty table, by dotted key.
-        idle: a warning of each --set that was to remove a table which no file has.
-    """
+    """The origins of a job's keys."""
 
     files: Sequence[str]
+    """The files in their given order."""
     owners: Mapping[str, str] = field(default_factory=dict)
+    """The place of each value and each empty table, by dotted key."""
     idle: Sequence[str] = ()
+    """A warning of each --set that was to remove a table which no file has."""
 
     def of(self, *keys: str) -> str:
         """Return the places of a key or table, or of the table that lacks the key.
 
         Without keys, all files.
         """
-        places: dict[str, None] = {}
+        places: list[str] = []
         while not places and any(keys):
-            places = dict.fromkeys(
-                place
-                for owner_key, place in self.owners.items()
-                if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in keys)
-            )
+            places = self._find(keys)
             keys = tuple(key.rpartition(".")[0] for key in keys)
         return self._join(places or self.files)
 
@@ -117,13 +110,16 @@ class Places:
 
     def of_all(self, keys: Iterable[str]) -> str:
         """Return the places of all these keys and tables; at least one file is among them."""
-        named = [*keys]
-        places = [
+        places = self._find([*keys])
+        return self._join(places if set(places) & set(self.files) else [*self.files, *places])
+
+    def _find(self, keys: Collection[str]) -> list[str]:
+        """The places of what is one of these keys, is in it, or holds it."""
+        return [
             place
             for owner_key, place in self.owners.items()
-            if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in named)
+            if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in keys)
         ]
-        return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _join(self, places: Iterable[str]) -> str:
         """Join the files in their order, then the overrides."""
@@ -134,11 +130,7 @@ class Places:
 
 
 def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[Layer]:
-    """Read each file as a layer.
-
-    Args:
-        anchors_paths: whether to resolve relative paths from the file's folder.
-    """
+    """Read each file as a layer. Relative paths begin at the file's folder if `anchors_paths`."""
     if not paths:
         raise JobError("a job needs at least one TOML file")
     documents = [_read(path) for path in paths]
@@ -180,7 +172,10 @@ def merge(
         home = _home_of(document, keys)
         if value == {} and (_is_known(keys, tables) or _holds_a_value(home, keys)):
             if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
-                idle.append(_nothing_removed(keys[0]))
+                idle.append(
+                    f"--set {keys[0]}={{}} removes a table, and no file has [{keys[0]}]; to have it with its "
+                    "defaults, set one of its keys"
+                )
             document = without(document, _same_as(".".join(keys)))
             continue
         if home is not None:
@@ -218,13 +213,6 @@ def _same_as(dotted: str) -> Iterator[str]:
     yield from (digests for files, digests in DIGESTS.items() if files == dotted)
 
 
-def _nothing_removed(table: str) -> str:
-    return (
-        f"--set {table}={{}} removes a table, and no file has [{table}]; to have it with its defaults, set "
-        "one of its keys"
-    )
-
-
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """Return the document without some values."""
     rest = copy.deepcopy(dict(document))
@@ -254,10 +242,8 @@ def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[
     """Merge two tables key by key.
 
     An empty table inside a table of the job, such as `model.chat_template_kwargs={}`, replaces the lower one.
-    A file that begins a table of the job without giving a key of it removes nothing.
-
-    Args:
-        depth: 0 for the job, 1 for its tables.
+    A file that begins a table of the job without giving a key of it removes nothing. `depth` is 0 for the
+    job, 1 for its tables.
     """
     if depth > 1 and not above:
         return {}

@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import closest, did_you_mean
+from shared_schemas.json_text import without_nulls
 from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key, find_why_needless
 from trainer_backend.job.layers import (
@@ -40,16 +41,13 @@ _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, its warnings, and where each of its keys comes from.
-
-    Attributes:
-        left_out: keys that a choice of a later layer does not read, with the warning of each.
-    """
+    """A valid job, its warnings, and where each of its keys comes from."""
 
     config: JobConfig
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Keys that a choice of a later layer does not read, with the warning of each."""
 
 
 def load_job(
@@ -80,8 +78,8 @@ def parse_job(
     )
 
 
-def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
-    foreign = sorted(FOREIGN_TABLES.keys() & document.keys())
+def _validate(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> JobConfig:
+    """Make the config of a document, by the bounds of each key alone."""
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     nulls = [*_nulls_in_lists(tables, "")]
     if nulls:
@@ -96,7 +94,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
     try:
-        config = JobConfig.model_validate(tables, context={"looks_only": not runs_plugins})
+        return JobConfig.model_validate(tables, context={"looks_only": not runs_plugins})
     except ValidationError as error:
         findings = [*_findings(error, tables)]
         lines = (
@@ -104,8 +102,19 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
             for item, path in findings
         )
         raise join_findings(lines, len(findings)) from error
-    warnings = [*places.idle, *(_warn_of_table(name) for name in foreign)]
-    is_foreign = not runs_plugins and _has_foreign_plugs(config)
+
+
+def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> LoadedJob:
+    config = _validate(document, places, runs_plugins=runs_plugins)
+    warnings = [*places.idle]
+    for name in sorted(FOREIGN_TABLES.keys() & document.keys()):
+        ours = f"; here it is {FOREIGN_TABLES[name]}" if FOREIGN_TABLES[name] else ""
+        warnings.append(f"[{name}] is for other backends and is not read{ours}")
+    # Whether a name in the job may be one of its own files, or of a package.
+    is_foreign = not runs_plugins and (
+        bool(config.job.trainer_plugins)
+        or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
+    )
     unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
     knows_plugs = not (is_foreign or unknown)
     homes = {name: getattr(config, name) for name in READ_BY.values()} if knows_plugs else {}
@@ -158,9 +167,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
     """Join the first findings into one error, a line each, and count the rest.
 
-    Args:
-        lines: of all findings; only the first ones are computed.
-        count: of all findings.
+    Only the lines that are shown are computed.
     """
     shown = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
     if count > len(shown):
@@ -173,7 +180,7 @@ def dump_job(config: JobConfig) -> str:
     tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     if not config.rollout_only:
         del tables["rollout_only"]  # an empty list of tables would puzzle readers
-    return tomli_w.dumps(_without_none(tables))
+    return tomli_w.dumps(without_nulls(tables))
 
 
 def _nulls_in_lists(
@@ -192,14 +199,6 @@ def _nulls_in_lists(
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _nulls_in_lists(item, key, f"{place}[{index}]", in_list=True)
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
@@ -228,12 +227,6 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _has_foreign_plugs(config: JobConfig) -> bool:
-    """Whether a name in the job may be one of its own files, or of a package."""
-    foreign = any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
-    return bool(config.job.trainer_plugins) or foreign
 
 
 def _unknown_plugs(config: JobConfig, places: Places) -> Iterator[str]:
@@ -358,11 +351,6 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
         key = f"{inside}{name}"
         raise JobError(f"{places.of(key)}: {key} is {_shown(table)}, but it is a table; write [{key}]")
     return dict(table)
-
-
-def _warn_of_table(name: str) -> str:
-    place = FOREIGN_TABLES[name]
-    return f"[{name}] is for other backends and is not read{f'; here it is {place}' if place else ''}"
 
 
 def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[tuple[Any, list[str]]]:

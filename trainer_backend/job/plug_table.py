@@ -65,8 +65,7 @@ class PlugTable(Table, extra="allow"):
 def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
     """Yield key and sentence for each value that the chosen plug's own class of keys refuses.
 
-    Args:
-        tables: of the job, by name.
+    Tables are those of the job, by name.
     """
     for board, plugs in OPEN_BOARDS.items():
         table, _, key = board.partition(".")
@@ -82,11 +81,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 
 
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
-    """Yield the choice, the key and a sentence for each table of a plug's own that nothing reads.
-
-    Args:
-        tables: as in `find_refused_keys`.
-    """
+    """Yield the choice, the key and a sentence for each table of a plug's own that nothing reads."""
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
         table, _, key = board.partition(".")

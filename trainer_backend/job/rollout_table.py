@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from shared_schemas.rollouts import ConversationKeys, InteractionName, LimitKeys, MultiTurn, Name, Seed
 from shared_schemas.trajectory import TRUNCATING, Sampling
@@ -17,8 +17,7 @@ SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name != "seed")
 # The job sends these with every rollout; if a config has them too, both must agree in every stage.
 _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
 # Settings that the job gives to policies, and the key for each. In rollout.policy_config they would bypass
-# the
-# job's checks, training and seeds.
+# the job's checks, training and seeds.
 SET_BY_THE_JOB = {
     **_JOB_KEYS,
     **{name: f"rollout.{name}" for name in SAMPLING_KEYS},
@@ -35,18 +34,28 @@ SET_BY_THE_JOB = {
 SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
 
 
-def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
-    for key in config:
-        if key in set_elsewhere:
-            raise ValueError(f"{key!r} is set by the job itself; use {set_elsewhere[key]}")
-    return config
+def refuse_keys(set_elsewhere: Mapping[str, str]) -> AfterValidator:
+    """A validator that refuses these keys of a config, each with the key that sets it."""
+
+    def check(config: dict[str, Any]) -> dict[str, Any]:
+        for key in config:
+            if key in set_elsewhere:
+                raise ValueError(f"{key!r} is set by the job itself; use {set_elsewhere[key]}")
+        return config
+
+    return AfterValidator(check)
 
 
-def refuse_duplicates(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
-    duplicates = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if duplicates:
-        raise ValueError(f"{duplicates[0]} is given twice, and each world {rule}")
-    return seeds
+def refuse_repeats(rule: str) -> AfterValidator:
+    """A validator that refuses a world which is given twice; `rule` ends the sentence."""
+
+    def check(seeds: tuple[int, ...]) -> tuple[int, ...]:
+        duplicates = [seed for seed, count in Counter(seeds).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"{duplicates[0]} is given twice, and each world {rule}")
+        return seeds
+
+    return AfterValidator(check)
 
 
 class PlayKeys(Table):
@@ -54,13 +63,13 @@ class PlayKeys(Table):
 
     env_name: Name = "crafter"
     """environment, by its name at the task app"""
-    env_config: dict[str, Any] = Field(default_factory=dict)
+    env_config: Annotated[dict[str, Any], refuse_keys(_JOB_KEYS)] = Field(default_factory=dict)
     """passed to the environment"""
     reward_function: Name | None = None
     """scores the episodes (docs/plugins.md)"""
     policy_name: Name = "openai"
     """policy that calls the gateway"""
-    policy_config: dict[str, Any] = Field(default_factory=dict)
+    policy_config: Annotated[dict[str, Any], refuse_keys(SET_BY_THE_JOB)] = Field(default_factory=dict)
     """passed to the policy; keys that the job sets itself are refused"""
     max_turns: int = Field(default=50, ge=1, le=10_000)
     """decisions an episode may take"""
@@ -69,7 +78,7 @@ class PlayKeys(Table):
 class EpisodesKeys(LimitKeys, PlayKeys):
     """Which episodes are played, and how many."""
 
-    seeds: tuple[Seed, ...] = ()
+    seeds: Annotated[tuple[Seed, ...], refuse_repeats("comes once in an epoch")] = ()
     """train and warm up only on these worlds, in shuffled epochs; absent: always new worlds"""
     state_keys: tuple[str, ...] = Field(default=(), max_length=7)
     """state keys (docs/configuration.md) to store with each decision for `turnwise recredit`; the estimator's
@@ -97,28 +106,13 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
         own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)
         return Sampling(**self.model_dump(include=keys) | own)
 
-    @field_validator("seeds")
-    @classmethod
-    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return refuse_duplicates(seeds, "comes once in an epoch")
-
-    @field_validator("env_config")
-    @classmethod
-    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _JOB_KEYS)
-
-    @field_validator("policy_config")
-    @classmethod
-    def _leaves_the_job_its_own(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, SET_BY_THE_JOB)
-
 
 class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
     policy_name: Name = "crafter_teacher"
     """the teacher, a policy of the task app"""
-    policy_config: dict[str, Any] = Field(default_factory=dict)
+    policy_config: Annotated[dict[str, Any], refuse_keys(_JOB_KEYS)] = Field(default_factory=dict)
     """passed to the teacher; `inference_url` may name any server"""
     # No repr: a key pasted here by mistake must not appear in an error.
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Z_][A-Z0-9_]*$", repr=False)
@@ -137,11 +131,6 @@ class WarmupTable(Table):
     """weight decay of AdamW"""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """limit of the gradient's norm (clipping)"""
-
-    @field_validator("policy_config")
-    @classmethod
-    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _JOB_KEYS)
 
 
 class DataTable(Table):
@@ -200,11 +189,7 @@ class MultiTurnTable(ConversationKeys, InteractionKeys):
     """prompt and answer together, in tokens"""
 
     def max_decisions(self, max_turns: int) -> int:
-        """Decisions that an episode may take, by whichever limit is lower.
-
-        Args:
-            max_turns: the limit of [rollout].
-        """
+        """Decisions that an episode may take, by whichever limit is lower."""
         return min(max_turns, self.max_assistant_turns or max_turns)
 
     def for_requests(self) -> MultiTurn:

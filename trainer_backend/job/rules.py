@@ -62,11 +62,6 @@ def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
     return has_own and config.rollout.sampling_of(policy).is_truncated
 
 
-def _looks_back(config: JobConfig) -> bool:
-    table = config.rollout_allocation_schedule
-    return table is not None and allocation(table.type).looks_back
-
-
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
     """Return the share of the actor in each iteration; in a very long job, in those that tell most.
 
@@ -90,8 +85,10 @@ def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
 
 def _that_alpha(alpha: float) -> Term:
     def test(config: JobConfig) -> bool:
-        is_asked = bool(config.fixed_policies) and not _looks_back(config)
-        return is_asked and {*_alphas(config).values()} == {alpha}
+        table = config.rollout_allocation_schedule
+        if not config.fixed_policies or table is None or allocation(table.type).looks_back:
+            return False
+        return {*_alphas(config).values()} == {alpha}
 
     shown = f"{_SCHEDULE}: alpha, the actor's share, is {alpha:g} in every iteration"
     return that(test, f"{_SCHEDULE}.type", "rollout_only", shown=shown, needs="plugs")
@@ -576,8 +573,7 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
 def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> Iterator[Finding]:
     """Yield a finding for each rule of these kinds that a job breaks.
 
-    Args:
-        knows_plugs: whether every name of an estimator, a loss and the like is known here.
+    `knows_plugs`: every name of an estimator, a loss and the like is known here.
     """
     for rule in (*all_rules(), *not_read_rules(config)) if knows_plugs else all_rules():
         if rule.kind in kinds and (knows_plugs or rule.needs == "toml"):

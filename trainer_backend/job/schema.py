@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -17,7 +17,7 @@ from trainer_backend.job.rollout_table import (
     MultiTurnTable,
     RolloutTable,
     WarmupTable,
-    refuse_duplicates,
+    refuse_repeats,
 )
 from trainer_backend.job.tables import (
     ClusterTable,
@@ -54,7 +54,7 @@ class EvaluationTable(Table):
     """iterations between evaluations; also before the first and after the last"""
     instances: int = Field(default=128, ge=1, le=1_000_000)
     """held-out worlds, or rows of [data], never used in training"""
-    seeds: tuple[Seed, ...] = ()
+    seeds: Annotated[tuple[Seed, ...], refuse_repeats("counts once in a mean")] = ()
     """explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"""
     temperature: float | None = Field(default=None, ge=0)
     """sampling temperature; 0 is greedy; absent: as in [rollout]"""
@@ -62,11 +62,6 @@ class EvaluationTable(Table):
     def temperature_beside(self, rollout: RolloutTable) -> float:
         """The temperature of evaluations; 0 is greedy."""
         return rollout.temperature if self.temperature is None else self.temperature
-
-    @field_validator("seeds")
-    @classmethod
-    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return refuse_duplicates(seeds, "counts once in a mean")
 
 
 class JobConfig(Table):

@@ -43,8 +43,7 @@ class Elsewhere:
 class ExternalLauncher:
     """Addresses of processes that somebody else starts; the other roles are children of this process.
 
-    Args:
-        urls: by the name of the role.
+    `urls` are by the name of the role.
     """
 
     def __init__(self, urls: Mapping[str, str]) -> None:
@@ -55,11 +54,7 @@ class ExternalLauncher:
         return await LOCAL.start(role) if url is None else Elsewhere(url)
 
     def key(self, variable: str) -> str:
-        """Return the key that both sides were given.
-
-        Raises:
-            JobError: there is none.
-        """
+        """Return the key that both sides were given. A JobError says that there is none."""
         try:
             key = key_from_environ(os.environ, variable)
         except SettingsError as error:

@@ -115,8 +115,7 @@ def link_best(checkpoints: Path) -> None:
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
     """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
-    Args:
-        stays: returns whether an iteration's checkpoint counts for `keep`; others exist only for a resume.
+    A checkpoint counts for `keep` where `stays` says so of its iteration; others exist only for a resume.
     """
     folders = _folders(checkpoints)
     rest = [folder for folder in folders if stays(iteration_of(folder))][-keep:]

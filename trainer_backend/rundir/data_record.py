@@ -66,8 +66,7 @@ class DataRecord:
     def describe_leaks(self, rows: Sequence[RowIdentity] | None = None) -> str:
         """Say how many held-out rows ask what the run trained on; empty if none does.
 
-        Args:
-            rows: of today; None: those of the record.
+        `rows` are those of today; None: those of the record.
         """
         trained = {row.task for row in self.trained}
         held_out = _on_side("held-out", self.rows if rows is None else rows)

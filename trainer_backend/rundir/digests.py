@@ -77,16 +77,15 @@ def refuse_damaged(checkpoint: Path) -> None:
     damage = damage_of(checkpoint)
     if damage is None:
         return
-    older = (
-        (iteration, folder)
-        for iteration, folder in reversed(whole_checkpoints(checkpoint.parent))
-        if iteration < iteration_of(checkpoint) and damage_of(folder) is None
-    )
-    raise CheckpointError(
-        f"the checkpoint is damaged: {damage}",
-        where=str(checkpoint),
-        hint=_way_on(checkpoint, next(older, None)),
-    )
+    hint, run = "No older one is whole: put a copy of it back, or begin a new run.", checkpoint.parent.parent
+    for iteration, folder in reversed(whole_checkpoints(checkpoint.parent)):
+        if iteration < iteration_of(checkpoint) and damage_of(folder) is None:
+            hint = (
+                f"{folder.name} is whole. To go on from there: `mv {checkpoint} {checkpoint}_damaged`, then "
+                f"`turnwise train --resume {run}`, which does again what came after iteration {iteration}."
+            )
+            break
+    raise CheckpointError(f"the checkpoint is damaged: {damage}", where=str(checkpoint), hint=hint)
 
 
 def damage_of(checkpoint: Path) -> str | None:
@@ -109,17 +108,6 @@ def damage_of(checkpoint: Path) -> str | None:
                     f"{name} has the crc32 {_as_text(now)}, and had {_as_text(expected)} when it was written"
                 )
     return None
-
-
-def _way_on(checkpoint: Path, older: tuple[int, Path] | None) -> str:
-    if older is None:
-        return "No older one is whole: put a copy of it back, or begin a new run."
-    iteration, folder = older
-    run = checkpoint.parent.parent
-    return (
-        f"{folder.name} is whole. To go on from there: `mv {checkpoint} {checkpoint}_damaged`, then "
-        f"`turnwise train --resume {run}`, which does again what came after iteration {iteration}."
-    )
 
 
 def _as_text(pieces: Sequence[str]) -> str:

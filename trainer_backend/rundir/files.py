@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from trainer_backend.errors import RunNotWritten
 
@@ -14,8 +14,7 @@ from trainer_backend.errors import RunNotWritten
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
     """Append one line, all of it or nothing.
 
-    Args:
-        durable: whether to flush it to disk. Otherwise a power cut may lose it; a kill of the process cannot.
+    Unless `durable`, which flushes it to disk, a power cut may lose it; a kill of the process cannot.
     """
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
@@ -26,8 +25,11 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
     with write_errors(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
+            file.seek(max(end - 1, 0))
             # A line that a kill cut short must not swallow this one.
-            _write(file, b"\n" + data if _is_cut_short(file, end) else data)
+            rest = memoryview(data if file.read(1) in (b"", b"\n") else b"\n" + data)
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(end)
             raise
@@ -74,19 +76,6 @@ def object_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _is_cut_short(file: BinaryIO, end: int) -> bool:
-    if end == 0:
-        return False
-    file.seek(end - 1)
-    return file.read(1) != b"\n"
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
 # A replaced file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.
 
 
@@ -127,8 +116,7 @@ def flush(path: Path) -> None:
 def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Raise RunNotWritten with the path if a write inside the context fails.
 
-    Args:
-        also: errors of a library that mean a full disk, besides OSError.
+    `also` are errors of a library that mean a full disk.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:

@@ -64,8 +64,7 @@ def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
 def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
     """Check the policies against the run's record: known ones must be unchanged, new ones are added to it.
 
-    Returns:
-        A line for each model that answers at another URL now.
+    Return a line for each model that answers at another URL now.
     """
     if not models:
         return []

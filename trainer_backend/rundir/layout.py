@@ -23,7 +23,7 @@ from trainer_backend.rundir.files import (
     replace_text,
     write_errors,
 )
-from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, tidy_spools
+from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, stage_of, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
 # The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
@@ -41,6 +41,16 @@ _IMPORTED = "imported"
 _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, DATA_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
 
 
+class _Inside:
+    """A property: the path of a file or folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", kind: "type[RunDirectory]") -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The directory of one run."""
@@ -49,47 +59,24 @@ class RunDirectory:
     run_id: str
     """The run's name at task apps; unlike the folder's name it is never used twice."""
 
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Versions of the policy as model folders, for servers that load them; the newest two."""
-        return self.path / "weights"
-
-    @property
-    def task_app_log(self) -> Path:
-        """The log of a task app that this run starts itself; of several, the first one's."""
-        return self.path / "task_app.log"
+    metrics_file = _Inside("metrics.jsonl")
+    checkpoints = _Inside("checkpoints")
+    weights = _Inside("weights")
+    """Versions of the policy as model folders, for servers that load them; the newest two."""
+    task_app_log = _Inside("task_app.log")
+    """The log of a task app that this run starts itself; of several, the first one's."""
+    learner_log = _Inside("learner.log")
+    report = _Inside("report")
+    recredit = _Inside("recredit")
+    """What `turnwise recredit` writes, unless another folder is named."""
+    rollouts = _Inside("rollouts")
 
     def gateway_log(self, number: int) -> Path:
         return self.path / f"gateway_{number}.log"
 
-    @property
-    def learner_log(self) -> Path:
-        return self.path / "learner.log"
-
     def vllm_log(self, number: int) -> Path:
         """The log of a vLLM server that this run starts itself, counted from 0."""
         return self.path / f"vllm_{number}.log"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report"
-
-    @property
-    def recredit(self) -> Path:
-        """What `turnwise recredit` writes, unless another folder is named."""
-        return self.path / "recredit"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
 
     def rejected_file(self, stage: str) -> Path:
         """The rollouts of a stage that its credit or update rejected, a line each."""
@@ -110,8 +97,8 @@ class RunDirectory:
     def remove_spools(self, iteration: int) -> None:
         """Delete the spools of what the weights of an iteration have learned from, before RL too."""
         for path in self.rollouts.glob(f"*{SPOOL_ENDING}"):
-            stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
-            if not stage or (stage == "iteration" and int(digits) <= iteration):
+            stage, number = stage_of(path)
+            if not stage or (stage == "iteration" and 0 <= number <= iteration):
                 with write_errors(path):
                     path.unlink(missing_ok=True)
 
@@ -211,8 +198,7 @@ class RunDirectory:
     def remove_if_unused(self, *, with_log: bool) -> bool:
         """Delete the folder if it holds only what `create_run` made; return whether it is gone.
 
-        Args:
-            with_log: whether logs of child processes may be deleted too; False if they may explain a failure.
+        Logs of child processes go too if `with_log`; they may explain a failure.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False

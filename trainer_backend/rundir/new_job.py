@@ -1,10 +1,10 @@
 """The job of a run that is to begin: the models, files and libraries that it names must be there."""
 
-import difflib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from trainer_backend.data.layout import suggest_path
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import with_known_files
 from trainer_backend.job.layers import Places
@@ -44,7 +44,7 @@ def refuse_missing_parts(loaded: LoadedJob) -> None:
             files.append((f"services.{name}", file))
     for key, file in files:
         if not file.is_file():
-            meant = _meant(file, Path.is_file)
+            meant = suggest_path(file, Path.is_file)
             raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
     refuse_missing_libraries(config.sinks)
 
@@ -71,26 +71,10 @@ def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], place
 def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = False) -> None:
     place = places.of(key)
     if not folder.is_dir():
-        meant = _folder_meant(folder, guess_name=guess_name)
+        is_name = guess_name and len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
+        named = f". Did you mean model.name = {folder.as_posix()!r}?" if is_name else ""
+        meant = suggest_path(folder, Path.is_dir) or named
         raise JobError(f"{place}: {key} is {str(folder)!r}, which is no folder{meant}")
     # A checkpoint of adapters alone has a base.json in place of a config.json.
     if not any((folder / name).is_file() for name in ("config.json", "base.json")):
         raise JobError(f"{place}: {key} is {str(folder)!r}, which holds no model: config.json is missing")
-
-
-def _folder_meant(folder: Path, *, guess_name: bool) -> str:
-    """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
-    if meant := _meant(folder, Path.is_dir):
-        return meant
-    looks_like_a_name = guess_name and len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
-    return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
-
-
-def _meant(path: Path, kind: Callable[[Path], bool]) -> str:
-    """Return `". Did you mean 'x'?"` if a file or folder of that kind with a similar name is beside it."""
-    try:
-        beside = [other.name for other in path.parent.iterdir() if kind(other)]
-    except OSError:
-        beside = []
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

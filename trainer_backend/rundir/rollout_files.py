@@ -26,56 +26,24 @@ from trainer_backend.rundir.files import replace_text, replacement
 
 # A part with a column of its own: the critic's values are read again (`read_values`).
 _OWN_COLUMNS = ("value",)
-_DECISION = pa.struct(
-    [
-        ("turn", pa.int32()),
-        ("action", pa.string()),
-        ("unique", pa.list_(pa.string())),
-        ("unique_delta", pa.int32()),
-        ("ach_delta", pa.int32()),
-        ("env_reward", pa.float64()),
-        ("env_steps", pa.int32()),
-        ("invalid_reason", pa.string()),
-        ("reward", pa.float64()),
-        ("return_to_go", pa.float64()),
-        ("advantage", pa.float64()),
-        ("advantage_parts", pa.struct([(name, pa.float64()) for name in PARTS if name not in _OWN_COLUMNS])),
-        ("state_key", pa.string()),
-        ("value", pa.float64()),
-        ("branch_returns", pa.list_(pa.float64())),
-        ("token_advantages", pa.list_(pa.float64())),
-        ("token_values", pa.list_(pa.float64())),
-        ("token_logprobs", pa.list_(pa.float64())),
-        ("token_reference_logprobs", pa.list_(pa.float64())),
-    ]
-)
-_SCHEMA = pa.schema(
-    [
-        ("rollout_id", pa.string()),
-        ("run_id", pa.string()),
-        ("iteration", pa.int32()),
-        ("group_id", pa.string()),
-        ("sibling", pa.int32()),
-        ("attempt", pa.int32()),
-        ("instance_id", pa.string()),
-        ("status", pa.string()),
-        ("seed", pa.int64()),
-        ("policy_name", pa.string()),
-        ("model", pa.string()),
-        ("outcome_reward", pa.float64()),
-        ("unique_achievements", pa.int32()),
-        ("decision_count", pa.int32()),
-        ("env_steps", pa.int32()),
-        ("stop_reason", pa.string()),
-        ("terminated", pa.bool_()),
-        ("truncated", pa.bool_()),
-        ("failure_code", pa.string()),
-        ("value_after", pa.float64()),
-        ("estimator", pa.string()),
-        ("decisions", pa.list_(_DECISION)),
-        ("rollout", pa.string()),
-    ]
-)
+_TEXT, _INT, _LONG, _BOOL, _FLOAT = pa.string(), pa.int32(), pa.int64(), pa.bool_(), pa.float64()
+_TEXTS, _FLOATS = pa.list_(_TEXT), pa.list_(_FLOAT)
+_PARTS = pa.struct([(name, _FLOAT) for name in PARTS if name not in _OWN_COLUMNS])
+_DECISION = pa.struct([
+    ("turn", _INT), ("action", _TEXT), ("unique", _TEXTS), ("unique_delta", _INT), ("ach_delta", _INT),
+    ("env_reward", _FLOAT), ("env_steps", _INT), ("invalid_reason", _TEXT), ("reward", _FLOAT),
+    ("return_to_go", _FLOAT), ("advantage", _FLOAT), ("advantage_parts", _PARTS), ("state_key", _TEXT),
+    ("value", _FLOAT), ("branch_returns", _FLOATS), ("token_advantages", _FLOATS),
+    ("token_values", _FLOATS), ("token_logprobs", _FLOATS), ("token_reference_logprobs", _FLOATS),
+])  # fmt: skip
+_SCHEMA = pa.schema([
+    ("rollout_id", _TEXT), ("run_id", _TEXT), ("iteration", _INT), ("group_id", _TEXT), ("sibling", _INT),
+    ("attempt", _INT), ("instance_id", _TEXT), ("status", _TEXT), ("seed", _LONG), ("policy_name", _TEXT),
+    ("model", _TEXT), ("outcome_reward", _FLOAT), ("unique_achievements", _INT), ("decision_count", _INT),
+    ("env_steps", _INT), ("stop_reason", _TEXT), ("terminated", _BOOL), ("truncated", _BOOL),
+    ("failure_code", _TEXT), ("value_after", _FLOAT), ("estimator", _TEXT),
+    ("decisions", pa.list_(_DECISION)), ("rollout", _TEXT),
+])  # fmt: skip
 # Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
 _CARD_TEXT = """
@@ -137,15 +105,17 @@ def write_rollouts(
 ) -> None:
     """Write all rollouts of a stage, failed ones too, and flush them: afterwards a task app forgets them.
 
-    Args:
-        scored: log-probabilities by policy and reference of a rollout's tokens, by rollout id.
+    `scored` holds log-probabilities of tokens by policy and reference, by rollout id.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
         for index, rollout in enumerate(rollouts)
     ]
     for row in rows:
-        _add_token_scores(row, scored.get(row["rollout_id"]))
+        if tokens := scored.get(row["rollout_id"]):
+            columns = zip(row["decisions"], tokens.policy_T, tokens.reference_T, strict=True)
+            for decision, own, other in columns:
+                decision["token_logprobs"], decision["token_reference_logprobs"] = list(own), list(other)
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
     with replacement(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,11 +129,10 @@ def _write_card(folder: Path) -> None:
     Without a card, it loads only the evaluation's files, as split test. It refuses a folder whose card names
     a split without files.
     """
-    patterns = [(split, f"{stage}_*.parquet") for split, stage in _SPLITS.items()]
     splits = [
-        f"  - split: {split}\n    path: {pattern}\n"
-        for split, pattern in patterns
-        if any(folder.glob(pattern))
+        f"  - split: {split}\n    path: {stage}_*.parquet\n"
+        for split, stage in _SPLITS.items()
+        if any(folder.glob(f"{stage}_*.parquet"))
     ]
     card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(splits)}---\n{_CARD_TEXT}"
     path = folder / "README.md"
@@ -222,13 +191,7 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 
     Rollouts and old files without them are absent.
     """
-    if not _has_column(path, "value"):
-        return {}
-    return {
-        row["rollout_id"]: _values(row["decisions"])
-        for row in finished_rows(path, ["rollout_id", "decisions"])
-        if all(decision["value"] is not None for decision in row["decisions"])
-    }
+    return {name: _values(decisions) for name, decisions in _decisions_with(path, "value")}
 
 
 def read_values_after(path: Path) -> dict[str, float] | None:
@@ -240,10 +203,13 @@ def read_values_after(path: Path) -> dict[str, float] | None:
     return {row["rollout_id"]: row["value_after"] for row in rows if row["value_after"] is not None} or None
 
 
-def _has_column(path: Path, name: str) -> bool:
-    """Return whether the file has the column; files of an earlier version may lack it."""
+def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each finished rollout whose decisions all have a column, which earlier versions did not write."""
     with _read_errors(path):
-        return name in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
+        there = {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
+    for row in finished_rows(path, ["rollout_id", "decisions"]) if column in there else ():
+        if all(decision[column] is not None for decision in row["decisions"]):
+            yield row["rollout_id"], row["decisions"]
 
 
 def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
@@ -254,23 +220,13 @@ def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
 
 def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
     """Read the tokens' log-probabilities by policy and reference, by rollout id, where they exist."""
-    if not _has_column(path, "token_logprobs"):
-        return {}
     return {
-        row["rollout_id"]: ScoredTokens(
-            [decision["token_logprobs"] for decision in row["decisions"]],
-            [decision["token_reference_logprobs"] for decision in row["decisions"]],
+        name: ScoredTokens(
+            [decision["token_logprobs"] for decision in decisions],
+            [decision["token_reference_logprobs"] for decision in decisions],
         )
-        for row in finished_rows(path, ["rollout_id", "decisions"])
-        if all(decision["token_logprobs"] is not None for decision in row["decisions"])
+        for name, decisions in _decisions_with(path, "token_logprobs")
     }
-
-
-def _add_token_scores(row: dict[str, Any], scored: ScoredTokens | None) -> None:
-    if scored is not None:
-        columns = zip(row["decisions"], scored.policy_T, scored.reference_T, strict=True)
-        for decision, own, other in columns:
-            decision["token_logprobs"], decision["token_reference_logprobs"] = list(own), list(other)
 
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

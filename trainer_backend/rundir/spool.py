@@ -231,8 +231,7 @@ def tidy_spools(
         policy_version: of the checkpoint; None: no token can be of a later one.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
-        stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
-        number = int(digits) if digits.isdecimal() else -1
+        stage, number = stage_of(path)
         first = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
         if first is None:
             continue
@@ -246,6 +245,12 @@ def tidy_spools(
         else:  # its Parquet file exists, and the process was killed before it deleted the spool
             with write_errors(path):
                 path.unlink()
+
+
+def stage_of(path: Path) -> tuple[str, int]:
+    """Return the stage of a spool and its iteration, -1 without one."""
+    stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
+    return stage, int(digits) if digits.isdecimal() else -1
 
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
@@ -426,12 +431,9 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
 def cut_ledger(folder: Path, iteration: int) -> None:
     """Drop the entries of iterations that a resumed run repeats, since their weights are gone."""
     lines = read_ledger(folder)
-    if any(line.iteration > iteration for line in lines):
-        replace_lines(
-            folder / LEDGER_FILE,
-            [asdict(line) for line in lines if line.iteration <= iteration],
-            durable=True,
-        )
+    rest = [asdict(line) for line in lines if line.iteration <= iteration]
+    if len(rest) < len(lines):
+        replace_lines(folder / LEDGER_FILE, rest, durable=True)
 
 
 def _lines(path: Path) -> Iterator[LedgerEntry]:

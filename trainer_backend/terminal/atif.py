@@ -30,8 +30,7 @@ _CREDIT = ("reward", "return_to_go", "value", "advantage")
 def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
     """Return the trajectory of a rollout; None for a rollout that has none.
 
-    Args:
-        credits: the stored columns of each decision, as `read_index` gives them; absent: no credit.
+    `credits` are the stored columns of each decision, as `read_index` gives them.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -233,8 +232,7 @@ class _Story:
     def prompt(self, step: StepData) -> list[int] | None:
         """Tell the messages of a prompt that were not told before.
 
-        Returns:
-            The ids of the steps that the prompt consists of; None if these are all steps so far.
+        Return the ids of the steps that the prompt consists of; None if these are all steps so far.
         """
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
@@ -284,16 +282,16 @@ class _Story:
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
-        self.known[key] = self._as_result(message) if message.role == "tool" else self._as_step(message)
+        if message.role == "tool":
+            self.known[key] = self._as_result(message)
+        else:
+            source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
+            calls = [_call(call) for call in message.tool_calls or ()]
+            fields: Json = {"message": message.content or "", "tool_calls": calls or None}
+            # Not sampled here: an example of the opening, an agent's summary, or an edited message.
+            fields["is_copied_context"] = True if source == "agent" else None
+            self.known[key] = self._add(source, _present(fields))
         return self.known[key]
-
-    def _as_step(self, message: Message) -> int:
-        source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
-        calls = [_call(call) for call in message.tool_calls or ()]
-        fields: Json = {"message": message.content or "", "tool_calls": calls or None}
-        # Not sampled here: an example of the opening, an agent's summary, or an edited message.
-        fields["is_copied_context"] = True if source == "agent" else None
-        return self._add(source, _present(fields))
 
     def _as_result(self, message: Message) -> int:
         """Give a result to the latest call of its id that has none yet; otherwise it is a step."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tomli
 import tomli_w
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from trainer_backend import job_parts
@@ -201,17 +202,17 @@ def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _of_a_table(name: str, table: Any, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     for plug, kind, own in own_tables(model):
-        values = table.own(plug)
-        fields = {key: kind.model_fields[key].get_default(call_default_factory=True) for key in own}
-        changed = {key: default for key, default in fields.items() if values.get(key, default) != default}
-        yield from [(f"{name}.{plug}", "none")] if changed else ()
-        for key, default in changed.items():
-            yield (
-                f"{name}.{plug}.{key}",
-                "none" if default in (None, PydanticUndefined) else toml_value(default),
-            )
-    for key, field in model.model_fields.items():
+        values, fields = table.own(plug), {key: kind.model_fields[key] for key in own}
+        changed = [*_changed_keys(f"{name}.{plug}", values, fields)]
+        yield from [(f"{name}.{plug}", "none"), *changed] if changed else ()
+    values = {key: getattr(table, key) for key in model.model_fields}
+    yield from _changed_keys(name, values, model.model_fields)
+
+
+def _changed_keys(
+    name: str, values: Mapping[str, Any], fields: Mapping[str, FieldInfo]
+) -> Iterator[tuple[str, str]]:
+    for key, field in fields.items():
         default = field.get_default(call_default_factory=True)
-        if getattr(table, key) != default:
-            shown = "none" if default in (None, PydanticUndefined) else toml_value(default)
-            yield f"{name}.{key}", shown
+        if values.get(key, default) != default:
+            yield f"{name}.{key}", "none" if default in (None, PydanticUndefined) else toml_value(default)

@@ -87,11 +87,8 @@ _CRAFTER = EnvironmentJob(
         "inference": {"max_model_len": 256},
         "rollout": {"env_config": {"text": "compact", "max_actions": 4}, "max_tokens": 8},
         "warmup": {
-            "policy_name": "crafter_teacher",
-            "policy_config": {"memory": False, "max_actions": 4},
-            "epochs": 1,
-            "batch_decisions": 32,
-            "learning_rate": 3e-3,
+            "policy_name": "crafter_teacher", "policy_config": {"memory": False, "max_actions": 4},
+            "epochs": 1, "batch_decisions": 32, "learning_rate": 3e-3,
         },
         "training": {
             "iterations": 46, "group_size": 1, "learning_rate_rise": 0.05, "learning_rate_final": 0.0,
@@ -108,18 +105,12 @@ _SOKOBAN = EnvironmentJob(
     fresh={
         "inference": {"max_model_len": 192},
         "rollout": {
-            "env_config": {"text": "compact", "size": 5, "boxes": 2},
-            "max_turns": 20,
-            "episodes_per_batch": 256,
-            "max_tokens": 6,
+            "env_config": {"text": "compact", "size": 5, "boxes": 2}, "max_turns": 20,
+            "episodes_per_batch": 256, "max_tokens": 6,
         },
         "warmup": {
-            "policy_name": "sokoban_teacher",
-            "policy_config": {"epsilon": 0.2},
-            "episodes": 2500,
-            "epochs": 2,
-            "batch_decisions": 64,
-            "learning_rate": 3e-3,
+            "policy_name": "sokoban_teacher", "policy_config": {"epsilon": 0.2}, "episodes": 2500,
+            "epochs": 2, "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {
             "iterations": 40, "group_size": 4, "learning_rate": 1e-3, "learning_rate_rise": 0.05,
@@ -135,18 +126,12 @@ _BABYAI = EnvironmentJob(
     fresh={
         "inference": {"max_model_len": 128},
         "rollout": {
-            "env_config": {"level": "GoToLocal", "text": "compact", "length": 20},
-            "max_turns": 20,
-            "episodes_per_batch": 256,
-            "max_tokens": 6,
+            "env_config": {"level": "GoToLocal", "text": "compact", "length": 20}, "max_turns": 20,
+            "episodes_per_batch": 256, "max_tokens": 6,
         },
         "warmup": {
-            "policy_name": "babyai_teacher",
-            "policy_config": {"epsilon": 0.2},
-            "episodes": 400,
-            "epochs": 3,
-            "batch_decisions": 64,
-            "learning_rate": 3e-3,
+            "policy_name": "babyai_teacher", "policy_config": {"epsilon": 0.2}, "episodes": 400, "epochs": 3,
+            "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {
             "iterations": 5, "learning_rate": 1e-3, "learning_rate_rise": 0.05, "learning_rate_final": 0.2,
@@ -163,24 +148,18 @@ _ORDERS = EnvironmentJob(
     fresh={
         "inference": {"max_model_len": 224},
         "rollout": {
-            "env_config": {"requests": 2, "rules": False, "marks": True},
-            "max_turns": 10,
-            "episodes_per_batch": 128,
-            "max_tokens": 24,
+            "env_config": {"requests": 2, "rules": False, "marks": True}, "max_turns": 10,
+            "episodes_per_batch": 128, "max_tokens": 24,
         },
         "warmup": {
-            "policy_name": "orders_teacher",
-            "policy_config": {"epsilon": 0.1},
-            "episodes": 1000,
-            "epochs": 4,
-            "batch_decisions": 64,
-            "learning_rate": 3e-3,
+            "policy_name": "orders_teacher", "policy_config": {"epsilon": 0.1}, "episodes": 1000, "epochs": 4,
+            "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {"learning_rate": 1e-3, "learning_rate_final": 0.2, "batch_decisions": 256},
         "algorithm": {"gamma": 0.95},
         "evaluation": {"every_n_iters": 20, "instances": 200},
     },
-)
+)  # fmt: skip
 
 _DOCUMENTS = EnvironmentJob(
     common=_CONVERSATION,
@@ -191,19 +170,14 @@ _DOCUMENTS = EnvironmentJob(
         },
         "rollout": {
             "env_config": {
-                "generate": {"kind": "keeper", "chars": 1440, "distractors": 0},
-                "text": "compact", "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
+                "generate": {"kind": "keeper", "chars": 1440, "distractors": 0}, "text": "compact",
+                "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
             },
-            "max_turns": 14,
-            "episodes_per_batch": 128,
-            "max_tokens": 28,
+            "max_turns": 14, "episodes_per_batch": 128, "max_tokens": 28,
         },
         "warmup": {
-            "policy_name": "documents_teacher",
-            "policy_config": {"forgets": 0.4},
-            "episodes": 450,
-            "epochs": 6,
-            "batch_decisions": 32,
+            "policy_name": "documents_teacher", "policy_config": {"forgets": 0.4}, "episodes": 450,
+            "epochs": 6, "batch_decisions": 32,
         },
         "training": {"learning_rate": 3e-4, "learning_rate_final": 0.2, "batch_decisions": 128},
         "algorithm": {"gamma": 1.0},
@@ -220,12 +194,8 @@ _DIALOGUE = EnvironmentJob(
         "multi_turn": {"max_model_length": 320},
         "rollout": {"episodes_per_batch": 128, "max_tokens": 40},
         "warmup": {
-            "policy_name": "sums_teacher",
-            "policy_config": {"right": 0.5},
-            "episodes": 800,
-            "epochs": 4,
-            "batch_decisions": 32,
-            "learning_rate": 3e-3,
+            "policy_name": "sums_teacher", "policy_config": {"right": 0.5}, "episodes": 800, "epochs": 4,
+            "batch_decisions": 32, "learning_rate": 3e-3,
         },
         "training": {
             "iterations": 30, "learning_rate": 4e-4, "update_passes": 1, "batch_decisions": 128,
@@ -264,8 +234,7 @@ _FROZEN_LAKE = EnvironmentJob(
             "rollout": {
                 "env_config": {
                     "kwargs": {"is_slippery": False, "desc": ["SFF", "FHF", "FFG"]},
-                    "action_names": ["left", "down", "right", "up"],
-                    "instructions": "",
+                    "action_names": ["left", "down", "right", "up"], "instructions": "",
                 },
                 "max_turns": 20,
             },
@@ -273,7 +242,7 @@ _FROZEN_LAKE = EnvironmentJob(
             "evaluation": {"every_n_iters": 30, "instances": 20},
         },
     ),
-)
+)  # fmt: skip
 
 # By name; a key that ends in a colon is the prefix of all environments of a kind.
 JOBS: Mapping[str, EnvironmentJob] = {

@@ -14,51 +14,39 @@ _ROWS = 10
 
 
 def tables(result: EvaluationResult) -> Group:
-    """Return all figures, the result last.
-
-    Cells are Text, because rich reads brackets in strings as markup.
-    """
+    """Return all figures, the result last."""
     details: list[RenderableType] = []
     if result.unique:
-        rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
-        for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
-            rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
-        details = [rates, "", _turns(result), ""]
-    return Group(_setting(result), "", *details, *_worst_rows(result), _figures(result))
+        rates = sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0]))
+        rows = ((name, f"{rate.mean:.1%}", _bounds(rate, "{:.1%}")) for name, rate in rates)
+        details = [_table(("achievement", "episodes", "95 %"), rows), "", _turns(result), ""]
+    setting, figures = _table(("", ""), _setting(result)), _table(("", ""), _figures(result))
+    return Group(setting, "", *details, *_worst_rows(result), figures)
 
 
-def _setting(result: EvaluationResult) -> Table:
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_row("policy", Text(result.policy))
+def _setting(result: EvaluationResult) -> Iterator[tuple[str, str]]:
+    yield "policy", result.policy
     if result.models:
-        facts.add_row("model, as its server says", Text(", ".join(result.models)))
-    for name, value in result.setting.items():
-        facts.add_row(Text(name), Text(str(value)))
-    return facts
+        yield "model, as its server says", ", ".join(result.models)
+    yield from ((name, str(value)) for name, value in result.setting.items())
 
 
-def _figures(result: EvaluationResult) -> Table:
-    """Return the result; the figures that papers compare come first."""
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    for name, text in _result(result):
-        facts.add_row(Text(name), Text(text))
+def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
+    """Yield the result; the figures that papers compare come first."""
+    yield from _result(result)
     lost = f", {result.lost} more lost: in no figure" if result.lost else ""
     each = f" of {result.outcome.count} worlds, {result.repeats} each" if result.repeats > 1 else ""
-    facts.add_row("episodes", f"{result.episodes}{each}{lost}")
+    yield "episodes", f"{result.episodes}{each}{lost}"
     if result.lost:
-        facts.add_row("lost", Text(result.lost_because))
-    facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
-    facts.add_row("env steps", _interval(result.env_steps, "{:.1f}"))
-    facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
-    for name, value in result.conversation.items():
-        facts.add_row(name, _figure(value))
+        yield "lost", result.lost_because
+    yield "decisions", _interval(result.decisions, "{:.1f}")
+    yield "env steps", _interval(result.env_steps, "{:.1f}")
+    yield "invalid decisions", f"{result.invalid_frac:.2%}"
+    yield from ((name, _figure(value)) for name, value in result.conversation.items())
     if result.prompt_tokens is not None:
-        facts.add_row(
-            "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
-        )
-    facts.add_row("ended by", _counts(sorted(result.endings.items())))
-    facts.add_row("failures", _counts(result.failures.items()))
-    return facts
+        yield "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
+    yield "ended by", _counts(sorted(result.endings.items()))
+    yield "failures", _counts(result.failures.items())
 
 
 def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
@@ -76,11 +64,8 @@ def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
 
 
 def _turns(result: EvaluationResult) -> Table:
-    turns = Table(
-        "decisions", "playing", "unlocks", "95 %", "rises", "95 %", "rewarded", box=None, pad_edge=False
-    )  # fmt: skip
-    for span in result.spans:
-        turns.add_row(
+    rows = [
+        (
             str(span.first) if span.first == span.last else f"{span.first} to {span.last}",
             str(span.playing),
             f"{span.unique.mean:.2f}",
@@ -89,7 +74,9 @@ def _turns(result: EvaluationResult) -> Table:
             _bounds(span.ach, "{:.2f}"),
             f"{span.rewarded:.1%}",
         )
-    return turns
+        for span in result.spans
+    ]
+    return _table(("decisions", "playing", "unlocks", "95 %", "rises", "95 %", "rewarded"), rows)
 
 
 def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
@@ -97,14 +84,13 @@ def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
     if not result.rows:
         return []
     worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
-    table = Table("held-out row", "where", "outcome", box=None, pad_edge=False)
-    for row_id, outcome in worst:
-        table.add_row(Text(row_id), Text(result.row_places.get(row_id, "")), f"{outcome:.2f}")
+    rows = ((row_id, result.row_places.get(row_id, ""), f"{outcome:.2f}") for row_id, outcome in worst)
+    table = _table(("held-out row", "where", "outcome"), rows)
     return [f"lowest outcomes of {len(result.rows)} rows", table, ""]
 
 
-def _counts(items: Iterable[tuple[str, int]]) -> Text:
-    return Text(", ".join(f"{name} {count}" for name, count in items) or "none")
+def _counts(items: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in items) or "none"
 
 
 def _figure(value: float | Sequence[float]) -> str:
@@ -137,8 +123,11 @@ def comparison_table(sides: Sequence[Side]) -> Group:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Fold cells in a narrow terminal instead of cutting them: only their ends may differ."""
-    table = Table(box=None, pad_edge=False)
+    """Fold cells in a narrow terminal instead of cutting them: only their ends may differ.
+
+    Cells are Text, because rich reads brackets in strings as markup. Empty names of columns make no header.
+    """
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     for row in rows:

@@ -84,44 +84,20 @@ class ExportResult:
         )
 
 
-_CALL = pa.struct(
-    [
-        ("id", pa.string()),
-        ("type", pa.string()),
-        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
-    ]
-)
-_MESSAGE = pa.struct(
-    [
-        ("role", pa.string()),
-        ("content", pa.string()),
-        ("name", pa.string()),
-        ("tool_call_id", pa.string()),
-        ("tool_calls", pa.list_(_CALL)),
-        ("weight", pa.int8()),
-        ("extra", pa.string()),  # other keys of a message, as JSON
-    ]
-)
-_NAMES = pa.list_(pa.string())
-_METADATA = pa.struct(
-    [
-        ("session_id", pa.string()),
-        ("turn", pa.int32()),
-        ("turns", pa.list_(pa.int32())),
-        ("model", pa.string()),
-        ("provider", pa.string()),
-        ("env_name", pa.string()),
-        ("iteration", pa.int32()),
-        ("group_id", pa.string()),
-        ("seed", pa.int64()),
-        ("outcome_reward", pa.float64()),
-        ("reward", pa.float64()),
-        (
-            "achievements",
-            pa.struct([("new_unique", _NAMES), ("turned_true", _NAMES), ("cumulative_unique", _NAMES)]),
-        ),
-    ]
-)
+_TEXT, _INT, _FLOAT, _TEXTS = pa.string(), pa.int32(), pa.float64(), pa.list_(pa.string())
+_FUNCTION = pa.struct([("name", _TEXT), ("arguments", _TEXT)])
+_CALL = pa.struct([("id", _TEXT), ("type", _TEXT), ("function", _FUNCTION)])
+_MESSAGE = pa.struct([
+    ("role", _TEXT), ("content", _TEXT), ("name", _TEXT), ("tool_call_id", _TEXT),
+    ("tool_calls", pa.list_(_CALL)), ("weight", pa.int8()),
+    ("extra", _TEXT),  # other keys of a message, as JSON
+])  # fmt: skip
+_ACHIEVEMENTS = pa.struct([(name, _TEXTS) for name in ("new_unique", "turned_true", "cumulative_unique")])
+_METADATA = pa.struct([
+    ("session_id", _TEXT), ("turn", _INT), ("turns", pa.list_(_INT)), ("model", _TEXT), ("provider", _TEXT),
+    ("env_name", _TEXT), ("iteration", _INT), ("group_id", _TEXT), ("seed", pa.int64()),
+    ("outcome_reward", _FLOAT), ("reward", _FLOAT), ("achievements", _ACHIEVEMENTS),
+])  # fmt: skip
 # JSON, because the schemas of two tools have no common type.
 _SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), ("tools", pa.string()), ("metadata", _METADATA)])
 _CARD = """\

@@ -45,8 +45,7 @@ class Event(NamedTuple):
 class JobsClient:
     """A client of one trainer service.
 
-    Args:
-        most_reply_bytes: a longer reply, or line of an event stream, is an error.
+    A reply, or a line of an event stream, beyond `most_reply_bytes` is an error.
 
     Raises (every method):
         ServiceRefused: with the service's message.

@@ -71,7 +71,12 @@ class LastingStreams:
         with open(os.devnull, "w", encoding="utf-8") as nothing:
             if None in before:  # closed before the start, as by `>&-`: Python has none then
                 streams.lose()
-                _fill_gaps(nothing.fileno())
+                # No file of the run may get the number of a closed stream, which children inherit.
+                for number in (1, 2):
+                    try:
+                        os.fstat(number)
+                    except OSError:
+                        os.dup2(nothing.fileno(), number)
             sys.stdout, sys.stderr = (
                 cast(TextIO, _LastingStream(stream or nothing, nothing, streams.lose)) for stream in before
             )
@@ -121,15 +126,6 @@ class _LastingStream:
         with suppress(OSError):
             os.dup2(self._nothing.fileno(), self._stream.fileno())
         self._lose()
-
-
-def _fill_gaps(nothing: int) -> None:
-    """Let no file of the run get the number of a closed stdout or stderr, which children inherit."""
-    for number in (1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(nothing, number)
 
 
 def write(text: str) -> None:

@@ -30,28 +30,23 @@ class _View:
     answers: dict[int, StepData] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _About:
-    """The facts that all rows of a rollout need; `credits` and `deltas` are by turn."""
-
-    rollout: Rollout
-    trajectory: Trajectory
-    credits: Mapping[int, Mapping[str, Any]]
-    deltas: Mapping[int, DecisionRewards]
-
-
 def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
     """Return the rows of a rollout; a failed one, or one without good decisions, has none.
 
-    Args:
-        credits: the stored columns of each decision (`reward`, `advantage`); absent: None.
+    `credits` are the stored columns of each decision.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
         return []
     deltas = {step.turn: step_deltas(step) for step in trajectory.steps}
-    about = _About(rollout, trajectory, {credit["turn"]: credit for credit in credits}, deltas)
-    return [row for view in _views(trajectory) if (row := _row(about, view)) is not None]
+    by_turn = {credit["turn"]: credit for credit in credits}
+    tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
+    rows = []
+    for view in _views(trajectory):
+        if learned := [step.turn for step in view.steps if worth_imitating(step)]:
+            metadata = _metadata(rollout, trajectory, by_turn, deltas, learned)
+            rows.append({"messages": _messages(view), "tools": tools, "metadata": metadata})
+    return rows
 
 
 def _views(trajectory: Trajectory) -> Iterator[_View]:
@@ -76,21 +71,14 @@ def _continues(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
     return whole and len(prompt) > length and prompt[length].role == "assistant"
 
 
-def _row(about: _About, view: _View) -> Row | None:
-    learned = [step for step in view.steps if worth_imitating(step)]
-    if not learned:
-        return None
+def _messages(view: _View) -> list[Row]:
     messages = [
         _message(message, learn=index in view.answers and worth_imitating(view.answers[index]))
         for index, message in enumerate(view.prompt)
     ]
     messages.append(_message(answer_of(view.steps[-1]), learn=worth_imitating(view.steps[-1])))
     end = max(index for index, message in enumerate(messages) if message.get("weight"))
-    return {
-        "messages": messages[: end + 1],  # later messages teach nothing
-        "tools": [tool.model_dump(mode="json") for tool in about.trajectory.tools],
-        "metadata": _metadata(about, [step.turn for step in learned]),
-    }
+    return messages[: end + 1]  # later messages teach nothing
 
 
 def _message(message: Message, *, learn: bool) -> Row:
@@ -98,12 +86,20 @@ def _message(message: Message, *, learn: bool) -> Row:
     return row | {"weight": int(learn)} if message.role == "assistant" else row
 
 
-def _metadata(about: _About, turns: Sequence[int]) -> Row:
-    """Return metadata of the learned decisions: `turns`, their achievements, and their total reward."""
-    rollout, trajectory = about.rollout, about.trajectory
-    rewards = [about.credits.get(turn, {}).get("reward") for turn in turns]
-    deltas = [about.deltas[turn] for turn in turns]
-    so_far = (delta for turn, delta in about.deltas.items() if turn <= turns[-1])
+def _metadata(
+    rollout: Rollout,
+    trajectory: Trajectory,
+    credits: Mapping[int, Mapping[str, Any]],
+    all_deltas: Mapping[int, DecisionRewards],
+    turns: Sequence[int],
+) -> Row:
+    """Return metadata of the learned decisions: `turns`, their achievements, and their total reward.
+
+    `credits` and `all_deltas` are by turn.
+    """
+    rewards = [credits.get(turn, {}).get("reward") for turn in turns]
+    deltas = [all_deltas[turn] for turn in turns]
+    so_far = (delta for turn, delta in all_deltas.items() if turn <= turns[-1])
     return {
         "session_id": rollout.rollout_id,
         "turn": turns[-1],

@@ -135,15 +135,13 @@ FILES = {
 
 
 def write_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `parent/name`.
-
-    Returns:
-        The files, in reading order.
-    """
+    """Write the package `parent/name`. Return the files in reading order."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
+        close = re.sub(r"\W+", "_", name.lower()).strip("_0123456789")
+        is_name = close and close != name and not keyword.iskeyword(close)
         raise JobError(
             f"turnwise new env: {name!r} is no name for an environment; allowed are small letters, digits "
-            f"and _, a letter first{_suggestion(name)}"
+            f"and _, a letter first{f'. Did you mean {close!r}?' if is_name else ''}"
         )
     folder = parent / name
     if folder.exists():
@@ -209,11 +207,6 @@ def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _suggestion(name: str) -> str:
-    close = re.sub(r"\W+", "_", name.lower()).strip("_0123456789")
-    return f". Did you mean {close!r}?" if close and close != name and not keyword.iskeyword(close) else ""
 
 
 _WIDTH = 100

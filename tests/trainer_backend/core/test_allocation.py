@@ -144,9 +144,9 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: ConstantSchedule(seed=0, alpha=1.1), r"alpha is a probability, in \[0, 1\], got 1.1"),
-        (lambda: ConstantSchedule(seed=0, alpha=math.nan), "alpha is a probability"),
-        (lambda: LinearSchedule(seed=0, alpha_0=-0.1, beta=0.1), "alpha_0 is a probability"),
+        (lambda: ConstantSchedule(seed=0, alpha=1.1), r"alpha must lie in \[0, 1\], got 1.1"),
+        (lambda: ConstantSchedule(seed=0, alpha=math.nan), "alpha must lie in"),
+        (lambda: LinearSchedule(seed=0, alpha_0=-0.1, beta=0.1), "alpha_0 must lie in"),
         (lambda: LinearSchedule(seed=0, alpha_0=0.1, beta=-0.1), "beta must be finite and not below 0"),
         (lambda: ExponentialSchedule(seed=0, gamma=math.inf), "gamma must be finite"),
         (lambda: StepSchedule(seed=0, switch_steps=[3, 3]), r"switch_steps must rise, got \[3, 3\]"),

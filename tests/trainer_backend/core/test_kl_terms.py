@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from trainer_backend.core.kl import k1, k2, k3, kl_estimate, kl_loss
+from trainer_backend.core.kl import KL_ESTIMATORS, kl_estimate, kl_loss
 
 WEIGHTS = torch.full((3,), 1 / 3)
+k1, k2, k3 = (KL_ESTIMATORS[name] for name in ("k1", "k2", "k3"))
 
 
 def policies():

@@ -46,15 +46,6 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     lowers it as a rule. Branches themselves are not trained: their states are not those of an episode's
     start.
 
-    Args:
-        episodes: all episodes of the batch; `branch_returns_T` of each is read.
-
-    Returns:
-        [T] advantages for each episode, their parts, and counts.
-
-    Raises:
-        AdvantageError: no branches were played; the return of one is not finite; see `siblings`.
-
     Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
     """

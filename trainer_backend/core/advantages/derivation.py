@@ -52,18 +52,15 @@ Numbers = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """An estimator's way from the parts of a decision to its advantage.
-
-    Attributes:
-        equations: such as "advantage = return - baseline". On the right stand names of PARTS, `reward` (r_t),
-            + - * / and parentheses; the last equation gives the advantage.
-        words: pairs such as ("baseline", "mean of {compared} sibling[s]"): a name, and what its number is. A
-            part stands for its name in braces, and [s] is left out where it is 1. Words with a part that the
-            decision does not have are not said.
-    """
+    """An estimator's way from the parts of a decision to its advantage."""
 
     equations: tuple[str, ...] = ()
+    """Such as "advantage = return - baseline". On the right stand names of PARTS, `reward` (r_t), + - * / and
+    parentheses; the last equation gives the advantage."""
     words: tuple[tuple[str, str], ...] = ()
+    """Pairs such as ("baseline", "mean of {compared} sibling[s]"): a name, and what its number is. A part
+    stands for its name in braces, and [s] is left out where it is 1. Words with a part that the decision does
+    not have are not said."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
         """Each equation whose numbers are all known, with its numbers; and words about them.

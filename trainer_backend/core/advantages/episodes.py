@@ -1,7 +1,12 @@
-"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode."""
+"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode.
+
+An estimator takes all episodes of the batch, groups in any order, and its keys. It returns an `Advantages`:
+the [T] advantages of each episode, their parts, and counts. It raises an AdvantageError where `siblings`
+does, and for an episode without what its plug says that it needs: state keys, texts, values or branches.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -15,35 +20,33 @@ from trainer_backend.errors import AdvantageError, place
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRewards:
-    """One episode as an estimator sees it.
-
-    rollout_id: named in errors.
-    group_id: episodes with the same one are siblings: same environment, same start.
-    rewards_T: [T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1.
-    state_keys_T: [T] name of the state that each decision was made in; equal where states count as equal.
-        Empty where the estimator asks for none.
-    texts_T: [T] text of the observation before each decision; empty where the estimator asks for none.
-    values_T: [T] V(s_t) of a critic, in reward units; empty where the estimator asks for none.
-    token_values: V of the same critic where each sampled token is predicted; None where it was not trained to
-        say so, or the estimator does not ask.
-    branch_returns_T: [T] discounted returns of the branches from before each decision, of most none; empty
-        where the estimator asks for none, or none were played.
-    final_score: of the whole episode, where it is not the sum of its rewards.
-    truncated: whether a limit cut it short, while its policy could have gone on.
-    value_after: V of the state after its last decision, where a limit cut it short; None: nobody knows.
-    """
+    """One episode as an estimator sees it."""
 
     rollout_id: str
+    """Named in errors."""
     group_id: str
+    """Episodes with the same one are siblings: same environment, same start."""
     rewards_T: Sequence[float]
+    """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
+    """[T] name of the state that each decision was made in; equal where states count as equal. Empty where
+    the estimator asks for none."""
     texts_T: Sequence[str] = ()
+    """[T] text of the observation before each decision; empty where the estimator asks for none."""
     values_T: Sequence[float] = ()
+    """[T] V(s_t) of a critic, in reward units; empty where the estimator asks for none."""
     token_values: ByToken | None = None
+    """V of the same critic where each sampled token is predicted; None where it was not trained to say so, or
+    the estimator does not ask."""
     branch_returns_T: Sequence[Sequence[float]] = ()
+    """[T] discounted returns of the branches from before each decision, of most none; empty where the
+    estimator asks for none, or none were played."""
     final_score: float | None = None
+    """Score of the whole episode, where it is not the sum of its rewards."""
     truncated: bool = False
+    """Whether a limit cut it short, while its policy could have gone on."""
     value_after: float | None = None
+    """V of the state after its last decision, where a limit cut it short; None: it is unknown."""
 
     @property
     def score(self) -> float:
@@ -76,22 +79,20 @@ Parts = Mapping[str, Sequence[Sequence[float | None]]]
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The advantages of an estimator.
-
-    per_episode: for each episode, in the order given, its [T] advantages, in float64.
-    per_token: in the same order those of its sampled tokens, from an estimator that tells them apart: then it
-        is these that are trained, and per_episode has the mean of each decision's.
-    diagnostics: counts by metric name (`advantages/...`).
-    parts: what the advantages were made of, by the names of `derivation.PARTS`, each in the shape of
-        per_episode; None where a decision has no such part. With them and the rewards, the equations of the
-        plug's derivation give the advantages, to 1e-12 of the largest number. They are stored with the
-        rollouts and shown beside the advantage.
-    """
+    """The advantages of an estimator."""
 
     per_episode: list[list[float]]
+    """For each episode, in the order given, its [T] advantages, in float64."""
     diagnostics: dict[str, float] = field(default_factory=dict)
+    """Counts by metric name (`advantages/...`)."""
     parts: Parts = field(default_factory=dict)
+    """What the advantages were made of, by the names of `derivation.PARTS`, each in the shape of per_episode;
+    None where a decision has no such part. With them and the rewards, the equations of the plug's derivation
+    give the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown beside
+    the advantage."""
     per_token: list[ByToken] | None = None
+    """In the same order the advantages of sampled tokens, from an estimator that tells them apart: these are
+    then trained, and per_episode has the mean of each decision's."""
 
 
 Keys = TypeVar("Keys", bound=EstimatorKeys)
@@ -100,33 +101,30 @@ Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorPlug(Generic[Keys]):
-    """An estimator on the plug board; the files of this folder have them in `PLUGS`, by name.
-
-    compute: the estimator.
-    keys: the keys that it reads; those that [algorithm] lacks stand in `[algorithm.NAME]`.
-    derivation: how its advantages follow from their parts; without equations it reports none.
-    needs_state_keys: whether decisions must carry the name of their state.
-    needs_texts: whether decisions must carry the text of their observation.
-    needs_values: what it reads a critic's values of; None: it needs no critic.
-    needs_branches: whether rollouts must be played on from before some of the decisions.
-    divides_by_std: whether it measures what it compares in standard deviations; always, or with that `fnorm`.
-    compares_siblings: whether it reads which episodes are of one group.
-    bias: why its advantages do not give the policy gradient, with whatever keys and denominators; empty where
-        they do at gamma 1 and fixed denominators (DESIGN.md 4.6).
-    values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
-    """
+    """An estimator on the plug board; the files of this folder have them in `PLUGS`, by name."""
 
     compute: Estimator[Keys]
     keys: type[Keys]
+    """The keys that it reads; those that [algorithm] lacks stand in `[algorithm.NAME]`."""
     derivation: Derivation = field(default_factory=Derivation)
+    """How its advantages follow from their parts; without equations it reports none."""
     needs_state_keys: bool = False
+    """Whether decisions must carry the name of their state."""
     needs_texts: bool = False
+    """Whether decisions must carry the text of their observation."""
     needs_values: ValueLevel | None = None
+    """What it reads a critic's values of; None: it needs no critic."""
     needs_branches: bool = False
+    """Whether rollouts must be played on from before some of the decisions."""
     divides_by_std: bool = False
+    """Whether it measures what it compares in standard deviations; always, or with that `fnorm`."""
     compares_siblings: bool = True
+    """Whether it reads which episodes are of one group."""
     bias: str = ""
+    """Why its advantages do not give the policy gradient, with whatever keys and denominators; empty where
+    they do at gamma 1 and fixed denominators (DESIGN.md 4.6)."""
     values: Mapping[str, float | str] = field(default_factory=dict)
+    """What its paper sets, by dotted key of the job: each stands where the job does not say otherwise."""
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
@@ -146,6 +144,27 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
             raise AdvantageError(f"the score is {episode.score}", where=place(episode.rollout_id))
         groups.setdefault(episode.group_id, []).append(index)
     return groups
+
+
+def refuse_incomplete(
+    episodes: Sequence[EpisodeRewards],
+    columns: Iterable[Sequence[object]],
+    what: str,
+    why: str,
+    hint: str | None = None,
+) -> None:
+    """Refuse an episode whose column has not one entry for each decision.
+
+    Args:
+        columns: that of each episode.
+        what: the entries, for the error.
+        why: the estimator, and what it needs them for.
+    """
+    for episode, column_T in zip(episodes, columns, strict=True):
+        given, decisions = len(column_T), len(episode.rewards_T)
+        if given != decisions:
+            told = f"{given} {what} for {decisions} decisions; {why}"
+            raise AdvantageError(told, where=place(episode.rollout_id), hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +196,10 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
     parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}
-    flat = 0
     groups = siblings(episodes)
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
         compared = compare(scores_G, size=max(episodes[index].score_size for index in members))
-        flat += len(members) > 1 and not any(compared.advantages)
         rows = zip(members, scores_G, compared.advantages, compared.baselines, strict=True)
         for index, score, advantage, baseline in rows:
             decisions = len(episodes[index].rewards_T)
@@ -190,13 +207,24 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
             of_episode = (score, baseline, len(members) - 1.0, compared.scale)
             for name, value in zip(names, of_episode, strict=True):
                 parts[name][index] = [value] * decisions
-    return Advantages(advantages, group_counts(groups, flat=flat), parts)
+    return Advantages(advantages, group_counts(groups, advantages), parts)
 
 
-def group_counts(groups: Mapping[str, Sequence[int]], *, flat: int) -> dict[str, float]:
-    """What every estimator counts of its `siblings`; `flat` groups of two or more have no spread."""
+def group_counts(
+    groups: Mapping[str, Sequence[int]], advantages: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """What every estimator counts of its `siblings`; two or more are without spread if all have 0.
+
+    Args:
+        advantages: of each episode; empty from an estimator that compares no siblings.
+    """
+    flat = [
+        members
+        for members in groups.values()
+        if advantages and len(members) > 1 and not any(any(advantages[index]) for index in members)
+    ]
     return {
         "advantages/groups": float(len(groups)),
-        "advantages/groups_without_spread": float(flat),
+        "advantages/groups_without_spread": float(len(flat)),
         "advantages/lone_episodes": float(sum(len(members) == 1 for members in groups.values())),
     }

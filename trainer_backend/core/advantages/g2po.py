@@ -14,7 +14,7 @@ from trainer_backend.core.advantages.derivation import (
     TD_ERROR,
     Derivation,
 )
-from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     Columns,
@@ -40,15 +40,6 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
     in; without any state met twice after the start, d is 0 but for first decisions. A lone episode, and what
     has no spread, have 0.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts; how often states met.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
-
     Source: Wang et al., G2PO, arXiv:2606.22995, by its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
     equations were read second hand. Where it differs:
     - rewards stand at the end alone, and V is discounted one decision further: gamma^(T - j + 1) R;
@@ -56,13 +47,10 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
     - A_N compares V(s') less a penalty of invalid actions; in one state that is d, with penalties in r;
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
-    groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "g2po")
+    graph = state_graph(episodes, "g2po")
     of_steps_D, parts_D = _of_steps(episodes, graph, keys)
     weights = 1.0, keys.step_advantage_w
-    return summed_levels(
-        episodes, keys, of_steps_D, parts_D, graph.sizes, groups=groups, weights=weights, scale=keys.scale
-    )
+    return summed_levels(episodes, keys, of_steps_D, parts_D, graph.sizes, weights=weights, scale=keys.scale)
 
 
 def _of_steps(

@@ -12,9 +12,11 @@ from trainer_backend.core.advantages.episodes import (
     EstimatorKeys,
     EstimatorPlug,
     group_counts,
+    refuse_incomplete,
     siblings,
 )
 from trainer_backend.core.critic import ByToken, explained_variance
+from trainer_backend.core.keys import refuse_no_share
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
 
@@ -52,16 +54,6 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
     is none: V(s_T) is then `value_after`, the critic's value of the state that it was left in. Where nobody
     knows that value, no decision could have followed, or none in time, and it stays 0. Advantages are not
     standardised, and groups play no part.
-
-    Args:
-        episodes: all episodes of the batch, with values_T.
-
-    Returns:
-        [T] advantages for each episode; their parts; with bootstrap_truncated how many episodes were
-        truncated, and how many of them went on with a value.
-
-    Raises:
-        AdvantageError: see `siblings`; values that are not one a decision, or not finite.
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
@@ -114,16 +106,8 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
     are not credited less than short ones; below 1, tokens inside a decision are told apart by what they do to
     V. One discount for both clocks would make the worth of a reward depend on the length of texts.
 
-    Args:
-        episodes: all episodes of the batch, with values_T and token_values.
-
-    Returns:
-        Advantages of every sampled token, and [T] their means; the parts are those of the means, but `value`
-        is that of the first token; else as `gae`.
-
-    Raises:
-        AdvantageError: see `siblings`; no values of tokens, or one that is not finite.
-        ValueError: gamma or a lambda outside [0, 1].
+    Every sampled token has an advantage, and a decision the mean of its own. The parts are those of the
+    means, but `value` is that of the first token.
 
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
@@ -162,11 +146,8 @@ def generalised_advantages(
     gae_lambda: float,
     value_after: float = 0.0,
 ) -> list[float]:
-    """The recursion of `gae`; `value_after` is that after the last entry.
-
-    Raises:
-    """
-    _refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
+    """The recursion of `gae`; `value_after` is that after the last entry."""
+    refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
     advantages = [0.0] * len(rewards)
     advantage, next_value = 0.0, value_after
     for t in reversed(range(len(rewards))):
@@ -208,13 +189,9 @@ def _token_values(episode: EpisodeRewards) -> Sequence[Sequence[float]]:
 
 
 def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
-    if len(episode.values_T) != len(episode.rewards_T):
-        raise AdvantageError(
-            f"{len(episode.values_T)} values of a critic for {len(episode.rewards_T)} decisions, and {name} "
-            "needs one for each",
-            where=place(episode.rollout_id),
-            hint="They are stored while a run trains with an estimator that needs a critic.",
-        )
+    hint = "They are stored while a run trains with an estimator that needs a critic."
+    why = f"{name} needs one for each"
+    refuse_incomplete([episode], [episode.values_T], "values of a critic", why, hint)
     for t, value in enumerate(episode.values_T):
         if not math.isfinite(value):
             raise AdvantageError(f"the value is {value}", where=place(episode.rollout_id, t + 1))
@@ -227,7 +204,7 @@ def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
 
 
 def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, float]:
-    counts = group_counts(siblings(episodes), flat=0)
+    counts = group_counts(siblings(episodes), [])
     if not keys.bootstrap_truncated:
         return counts
     cut = [episode for episode in episodes if episode.truncated]
@@ -239,12 +216,6 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
         "advantages/truncated": float(len(cut)),
         "advantages/bootstrapped": float(sum(episode.value_after is not None for episode in cut)),
     }
-
-
-def _refuse_no_share(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {share}")
 
 
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:

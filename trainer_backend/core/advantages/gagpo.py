@@ -40,15 +40,6 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     is added. Equal keys of two groups are two states. Without any state met twice after the start, d is 0 but
     for first decisions, whatever lambda is. A lone episode, and a group without spread, have 0.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts; how often states met.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
-
     Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
     text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of
     the group (one task), and not over those of one state. Where it differs:
@@ -56,8 +47,7 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     - an epsilon in the std, if it has one, is not added;
     - its ratio by whole actions is algorithm.ratio_level = "decision", which the job sets.
     """
-    groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "gagpo")
+    graph = state_graph(episodes, "gagpo")
     sizes_D = return_sizes(episodes, keys.gamma)
     values_D = graph.means(returns_to_go(episodes, keys.gamma))
     raw, td_errors = (
@@ -69,7 +59,6 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     )
     raw_D = list(chain.from_iterable(raw))
     advantages_D, of_graph_D = graph.relative(raw_D, keys.scale, sizes_D)
-    flat = sum(not any(advantages_D[d] for d in group) for group in graph.groups)
     carried = keys.gamma * keys.gae_lambda
     parts_D = {
         "state_value": values_D,
@@ -80,11 +69,9 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
         **of_graph_D,
     }
     parts = {name: by_episode(numbers_D, episodes) for name, numbers_D in parts_D.items()}
-    return Advantages(
-        by_episode(advantages_D, episodes),
-        graph.sizes | group_counts(groups, flat=flat),
-        parts | {"td_error": td_errors},
-    )
+    advantages = by_episode(advantages_D, episodes)
+    counts = graph.sizes | group_counts(siblings(episodes), advantages)
+    return Advantages(advantages, counts, parts | {"td_error": td_errors})
 
 
 PLUGS = {

@@ -67,17 +67,7 @@ def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
     keys of two groups are two states. One score, one decision in a state, and no spread give 0. Fnorm is the
     sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of A_S,k for k = 0..K, weighted by
     (k + 1)^alpha, where A_S,k compares decisions whose last k + 1 states are equal, and only those that are
-    not 0 count.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode; their parts (with context_depth not those of A_S); how often
-        states met.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    not 0 count; A_S then has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
@@ -97,7 +87,7 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) 
 
 def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
     """The weighted sum; `weights` are those of A_E and A_S."""
-    groups = siblings(episodes)
+    siblings(episodes)  # refuses rewards that are not finite
     refuse_missing_keys(episodes, "gigpo")
     extra = keys.default_step_reward
     rewarded = [
@@ -109,9 +99,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
     met = anchors(episodes)
     of_steps_D, parts_D = _of_steps(rewarded, met, keys)
     sizes = anchor_sizes(met, first_decisions(episodes))
-    return summed_levels(
-        episodes, keys, of_steps_D, parts_D, sizes, groups=groups, weights=weights, scale=keys.scale
-    )
+    return summed_levels(episodes, keys, of_steps_D, parts_D, sizes, weights=weights, scale=keys.scale)
 
 
 def _of_steps(
@@ -183,14 +171,14 @@ def system_apply_gigpo_to_batch_steps(
     for what, given in (("final scores", scores), ("group keys", keys)):
         if len(given) != len(batch):
             raise AdvantageError(f"{len(given)} {what} for {len(batch)} rollouts")
-    group_names, states = _Names(), _Names()
+    group_names, states = dict[Hashable, str](), dict[Hashable, str]()
     names = [f"number {index}" for index in range(len(batch))]
-    groups = [group_names.of(key, place(name)) for key, name in zip(keys, names, strict=True)]
+    groups = [_name(key, group_names, place(name)) for key, name in zip(keys, names, strict=True)]
     rewards = _base_rewards(batch, scores, groups, float(default_step_reward))
     episodes = []
     for name, group, steps, score, rewards_T in zip(names, groups, batch, scores, rewards, strict=True):
         state_keys_T = [
-            states.of(state_hashing_function(_observation(step, name, t)), place(name, t + 1))
+            _name(state_hashing_function(_observation(step, name, t)), states, place(name, t + 1))
             for t, step in enumerate(steps)
         ]
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
@@ -201,18 +189,13 @@ def system_apply_gigpo_to_batch_steps(
     ]
 
 
-class _Names:
-    """A name for each of some values, equal ones for equal values, whether they can be hashed or not."""
-
-    def __init__(self) -> None:
-        self._names: dict[Hashable, str] = {}
-
-    def of(self, value: Any, where: str) -> str:
-        try:
-            return self._names.setdefault(_hashable(value), str(len(self._names)))
-        except TypeError as error:
-            told = f"a {type(value).__name__} cannot be compared as a key: {error}"
-            raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
+def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
+    """A name of a value among those so far, equal for equal values, whether they can be hashed or not."""
+    try:
+        return names.setdefault(_hashable(value), str(len(names)))
+    except TypeError as error:
+        told = f"a {type(value).__name__} cannot be compared as a key: {error}"
+        raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
 
 
 def _hashable(value: Any) -> Hashable:

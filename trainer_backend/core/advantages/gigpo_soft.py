@@ -13,7 +13,12 @@ from pydantic import Field
 
 from shared_schemas.rounding import clear_rounding
 from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
-from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
+from trainer_backend.core.advantages.episodes import (
+    Advantages,
+    EpisodeRewards,
+    EstimatorPlug,
+    refuse_incomplete,
+)
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
     StateGraph,
@@ -21,7 +26,6 @@ from trainer_backend.core.advantages.state_graph import (
     returns_to_go,
     state_graph,
 )
-from trainer_backend.errors import AdvantageError, place
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
@@ -48,17 +52,8 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     digits and _, in lower case) in it; of the D decisions of the group, df have it in their texts; the 1,024
     most frequent terms of the group count. At similarity_temperature 0 equal texts count 1 and others 0: then
     A_S is that of `gigpo` with texts for state keys. The higher it is, the nearer the baseline is to the mean
-    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with texts_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts (`compared` is the effective number of others:
-        1 / sum of squared shares, less 1); how often equal texts met, and that number's mean.
-
-    Raises:
-        AdvantageError: see `siblings`; texts that are not one a decision.
+    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0. `compared` is the
+    effective number of others: 1 / sum of squared shares, less 1.
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:
@@ -66,10 +61,10 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     - df is counted in the group and not in the batch, so that no group changes another one's credit;
     - terms of one character count: in a game's compact text they are numbers.
     """
-    groups = siblings(episodes)
-    _refuse_missing_texts(episodes)
+    why = "gigpo_soft compares them by their observations"
+    refuse_incomplete(episodes, [episode.texts_T for episode in episodes], "texts", why)
     by_text = [replace(episode, state_keys_T=episode.texts_T) for episode in episodes]
-    graph = state_graph(by_text, groups, "gigpo_soft")
+    graph = state_graph(by_text, "gigpo_soft")
     texts_D = [text for episode in episodes for text in episode.texts_T]
     returns_D = returns_to_go(episodes, keys.gamma)
     parts_D = _soft_baselines(graph, texts_D, returns_D, keys.similarity_temperature)
@@ -81,7 +76,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
             of_steps_D[d] = clear_rounding(returns_D[d] - parts_D["baseline"][d], size=size)
     met = graph.sizes | {"anchors/effective_others": math.fsum(parts_D["compared"]) / max(len(returns_D), 1)}
     weights, parts_D = (1.0, keys.step_advantage_w), {"return": returns_D, **parts_D}
-    return summed_levels(episodes, keys, of_steps_D, parts_D, met, groups=groups, weights=weights)
+    return summed_levels(episodes, keys, of_steps_D, parts_D, met, weights=weights)
 
 
 def _soft_baselines(
@@ -148,16 +143,6 @@ def _vectors(texts: Sequence[str], counts_U: Matrix) -> NDArray[Any]:
     vectors *= weights
     lengths = np.sqrt((vectors**2).sum(axis=1, keepdims=True))
     return vectors / np.where(lengths > 0.0, lengths, 1.0)
-
-
-def _refuse_missing_texts(episodes: Sequence[EpisodeRewards]) -> None:
-    for episode in episodes:
-        texts, decisions = len(episode.texts_T), len(episode.rewards_T)
-        if texts != decisions:
-            raise AdvantageError(
-                f"{texts} texts for {decisions} decisions; gigpo_soft compares them by their observations",
-                where=place(episode.rollout_id),
-            )
 
 
 PLUGS = {

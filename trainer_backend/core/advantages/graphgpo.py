@@ -45,16 +45,8 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     Rewards decide the goal alone, and a good decision of a failed episode is credited as in the best one.
     A_S is 0 in a state that no other decision was made in, in a group without a goal, for a lone episode, and
     without spread. A distance is a number of decisions, so each costs the same; C has no unit.
-
-    Args:
-        episodes: all episodes of the batch, groups in any order, with state_keys_T.
-
-    Returns:
-        [T] advantages for each episode, with their parts; how often states met, in how many groups the goal
-        was reached, and for what share of the decisions a path led to it from their state.
-
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    Counted are also in how many groups the goal was reached, and for what share of the decisions a path led
+    to it from their state.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
     recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
@@ -64,7 +56,7 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
     groups = siblings(episodes)
-    graph = state_graph(episodes, groups, "graphgpo")
+    graph = state_graph(episodes, "graphgpo")
     ends = [d for d, after in enumerate(graph.next_D) if after is None]
     goals = {
         ends[index]
@@ -78,16 +70,8 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
         "graph/path_frac": paths / max(len(graph.next_D), 1),
     }
-    return summed_levels(
-        episodes,
-        keys,
-        of_steps_D,
-        parts_D,
-        graph.sizes | met,
-        groups=groups,
-        weights=(1.0, keys.step_advantage_w),
-        scale=keys.scale,
-    )
+    met, weights = graph.sizes | met, (1.0, keys.step_advantage_w)
+    return summed_levels(episodes, keys, of_steps_D, parts_D, met, weights=weights, scale=keys.scale)
 
 
 def _at_the_goal(
@@ -107,9 +91,7 @@ def _of_steps(
 ) -> tuple[list[float], Columns, int]:
     """[D] A_S and its parts, and how many decisions were made where a path leads to the goal.
 
-    Args:
-        goals: decisions that led to the goal.
-        unknown: decisions of which nobody knows where they led.
+    `goals` are the decisions that led to it; of the `unknown` ones it is not known where they led.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)

@@ -25,16 +25,6 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     spread and an episode without siblings have advantage 0. No epsilon is added to the std, so the
     unit of the rewards does not matter; gamma is not used: a score is a plain sum.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order.
-        keys: not read; the scores are made by them.
-
-    Returns:
-        [T] equal advantages for each episode, their parts, and counts.
-
-    Raises:
-        AdvantageError: see `siblings`.
-
     Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
     verl adds 1e-6 to the std, and gives an episode without siblings its raw score.
     """
@@ -44,7 +34,7 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
 def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Group-relative advantage of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
 
-    Arguments, result and errors as in `grpo`. `dr_grpo` on the plug board is this with the paper's constant
+    `dr_grpo` on the plug board is this with the paper's constant
     denominator (training.aggregation = "constant"), where the job names no other.
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.

@@ -13,6 +13,7 @@ from trainer_backend.core.advantages.episodes import (
     EstimatorKeys,
     ScoreKeys,
     group_counts,
+    siblings,
 )
 from trainer_backend.core.advantages.spread import SCALES, Scale, relative, unscaled
 from trainer_backend.core.advantages.state_graph import Columns
@@ -59,7 +60,6 @@ def summed_levels(
     parts_D: Columns,
     met: Mapping[str, float],
     *,
-    groups: Mapping[str, list[int]],
     weights: tuple[float, float],
     scale: Scale = unscaled,
 ) -> Advantages:
@@ -71,10 +71,10 @@ def summed_levels(
         of_steps_D: A_S of all decisions, one episode after the other.
         parts_D: what A_S was made of.
         met: metrics of how often states met.
-        groups: see `siblings`.
         scale: Fnorm of the scores.
     """
-    of_episodes, flat = _of_episodes(episodes, groups, keys.episode_baseline, scale)
+    groups = siblings(episodes)
+    of_episodes = _of_episodes(episodes, groups, keys.episode_baseline, scale)
     of_steps = by_episode(of_steps_D, episodes)
     own_weight, step_weight = weights
     advantages = [
@@ -89,7 +89,8 @@ def summed_levels(
         for name in (same_T[0] if same_T else ())
     }
     of_parts = {name: by_episode(values_D, episodes) for name, values_D in parts_D.items()}
-    diagnostics = {**met, **_agreement(of_episodes, of_steps), **group_counts(groups, flat=flat)}
+    counts = group_counts(groups, [[own["episode_advantage"]] for own in of_episodes])
+    diagnostics = {**met, **_agreement(of_episodes, of_steps), **counts}
     return Advantages(advantages, diagnostics, {**parts, **of_parts, "step_advantage": of_steps})
 
 
@@ -104,10 +105,9 @@ def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -
 
 def _of_episodes(
     episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
-) -> tuple[list[dict[str, float]], int]:
-    """A_E of each episode with its parts, and how many groups of two or more have no spread."""
+) -> list[dict[str, float]]:
+    """A_E of each episode with its parts."""
     rows: list[dict[str, float]] = [{}] * len(episodes)
-    flat = 0
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
         # Counted by step, a score stands in the mean and the std once for every decision of its episode.
@@ -122,8 +122,7 @@ def _of_episodes(
                 "score_scale": compared.scale,
                 "episode_advantage": compared.advantages[end - 1],
             }
-        flat += len(members) > 1 and not any(compared.advantages)
-    return rows, flat
+    return rows
 
 
 def _agreement(

@@ -29,15 +29,6 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
     them over tokens, so that long answers count more; here a decision is what is credited. A batch without
     spread has advantage 0. Groups are not compared: worlds of unlike difficulty share one baseline.
 
-    Args:
-        episodes: all episodes of the batch.
-
-    Returns:
-        [T] advantages for each episode, their parts, and counts.
-
-    Raises:
-        AdvantageError: see `siblings`.
-
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term, a
     part of the reward there, is training.kl_reward_coef.
     """
@@ -74,17 +65,13 @@ def _standardised_over_the_batch(
     episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]], *, size: float
 ) -> tuple[Advantages, list[list[float]]]:
     """The advantages, with the part `scale`, and the baseline of each decision; `size` as in `relative`."""
-    groups = siblings(episodes)
     compared = relative([value for row_T in values for value in row_T], standardised, size=size)
     of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]
-    flat = sum(
-        len(members) > 1 and not any(value for index in members for value in advantages[index])
-        for members in groups.values()
-    )
     scale = [[compared.scale] * len(row_T) for row_T in values]
     baselines = [[next(of_baselines) for _ in row_T] for row_T in values]
-    return Advantages(advantages, group_counts(groups, flat=flat), {"scale": scale}), baselines
+    counts = group_counts(siblings(episodes), advantages)
+    return Advantages(advantages, counts, {"scale": scale}), baselines
 
 
 PLUGS = {

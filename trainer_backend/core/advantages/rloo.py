@@ -23,16 +23,6 @@ def rloo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     not filtered by outcome). An episode without siblings has no baseline: advantage 0, counted; others give
     it its raw score. gamma is not used: a score is a plain sum.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order.
-        keys: not read; the scores are made by them.
-
-    Returns:
-        [T] equal advantages for each episode, their parts, and counts.
-
-    Raises:
-        AdvantageError: see `siblings`.
-
     Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. An episode without
     siblings has its raw score in one of verl's two forms and 0 in the other, as here.
     """

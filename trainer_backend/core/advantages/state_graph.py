@@ -4,14 +4,13 @@ Decisions are numbered through the batch, one episode after the other: [D].
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from trainer_backend.core.advantages.episodes import EpisodeRewards
+from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_incomplete, siblings
 from trainer_backend.core.advantages.spread import Scale, relative
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
-from trainer_backend.errors import AdvantageError, place
 
 # [D] numbers of all decisions of the batch, by the name of the part; None where a decision has no such part.
 Columns = Mapping[str, Sequence[float | None]]
@@ -22,18 +21,16 @@ class StateGraph:
     """The graphs of all groups of a batch, apart from each other: equal keys of two groups are two states.
 
     A lone episode has nobody to be compared with, so each of its decisions is a state of its own.
-
-    Attributes:
-        anchors: [S] the decisions made in each state.
-        next_D: the decision that follows in the episode; None after its last one.
-        starts: the first decision of each episode.
-        groups: the decisions of each group of two episodes or more.
     """
 
     anchors: Sequence[Sequence[int]]
+    """[S] the decisions made in each state."""
     next_D: Sequence[int | None]
+    """The decision that follows in the episode; None after its last one."""
     starts: Set[int]
+    """The first decision of each episode."""
     groups: Sequence[Sequence[int]]
+    """The decisions of each group of two episodes or more."""
 
     @property
     def state_D(self) -> list[int]:
@@ -47,8 +44,7 @@ class StateGraph:
     @property
     def others_D(self) -> list[float]:
         """How many other decisions were made in the same state."""
-        sizes_S = [len(anchor) - 1.0 for anchor in self.anchors]
-        return [sizes_S[state] for state in self.state_D]
+        return [len(self.anchors[state]) - 1.0 for state in self.state_D]
 
     @property
     def sizes(self) -> dict[str, float]:
@@ -58,40 +54,29 @@ class StateGraph:
     def relative(
         self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """[D] each value against those of all decisions of its group, and the parts of that.
-
-        Without a group a value is its own baseline. `sizes_D` as in `relative_at`.
-        """
-        advantages_D, baselines_D = [0.0] * len(values_D), list(values_D)
-        scale_D = [1.0] * len(values_D)
-        for group in self.groups:
-            size = max([sizes_D[d] for d in group])
-            comparison = relative([values_D[d] for d in group], scale, size=size)
-            columns, divisor = (comparison.advantages, comparison.baselines), comparison.scale
-            for d, advantage, baseline in zip(group, *columns, strict=True):
-                advantages_D[d], baselines_D[d], scale_D[d] = advantage, baseline, divisor
-        return advantages_D, {"graph_baseline": baselines_D, "graph_scale": scale_D}
+        """[D] each value against those of all decisions of its group, as `relative_at` in a state."""
+        advantages_D, parts_D = relative_at(self.groups, values_D, scale, sizes_D)
+        return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
         """[D] mean of the values over the same state; fsum: the order of its decisions changes no bit."""
-        means_D = [0.0] * len(values_D)
+        return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
+
+    def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
+        """[D] one number of the values over the same state."""
+        reduced_D = [0.0] * len(values_D)
         for anchor in self.anchors:
-            mean = math.fsum(values_D[d] for d in anchor) / len(anchor)
+            number = reduce([values_D[d] for d in anchor])
             for d in anchor:
-                means_D[d] = mean
-        return means_D
+                reduced_D[d] = number
+        return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
         """[D] what rounding errors of r + gamma * V(s') - V(s) are measured by; V are `means` of returns.
 
-        Args:
-            sizes_D: that of the returns, which their rewards are parts of.
+        `sizes_D` are those of the returns.
         """
-        values_D = list(sizes_D)
-        for anchor in self.anchors:
-            largest = max(sizes_D[d] for d in anchor)
-            for d in anchor:
-                values_D[d] = largest
+        values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
@@ -99,16 +84,19 @@ class StateGraph:
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
 
-def state_graph(
-    episodes: Sequence[EpisodeRewards], groups: Mapping[str, Sequence[int]], reader: str
-) -> StateGraph:
+def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
 
     Raises:
-        AdvantageError: state keys that are not one a decision.
+        AdvantageError: see `siblings`; state keys that are not one a decision.
     """
+    groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
-    decisions, next_D = _numbered(episodes)
+    decisions, next_D = list[range](), list[int | None]()  # of each episode, and what follows each decision
+    for episode in episodes:
+        first, end = len(next_D), len(next_D) + len(episode.rewards_T)
+        decisions.append(range(first, end))
+        next_D += [*range(first + 1, end), None]
     lone = {d for members in groups.values() if len(members) == 1 for d in decisions[members[0]]}
     met = anchors(episodes)
     apart = [anchor for anchor in met if anchor[0] not in lone] + [[d] for d in sorted(lone)]
@@ -118,16 +106,6 @@ def state_graph(
         if len(members) > 1
     ]
     return StateGraph(apart, next_D, first_decisions(episodes), together)
-
-
-def _numbered(episodes: Sequence[EpisodeRewards]) -> tuple[list[range], list[int | None]]:
-    """The decisions of each episode, and [D] the one that follows each."""
-    decisions, next_D = [], list[int | None]()
-    for episode in episodes:
-        first, end = len(next_D), len(next_D) + len(episode.rewards_T)
-        decisions.append(range(first, end))
-        next_D += [*range(first + 1, end), None]
-    return decisions, next_D
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
@@ -148,10 +126,8 @@ def relative_at(
 ) -> tuple[list[float], dict[str, list[float]]]:
     """[D] each value against those of the decisions in the same state, and the parts of that.
 
-    A decision alone in its state is its own baseline.
-
-    Args:
-        sizes_D: of the largest number that went into each value, see `relative`.
+    A decision alone in its state is its own baseline. `sizes_D` are of the largest number that went into each
+    value, see `relative`.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -181,8 +157,7 @@ def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
     """How often states met. Siblings share their first state, so later decisions are counted apart.
 
-    Args:
-        starts: the first decision of each episode.
+    `starts` are the first decisions of all episodes.
     """
     sizes = [len(decisions) for decisions in anchors]
     decisions, alone = sum(sizes), [anchor[0] for anchor in anchors if len(anchor) == 1]
@@ -203,13 +178,11 @@ def first_decisions(episodes: Sequence[EpisodeRewards]) -> set[int]:
 
 
 def refuse_missing_keys(episodes: Sequence[EpisodeRewards], reader: str) -> None:
-    """Refuse episodes whose state keys are not one a decision; `reader` is the estimator that needs them."""
-    for episode in episodes:
-        keys, decisions = len(episode.state_keys_T), len(episode.rewards_T)
-        if keys != decisions:
-            raise AdvantageError(
-                f"{keys} state keys for {decisions} decisions; {reader} compares those made in the same "
-                "state",
-                where=place(episode.rollout_id),
-                hint="the task app sends them when algorithm.state_hashing_function names one",
-            )
+    """Refuse episodes without a state key for each decision; `reader` is the estimator that needs them."""
+    refuse_incomplete(
+        episodes,
+        [episode.state_keys_T for episode in episodes],
+        "state keys",
+        f"{reader} compares those made in the same state",
+        hint="the task app sends them when algorithm.state_hashing_function names one",
+    )

@@ -25,15 +25,6 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
     episode whose siblings have all finished keeps its return; one without siblings at all has no
     baseline: its advantages are 0 and its decisions are counted.
 
-    Args:
-        episodes: all episodes of the batch, groups in any order.
-
-    Returns:
-        [T] advantages for each episode, their parts, and counts.
-
-    Raises:
-        AdvantageError: see `siblings`.
-
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
     returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
@@ -41,7 +32,6 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
     baselines: list[list[float]] = [[] for _ in episodes]
     advantages: list[list[float]] = [[] for _ in episodes]
     compared: list[list[float]] = [[] for _ in episodes]
-    flat_groups = lone_decisions = 0
     groups = siblings(episodes)
     for members in groups.values():
         for t in range(max(len(returns[index]) for index in members)):
@@ -53,11 +43,8 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
                 advantages[index].append(advantage)
                 baselines[index].append(baseline)
                 compared[index].append(len(members) - 1.0)
-        if len(members) == 1:
-            lone_decisions += len(returns[members[0]])
-        else:
-            flat_groups += not any(value for index in members for value in advantages[index])
-    counts = group_counts(groups, flat=flat_groups) | {"advantages/lone_decisions": float(lone_decisions)}
+    lone = sum(len(returns[members[0]]) for members in groups.values() if len(members) == 1)
+    counts = group_counts(groups, advantages) | {"advantages/lone_decisions": float(lone)}
     return Advantages(advantages, counts, {"return": returns, "baseline": baselines, "compared": compared})
 
 
