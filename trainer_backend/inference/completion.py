@@ -23,11 +23,7 @@ from trainer_backend.inference.stop_strings import StopStrings, cut_before
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A parsed and rendered request. An empty `rollout_id` means none.
-
-    Attributes:
-        call_opening: the beginning of a forced call, which the prompt ends with and the answer is read with.
-    """
+    """A parsed and rendered request. An empty `rollout_id` means none."""
 
     completion_id: str
     created: int
@@ -37,6 +33,7 @@ class Completion:
     max_tokens: int
     rollout_id: str
     call_opening: str = ""
+    """The beginning of a forced call, which the prompt ends with and the answer is read with."""
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -46,28 +46,25 @@ class RequestHashes:
 
 @dataclass(frozen=True)  # without slots: `ids` is made once
 class Prompt:
-    """A rendered prompt, and how it continues the rollout's last one.
-
-    Attributes:
-        packed_ids: its ids, four bytes each, since 10,000 conversations are kept.
-        reused: number of its first ids that come from the last prompt and response.
-        opening: the end of `text`, which begins a forced call.
-        break_cause: why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the
-            first prompt of a rollout.
-        answers: the sampled answers among its messages, where known.
-        cuts: ends of earlier prompts and answers in it, where both text and ids may be cut.
-        drift: of the last answer, if it was sent back unedited.
-    """
+    """A rendered prompt, and how it continues the rollout's last one."""
 
     text: str
     packed_ids: "array[int]"
+    """The prompt's ids, four bytes each, since 10,000 conversations are kept."""
     hashes: RequestHashes
     opening: str = ""
+    """The end of `text`, which begins a forced call."""
     reused: int = 0
+    """Number of its first ids that come from the last prompt and response."""
     break_cause: str | None = None
+    """Why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the first prompt
+    of a rollout."""
     answers: tuple[Answer, ...] = ()
+    """The sampled answers among its messages, where known."""
     cuts: tuple[Cut, ...] = ()
+    """Ends of earlier prompts and answers in it, where both text and ids may be cut."""
     drift: Drift | None = None
+    """The drift of the last answer, if it was sent back unedited."""
 
     @cached_property
     def ids(self) -> list[int]:

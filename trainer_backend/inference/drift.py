@@ -13,15 +13,12 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The drift of one answer.
-
-    Attributes:
-        tokens: whether its own text, tokenised again, gives other ids.
-        text: whether the template writes the parsed message differently; None if it cannot write it alone.
-    """
+    """The drift of one answer."""
 
     tokens: bool
+    """Whether its own text, tokenised again, gives other ids."""
     text: bool | None
+    """Whether the template writes the parsed message differently; None if it cannot write it alone."""
 
 
 def drift_of(
@@ -71,22 +68,20 @@ class ConversationFigures:
         template: nothing was edited, but the template does not continue the sampled text for another reason.
         other_model: the last answer came from another policy.
         unknown: the messages hold an answer of an unknown rollout, forgotten or continued from elsewhere.
-
-    Attributes:
-        prefix_extended: prompts that continue all ids of the rollout's last prompt and response.
-        prefix_broken: other prompts, by cause.
-        drift_checked: answers that were sent back unedited, each checked once.
-        drift_tokens: of those, answers whose text gives other ids when tokenised again.
-        drift_text: of those, answers whose parsed message the template writes differently.
-        drift_text_untold: of those, answers that the template cannot write alone.
     """
 
     prefix_extended: int = 0
+    """Prompts that continue all ids of the rollout's last prompt and response."""
     prefix_broken: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    """Other prompts, by cause."""
     drift_checked: int = 0
+    """Answers that were sent back unedited, each checked once."""
     drift_tokens: int = 0
+    """Of the checked answers, those whose text gives other ids when tokenised again."""
     drift_text: int = 0
+    """Of the checked answers, those whose parsed message the template writes differently."""
     drift_text_untold: int = 0
+    """Of the checked answers, those that the template cannot write alone."""
 
     def add(self, *, extends: bool, break_cause: str | None, drift: Drift | None) -> None:
         """Count a prompt that was answered."""

@@ -65,60 +65,51 @@ class Canary:
     """A fixed prompt, scored by the learner with the weights that are published.
 
     Without it a wrong reload is silent: vLLM answers 200 to loads that leave parts of the model as they were.
-
-    Attributes:
-        ids: the prompt.
-        logprobs: of ids[1:], by the learner.
-        limit: largest mean difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """The learner's log-probs of ids[1:]."""
     limit: float
+    """Largest mean difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version of the policy, as replicas load it.
-
-    Attributes:
-        folder: a model folder, or one of adapters.
-        base: the model folder that adapters are over.
-        address: where the learner hands the weights out, and `folder` is not read; None: it is.
-    """
+    """A version of the policy, as replicas load it."""
 
     version: int
     folder: Path
+    """A model folder, or one of adapters."""
     canary: Canary
     base: Path | None = None
+    """The model folder that adapters are over."""
     address: WeightAddress | None = None
+    """Where the learner hands the weights out, and `folder` is not read; None: it is."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server, and what the pool knows of it.
-
-    Attributes:
-        fit: whether it was found to be one that can be trained with.
-        task: loads weights into it, or has done so.
-        loads: how often it began to serve.
-        running: requests that it samples now.
-        sessions: rollouts whose decisions go to it.
-        last_error: its last failure; "" before any.
-        expected: whether it served before the publish that goes on, so that its sessions wait for it.
-        away_since: when it ceased to serve, or was last started anew for that.
-    """
+    """One server, and what the pool knows of it."""
 
     engine: ReplicaEngine
     state: State = "starting"
     running: int = 0
+    """Requests that it samples now."""
     sessions: int = 0
+    """Rollouts whose decisions go to it."""
     fit: bool = False
+    """Whether it was found to be one that can be trained with."""
     task: asyncio.Task[None] | None = None
+    """The load that runs, or the last one."""
     loads: int = 0
+    """How often it began to serve."""
     last_error: str = ""
+    """Its last failure; "" before any."""
     expected: bool = False
+    """Whether it served before the publish that runs now, so that its sessions wait for it."""
     away_since: float | None = None
+    """When it ceased to serve, or was last started again for that."""
 
 
 class ReplicaPool:

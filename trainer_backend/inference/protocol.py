@@ -18,27 +18,21 @@ WeightSource: TypeAlias = "Mapping[str, Tensor] | Path | str"
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token.
-
-    Attributes:
-        likeliest: (id, log-prob) of the most likely tokens at its place, if requested.
-        lost_mass: the probability that truncation removed there; None without it.
-    """
+    """One sampled token."""
 
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
+    """(id, log-prob) of the most likely tokens at its place, if requested."""
     lost_mass: float | None = None
+    """The probability that truncation removed there; None without it."""
 
 
 class StopRule(Protocol):
-    """Decides after each sampled token, in order, whether to stop. One per request.
-
-    Attributes:
-        strings: what it looks for in the text of the tokens.
-    """
+    """Decides after each sampled token, in order, whether to stop. One per request."""
 
     strings: tuple[str, ...]
+    """What it looks for in the text of the tokens."""
 
     def take(self, token_id: int) -> str | None:
         """Return the stop string that this token completes, or None to continue. It must not raise."""
@@ -49,26 +43,23 @@ class StopRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Optional parts of a request.
-
-    Attributes:
-        likeliest: how many of the most likely tokens to report at every place; none is reported where memory
-            runs out for them.
-        stop: ends the generation in the engine, so that nothing is sampled beyond it.
-        processed: report log-probs after truncation (see `Generation`).
-        on_token: called in the caller's event loop with each token except the one that ends the generation,
-            which only the return of `generate` reveals.
-        session: the rollout of the request, whose prompts begin alike; "" for none.
-        common_draws: the random numbers follow from the seed alone, and not from the prompt too. An engine
-            that has no seeds of its own ignores it.
-    """
+    """Optional parts of a request."""
 
     likeliest: int = 0
+    """How many of the most likely tokens to report at every place; none is reported where memory runs out for
+    them."""
     stop: StopRule | None = None
+    """A rule that ends the generation in the engine, so that nothing is sampled beyond it."""
     processed: bool = False
+    """Report log-probs after truncation (see `Generation`)."""
     on_token: Callable[[SampledToken], None] | None = None
+    """Called in the caller's event loop with each token except the one that ends the generation, which only
+    the return of `generate` reveals."""
     session: str = ""
+    """The rollout of the request, whose prompts begin alike; "" for none."""
     common_draws: bool = False
+    """The random numbers follow from the seed alone, and not from the prompt too. An engine that has no seeds
+    of its own ignores it."""
 
 
 NO_EXTRAS = Extras()
@@ -76,27 +67,23 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The sampled continuation of one prompt.
-
-    Attributes:
-        token_ids: sampled ids, including a stop token that ended the generation.
-        logprobs: of each id under softmax(logits / temperature), before truncation (fp32); after it,
-            renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
-            softmax(logits).
-        finish_reason: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result).
-        versions: ((first_token, policy_version), ...): the weights from each first token on.
-        stop_string: the one that its last token completed, or None.
-        prompt_tokens_reused: prompt tokens whose keys and values were cached.
-        likeliest: per token, as `Extras.likeliest` requests.
-    """
+    """The sampled continuation of one prompt."""
 
     token_ids: tuple[int, ...]
+    """Sampled ids, including a stop token that ended the generation."""
     logprobs: tuple[float, ...]
+    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32); after it, renormalised,
+    if `Extras.processed` is set. At temperature 0, where that is degenerate, under softmax(logits)."""
     finish_reason: FinishReason
+    """How it ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result)."""
     versions: tuple[tuple[int, int], ...]
+    """((first_token, policy_version), ...): the weights from each first token on."""
     stop_string: str | None = None
+    """The one that its last token completed, or None."""
     prompt_tokens_reused: int = 0
+    """Prompt tokens whose keys and values were cached."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Per token, as `Extras.likeliest` requests."""
 
     def sampled(self) -> list[SampledToken]:
         """Return its tokens one by one."""

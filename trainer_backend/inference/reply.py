@@ -16,18 +16,15 @@ TOOL_CALL_ERROR = "tool_call_error"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generation as a message.
-
-    Attributes:
-        raw_text: all sampled text, including a stop string, without the stop token.
-        stop_token: the text of the stop token, or "".
-    """
+    """One generation as a message."""
 
     index: int
     generation: Generation
     message: Mapping[str, Any]
     raw_text: str
+    """All sampled text, including a stop string, without the stop token."""
     stop_token: str
+    """The text of the stop token, or ""."""
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:

@@ -106,18 +106,15 @@ class RowSettings:
 
 
 class Draw(NamedTuple):
-    """One sampled token of each row.
-
-    Attributes:
-        tokens_B: [B] int64 ids.
-        logprobs_B: [B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows:
-            under softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf.
-        mass_B: [B] float64 probability that truncation kept; None if no row truncates.
-    """
+    """One sampled token of each row."""
 
     tokens_B: Tensor
+    """[B] int64 ids."""
     logprobs_B: Tensor
+    """[B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows: under
+    softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf."""
     mass_B: Tensor | None
+    """[B] float64 probability that truncation kept; None if no row truncates."""
 
 
 def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:

@@ -30,18 +30,15 @@ from trainer_backend.models.sources import remember_chat_settings
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What servers of a policy must know of it beside its weights.
-
-    Attributes:
-        table: [model] of the job: how the model is spoken to, and where it computes.
-        stop_ids: the token ids that end its answers.
-        vocabulary: how many token ids it embeds.
-    """
+    """What servers of a policy must know of it besides its weights."""
 
     table: ModelTable
+    """[model] of the job: how the model is spoken to, and where it computes."""
     tokenizer: PreTrainedTokenizerFast
     stop_ids: tuple[int, ...]
+    """The token ids that end its answers."""
     vocabulary: int
+    """How many token ids it embeds."""
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:

@@ -83,13 +83,10 @@ _TOKENS = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? ([0-
 
 @dataclass(slots=True)
 class _Answer:
-    """What a server has told of one sample so far.
-
-    Attributes:
-        request_id: the server's own name of the request.
-    """
+    """What a server has told of one sample so far."""
 
     request_id: str = ""
+    """The server's own name of the request."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -144,16 +141,14 @@ class VllmEngine(RemoteEngine):
             and they go on with the new weights.
         wait_s: how long a load may take.
         ask: is called before the server asks the learner for weights that are sent.
-
-    Attributes:
-        silence_s: a sample may take any time, but a server that has answered nothing for so long is asked
-            for one token. It is wedged if that takes as long again and its metrics count no further token
-            meanwhile: one whose queue is full of long samples goes on counting. Whoever waits for a sample is
-            more patient than both together: who gave up before would be sent to the same server again.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     silence_s = 30.0
+    """A sample may take any time, but a server that has answered nothing for so long is asked for one token.
+    It is wedged if that takes as long again and its metrics count no further token meanwhile: one whose queue
+    is full of long samples counts on. A caller of `generate` has to wait longer than both together: one that
+    gave up before would be sent to the same server again."""
 
     def __init__(
         self,

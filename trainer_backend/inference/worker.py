@@ -24,22 +24,19 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, for metrics; only the engine thread writes them.
-
-    Attributes:
-        preempted: rows that were freed for older requests; theirs waited, and were computed again.
-        truncated_tokens: sampled tokens under truncation.
-        lost_mass: sum of the probability that truncation removed from them.
-    """
+    """Totals since the start, for metrics; only the engine thread writes them."""
 
     requests: int = 0
     preempted: int = 0
+    """Rows that were freed for older requests; theirs waited, and were computed again."""
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
+    """Sampled tokens under truncation."""
     lost_mass: float = 0.0
+    """Sum of the probability that truncation removed from them."""
 
 
 class EngineWorker:
