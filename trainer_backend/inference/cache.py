@@ -6,7 +6,6 @@ clearing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,12 +56,8 @@ class RowCache(Protocol):
         """Make a row with numbers that are not finite harmless for the next one in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopy:
-    """A row's first tokens outside the cache: per layer [heads, length, head_dim] keys and values."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+# A row's first tokens outside the cache: the keys of each layer, [heads, length, head_dim], then the values.
+RowCopy = tuple[Tensor, ...]
 
 
 class SlotCache(Cache):
@@ -130,16 +125,12 @@ class SlotCache(Cache):
 
     def copy_out(self, row: int, length: int) -> RowCopy:
         """Copy a row's first `length` positions to separate memory."""
-        keys, values = (
-            tuple(tensor[row, :, :length].clone() for tensor in tensors)
-            for tensors in (self._keys, self._values)
-        )
-        return RowCopy(keys, values)
+        return tuple(tensor[row, :, :length].clone() for tensor in (*self._keys, *self._values))
 
     def copy_in(self, copy: RowCopy, target: int, length: int, *, room: int) -> None:
         """Write the first `length` positions of a copy into a row."""
         self.reserve(room)
-        for tensor, old in zip((*self._keys, *self._values), (*copy.keys, *copy.values), strict=True):
+        for tensor, old in zip((*self._keys, *self._values), copy, strict=True):
             tensor[target, :, :length] = old[:, :length]
 
     def update(
@@ -167,9 +158,13 @@ class SlotCache(Cache):
         """
         if number == len(self._keys):
             # Allocate both first: out of memory in between would leave a layer without values.
-            both = self._allocate(key_states), self._allocate(value_states)
-            self._keys.append(both[0])
-            self._values.append(both[1])
+            sizes = (
+                (self.slots, new.shape[-3], self.capacity, new.shape[-1])
+                for new in (key_states, value_states)
+            )
+            keys, values = (key_states.new_zeros(size, dtype=self.dtype) for size in sizes)
+            self._keys.append(keys)
+            self._values.append(values)
         return self._keys[number], self._values[number]
 
     def reserve(self, length: int) -> None:
@@ -194,10 +189,6 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        size = (self.slots, like.shape[-3], self.capacity, like.shape[-1])
-        return like.new_zeros(size, dtype=self.dtype)
 
     def _grow(self, old: Tensor, capacity: int) -> Tensor:
         if old.shape[2] >= capacity:

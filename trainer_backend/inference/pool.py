@@ -134,7 +134,7 @@ class ReplicaPool:
         self._show: Show = lambda replica, version: None
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._published: Publication | None = None
-        self._breakdown: Future[str] = Future()
+        self.breakdown: Future[str] = Future()
         self._lock = threading.Lock()
         self._totals = dict.fromkeys(
             ("requests", "prompt_tokens", "prompt_tokens_reused", "sampled_tokens"), 0
@@ -148,10 +148,6 @@ class ReplicaPool:
     @property
     def max_model_len(self) -> int:
         return min(replica.engine.max_model_len for replica in self.replicas)
-
-    @property
-    def breakdown(self) -> Future[str]:
-        return self._breakdown
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -426,8 +422,8 @@ class ReplicaPool:
     def _break_down(self) -> None:
         """End the run: no request can be sampled. Both threads may find that."""
         with self._lock:
-            if not self._breakdown.done():
-                self._breakdown.set_result(self._nobody())
+            if not self.breakdown.done():
+                self.breakdown.set_result(self._nobody())
 
     def _nobody(self) -> str:
         key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"

@@ -72,8 +72,9 @@ class Generation:
     token_ids: tuple[int, ...]
     """Sampled ids, including a stop token that ended the generation."""
     logprobs: tuple[float, ...]
-    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32); after it, renormalised,
-    if `Extras.processed` is set. At temperature 0, where that is degenerate, under softmax(logits)."""
+    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32); after it,
+    renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
+    softmax(logits)."""
     finish_reason: FinishReason
     """How it ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result)."""
     versions: tuple[tuple[int, int], ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.paged_pass import DecodeAttention
-from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, Draw, RowSettings, sample
+from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, RowSettings, sample
 from trainer_backend.models.folder import is_out_of_memory
 
 log = structlog.get_logger(__name__)
@@ -197,7 +197,12 @@ class StaticStep:
         else:
             draw = sample(logits_BV, settings, uniforms_B)
         self._keep(logits_BV)
-        self._write(draw, bucket)
+        self._tokens_S[:bucket] = draw.tokens_B
+        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer suffices.
+        self._out_SN[:bucket, 0] = draw.tokens_B.double()
+        self._out_SN[:bucket, 1] = draw.logprobs_B.double()
+        if draw.mass_B is not None:
+            self._out_SN[:bucket, 2] = draw.mass_B
 
     def _keep(self, logits_BV: Tensor) -> None:
         """Copy logits to where every graph leaves them: a graph's own would occupy its pool for good.
@@ -207,14 +212,6 @@ class StaticStep:
         if self._logits_SV is None:
             self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
         self._logits_SV[: len(logits_BV)] = logits_BV
-
-    def _write(self, draw: Draw, bucket: int) -> None:
-        self._tokens_S[:bucket] = draw.tokens_B
-        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer suffices.
-        self._out_SN[:bucket, 0] = draw.tokens_B.double()
-        self._out_SN[:bucket, 1] = draw.logprobs_B.double()
-        if draw.mass_B is not None:
-            self._out_SN[:bucket, 2] = draw.mass_B
 
     def _try_to_capture(self, bucket: int, truncates: bool) -> None:
         """Capture a step; where it cannot be, the log says why.

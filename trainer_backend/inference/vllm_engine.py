@@ -165,20 +165,16 @@ class VllmEngine(RemoteEngine):
         self.url = url.rstrip("/")
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
-        self._name, self._version = "", 0  # of the last load
+        self._name = ""  # of the last load, as is the version
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        if len(ids) + sampling.max_tokens > self._max_model_len:
+        if len(ids) + sampling.max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._max_model_len
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
             )
         if sampling.is_truncated:
             raise BadChatRequest(
@@ -373,7 +369,7 @@ class VllmEngine(RemoteEngine):
                         await self._control("POST", route, body=body)
                     await self._control("POST", "/reset_prefix_cache")
                     await self._control("POST", "/update_weight_version", body={"new_version": name})
-                self._name, self._version = name, version
+                self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
                 await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
@@ -408,7 +404,7 @@ class VllmEngine(RemoteEngine):
 
     def accept(self) -> None:
         """Take samples with the weights of the last load, which were found to be the right ones."""
-        self._versions[self._name] = self._version
+        self._versions[self._name] = self.version
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:], each given those before it, under the weights that serve now."""
@@ -453,48 +449,42 @@ class VllmEngine(RemoteEngine):
         if len(lengths) != 1:
             raise RemoteRefused(f"{self.url} serves the models {sorted(lengths)}, where one is needed")
         ((self._model, length),) = lengths.items()
-        if length < self._max_model_len:
+        if length < self.max_model_len:
             raise RemoteRefused(
                 f"{self.url} has a context of {length} tokens, and inference.max_model_len is "
-                f"{self._max_model_len}",
-                hint=f"Start it with --max-model-len {self._max_model_len}.",
+                f"{self.max_model_len}",
+                hint=f"Start it with --max-model-len {self.max_model_len}.",
             )
         await self._control("GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
-        try:
-            await self._control(
-                "POST", "/collective_rpc", body={"method": _READY}, timeout_s=_ENGINE_TIMEOUT_S
-            )
-        except RemoteUnavailable as error:
-            if _READY not in error.detail:
-                raise
-            raise RemoteRefused(  # its worker does not know the method, as its error says
-                f"{self.url} cannot load weights: {error.detail}",
-                hint="Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md).",
-            ) from error
+        hint = "Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md)."
+        await self._require(_READY, "cannot load weights", hint)
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
 
     async def refuse_deaf(self) -> None:
         """Refuse a server that cannot receive weights from the learner's process."""
+        hint = (
+            'Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or use '
+            'weight_transfer.backend = "folder".'
+        )
+        await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
+
+    async def _require(self, method: str, what: str, hint: str) -> None:
+        """Refuse a server whose worker does not know a method, as its error says."""
         try:
             await self._control(
-                "POST", "/collective_rpc", body={"method": _RECEIVES}, timeout_s=_ENGINE_TIMEOUT_S
+                "POST", "/collective_rpc", body={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
             )
         except RemoteUnavailable as error:
-            if _RECEIVES not in error.detail:
+            if method not in error.detail:
                 raise
-            raise RemoteRefused(
-                f"{self.url} cannot receive weights from the learner: {error.detail}",
-                hint='Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or '
-                'use weight_transfer.backend = "folder".',
-            ) from error
+            raise RemoteRefused(f"{self.url} {what}: {error.detail}", hint=hint) from error
 
     async def _refuse_raw_logprobs(self) -> None:
         """Refuse log-probs that ignore the temperature: processed ones at 1/2 and raw ones differ."""
         tops = []
         for temperature in (2.0, 0.5):
-            sampling = Sampling(temperature=temperature, max_tokens=1)
-            answer = _Answer()
+            sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
             body = self._body(range(1, 17), sampling, _PROBE_TOPS)
             reply = await self._control("POST", _GENERATE, body=body, timeout_s=_ENGINE_TIMEOUT_S)
             answer.add(reply, Extras(likeliest=_PROBE_TOPS))
@@ -512,9 +502,9 @@ def refuse_release(release: str, where: str) -> None:
     if numbers is None:
         raise RemoteRefused(f"{where} is no vLLM: its version is {release!r:.40}")
     if not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
+        oldest, beyond = (".".join(map(str, limit)) for limit in (OLDEST, BEYOND))
         raise RemoteRefused(
-            f"{where} runs vLLM {release}; releases from {_dotted(OLDEST)} to before {_dotted(BEYOND)} are "
-            "supported"
+            f"{where} runs vLLM {release}; releases from {oldest} to before {beyond} are supported"
         )
 
 
@@ -536,26 +526,20 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
     raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    lines = Lines(MOST_REPLY_BYTES)
-    async for part in content.iter_any():
-        for line in lines.take(part):
-            yield line
-    yield lines.rest
-
-
 async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE].
 
     Raises:
         RemoteUnavailable: the stream ends without it.
     """
-    async for line in _lines(content):
-        data = line.strip().removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        if data:
-            yield _reply(200, data, where)
+    lines = Lines(MOST_REPLY_BYTES)
+    async for part in content.iter_any():
+        for line in lines.take(part):
+            data = line.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                yield _reply(200, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 
@@ -571,7 +555,3 @@ def _tell(answer: _Answer, count: int, extras: Extras) -> int:
     for token in list(tokens)[count:newest]:
         extras.on_token(token)
     return max(count, newest)
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
