@@ -38,9 +38,9 @@ from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
 from trainer_backend.learner.sharding import mesh_of, shard, whole
-from trainer_backend.learner.shares import weights_of, write_weights
+from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.models.folder import load_model_folder, save_model_folder
+from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 GRADIENTS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def _segment(rng: random.Random, name: str, t: int) -> Segment:
 def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, float]]:
     """A step's gradient as one vector in float64, and the step's metrics."""
     learner, given = learner_of(config, ranks), episodes()
-    if config.update.value_level is None:
+    if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
     else:
         learner.values({episode.rollout_id: episode.segments for episode in given})
@@ -126,7 +126,7 @@ def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, flo
             weight.mul_(1.01)  # away from what a KL pulls towards
     drafts, rng = update.weighed(given).scored, random.Random(9)
     near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
-    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.update.objectives).scored
+    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.objectives).scored
     metrics = update.gradient(step, {episode.rollout_id: episode for episode in given})
     return torch.cat([whole(weight.grad).flatten().double() for weight in learner.trained()]), metrics
 

@@ -90,7 +90,15 @@ class Completion:
         """Return the whole reply."""
         return {
             **self.frame("chat.completion"),
-            "choices": [self._choice_body(choice) for choice in choices],
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": choice.message,
+                    "logprobs": self.logprobs_body(choice.generation.sampled()),
+                    **self.exact_fields(choice),
+                }
+                for choice in choices
+            ],
             "usage": usage_body(self.prompt.ids, [choice.generation for choice in choices]),
             **self.prompt_fields(),
         }
@@ -111,14 +119,6 @@ class Completion:
         if not self.request.logprobs:
             return None
         return {"content": logprob_entries(tokens, self.policy.renderer), "refusal": None}
-
-    def _choice_body(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": choice.message,
-            "logprobs": self.logprobs_body(choice.generation.sampled()),
-            **self.exact_fields(choice),
-        }
 
     def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request

@@ -1,7 +1,8 @@
 """Drift: whether writing or tokenising the last answer again would give other tokens, and counts of that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, JsonObject
@@ -37,17 +38,12 @@ def drift_of(
         messages: the answer as it was sent back, and the messages after it; a template may write an answer
             differently when it is not the last.
     """
-    front = renderer.encode(before)
     again = renderer.encode(before + answer.raw_text + answer.stop_text)
-    return Drift(tokens=again != [*front, *sampled], text=_text_differs(answer, messages, renderer))
-
-
-def _text_differs(answer: Answer, messages: Sequence[JsonObject], renderer: ChatRenderer) -> bool | None:
-    try:
+    differs: bool | None = None
+    with suppress(BadChatRequest):
         text = renderer.prompt_text([QUESTION, *messages], [])
-        return not text.startswith(renderer.question + answer.written + answer.stop_text)
-    except BadChatRequest:
-        return None
+        differs = not text.startswith(renderer.question + answer.written + answer.stop_text)
+    return Drift(tokens=again != [*renderer.encode(before), *sampled], text=differs)
 
 
 EDITED, FRESH, TOOLS, REASONING, TEMPLATE = "edited", "fresh", "tools", "reasoning", "template"
@@ -96,11 +92,6 @@ class ConversationFigures:
 
     def totals(self) -> dict[str, int]:
         """Return all counts, flat, with every cause."""
-        return {
-            "prefix_extended": self.prefix_extended,
-            **{f"prefix_broken/{cause}": count for cause, count in self.prefix_broken.items()},
-            "drift_checked": self.drift_checked,
-            "drift_tokens": self.drift_tokens,
-            "drift_text": self.drift_text,
-            "drift_text_untold": self.drift_text_untold,
-        }
+        counts = asdict(self)
+        broken = counts.pop("prefix_broken")
+        return {**counts, **{f"prefix_broken/{cause}": count for cause, count in broken.items()}}

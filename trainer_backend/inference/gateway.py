@@ -170,11 +170,14 @@ class _Endpoint:
         raise NotImplementedError
 
 
+@dataclass(slots=True)
 class ChatEndpoint(_Endpoint):
     """POST /v1/chat/completions."""
 
+    conversations: Conversations = field(init=False)
+
     def __post_init__(self) -> None:
-        self._conversations = Conversations(most=self.limits.max_conversations)
+        self.conversations = Conversations(most=self.limits.max_conversations)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive)
@@ -210,7 +213,7 @@ class ChatEndpoint(_Endpoint):
         limit = _Limit.of(request, policy.engine)
         opening = policy.call_opening if request.forces_call else None
         call_opening = "" if opening is None else opening.text(policy.name_to_write(request.active_tools))
-        prompt = self._conversations.prompt(
+        prompt = self.conversations.prompt(
             rollout_id,
             request.messages,
             request.active_tools,
@@ -235,7 +238,7 @@ class ChatEndpoint(_Endpoint):
             completion.policy.figures.add(
                 extends=prompt.extends, break_cause=prompt.break_cause, drift=prompt.drift
             )
-            self._conversations.remember(completion.rollout_id, completion.turn(choice))
+            self.conversations.remember(completion.rollout_id, completion.turn(choice))
 
 
 @dataclass(frozen=True, slots=True)

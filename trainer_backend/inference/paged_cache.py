@@ -10,17 +10,8 @@ from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
 
-class PagedCopy:
-    """The pages of a kept prefix, which nobody writes in."""
-
-    __slots__ = ("pages",)
-
-    def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
-
-
 class PagedCache:
-    """`RowCache` in pages: nothing is copied but the last page of a shared prefix.
+    """`RowCache` in pages: nothing is copied but the last page of a shared prefix. A copy is a list of pages.
 
     Out of pages is out of memory: a `torch.OutOfMemoryError`, once every kept prefix is evicted.
 
@@ -59,19 +50,19 @@ class PagedCache:
         """Open a row with a running row's first `length` tokens, and pages for `room` tokens."""
         self._begin(target, self._rows[source], length, room)
 
-    def copy_out(self, row: int, length: int) -> PagedCopy:
+    def copy_out(self, row: int, length: int) -> list[int]:
         """Keep a row's first `length` tokens beyond its end."""
         pages = self._rows[row][: pages_for(length)]
         self._pool.refer(pages)
-        return PagedCopy(pages)
+        return pages
 
-    def copy_in(self, copy: PagedCopy, target: int, length: int, *, room: int) -> None:
+    def copy_in(self, copy: list[int], target: int, length: int, *, room: int) -> None:
         """Open a row with the first `length` tokens of a copy, and pages for `room` tokens."""
-        self._begin(target, copy.pages, length, room)
+        self._begin(target, copy, length, room)
 
-    def drop_copy(self, copy: PagedCopy) -> None:
-        self._pool.drop(copy.pages)
-        copy.pages = []
+    def drop_copy(self, copy: list[int]) -> None:
+        self._pool.drop(copy)
+        copy.clear()
 
     def close_row(self, row: int) -> None:
         """Free a row's pages, if it has any."""

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ModelFolderError, UnknownModel
@@ -23,8 +17,7 @@ from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.models.folder import embedding_rows, load_tokenizer
-from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
+from trainer_backend.models.folder import embedding_rows, folder_config, load_tokenizer
 from trainer_backend.models.sources import remember_chat_settings
 
 
@@ -50,25 +43,18 @@ class PolicyFacts:
     @classmethod
     def of_folder(cls, table: ModelTable, folder: Path) -> Self:
         """Of a model folder, whose weights are not read."""
-        refuse_incomplete(folder)
-        refuse_untrainable(folder)
-        try:
-            model = base_folder(folder) or folder
-            config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-            generation = _generation_config(folder, config)
+        config = folder_config(folder)
+        try:  # the generation config that the folder's model would have
+            if (folder / "generation_config.json").is_file():
+                generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            else:
+                generation = GenerationConfig.from_model_config(config)
         except Exception as error:  # a dozen types for a value that the library does not take
             raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error
         vocabulary = config.get_text_config().vocab_size
         tokenizer = load_tokenizer(folder, known_ids=vocabulary)
         remember_chat_settings(tokenizer, table)
         return cls(table, tokenizer, stop_token_ids(generation, tokenizer), vocabulary)
-
-
-def _generation_config(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
-    """The generation config that the folder's model would have."""
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
 
 
 class ServedPolicy:

@@ -41,7 +41,7 @@ def gradient_cosines(
         ranks: that compute them together.
     """
     training = config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
-    config = replace(config, lora=None, update=replace(config.update, training=training))
+    config = replace(config, lora=None, training=training)
     learner = ranks.in_turns(
         lambda: LocalLearner(config, *load_checkpoint(config.model, checkpoint), ranks=ranks)
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import ModelFolderError
@@ -15,7 +15,7 @@ from trainer_backend.learner.attention import head_dim_of
 from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import gates_are_known
-from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
+from trainer_backend.models.folder import folder_config
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
 
@@ -130,13 +130,3 @@ def model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) ->
     if checkpoint is None and table.preset is not None:
         return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
     return folder_config(checkpoint or model_folder(table))
-
-
-def folder_config(folder: Path) -> Any:
-    refuse_incomplete(folder)
-    refuse_untrainable(folder)
-    try:
-        model = base_folder(folder) or folder
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a dozen types for a value that the library does not take
-        raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error

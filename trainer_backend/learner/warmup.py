@@ -11,7 +11,6 @@ import torch
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
-from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
@@ -20,7 +19,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
-from trainer_backend.learner.scoring import Scorer, row_width
+from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
@@ -119,13 +118,10 @@ def _step(
     *,
     training: TrainingTable,
 ) -> float:
-    width = row_width(segments, training.row_tokens)
-    packed = pack_segments(segments, row_tokens=width)
     weight = float(token_mean(segments)[0][0])
     optimizer.zero_grad(set_to_none=True)
     total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
-    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), training.micro_batch_tokens // width)
-    for piece, counts in ranks.own_pieces(list(cut_packed(packed, rows))):
+    for piece, counts in ranks.own_pieces(cut_pieces(segments, training, ranks)[1]):
         loss = -(weight if counts else 0.0) * scorer.logprobs(piece).sum()
         (of_all,) = ranks.sums(loss.item())
         if not math.isfinite(of_all):
