@@ -30,6 +30,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
@@ -280,9 +281,9 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
     placement = Placement(torch.device("cpu"), low=torch.bfloat16)
     shard(held, ranks, LearnerTable(), placement.device)
     segments = [segment for episode in episodes() for segment in episode.segments]
-    size = {"row_tokens": 160, "micro_batch_tokens": 320}
-    scored = scorer_of(held, placement, ranks=ranks).score(segments, **size)
-    expected = scorer_of(alone, placement).score(segments, **size)
+    keys = LoopKeys(row_tokens=160, micro_batch_tokens=320)
+    scored = scorer_of(held, placement, ranks=ranks).score(segments, keys)
+    expected = scorer_of(alone, placement).score(segments, keys)
     pairs = zip(scored, expected, strict=True)
     return {"low": max(float(abs(found - was).max()) for found, was in pairs)}
 

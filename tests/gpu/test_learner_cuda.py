@@ -58,7 +58,7 @@ def episodes() -> list[CreditedEpisode]:
 
 
 def flat_scores(learner: LocalLearner, parts: list[Segment]) -> torch.Tensor:
-    return torch.tensor([value for row in learner.scorer.score(parts, **SIZE) for value in row])
+    return torch.tensor([value for row in learner.scorer.score(parts, SIZE) for value in row])
 
 
 def gradient(learner: LocalLearner) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_products_are_bfloat16_and_weights_gradients_and_moments_float32(tokeniz
     learner.model.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda *all_: seen.append(all_[2].dtype)
     )
-    learner.scorer.score(segments(2), **SIZE)
+    learner.scorer.score(segments(2), SIZE)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -106,7 +106,7 @@ def test_packed_segments_are_scored_by_the_kernel_as_each_alone(tokenizer, row_t
     assert isinstance(learner.scorer.attention, OneRow)
     packed = learner.scorer.score(parts, LoopKeys(row_tokens=row_tokens, micro_batch_tokens=2048))
     for part, found in zip(parts, packed, strict=True):
-        (alone,) = learner.scorer.score([part], **SIZE)
+        (alone,) = learner.scorer.score([part], SIZE)
         assert found == pytest.approx(alone, abs=ROUNDED)
 
 

@@ -243,7 +243,7 @@ class VllmEngine(RemoteEngine):
         """Ask for one token; raise where the server gives neither that nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
-            await self._control("POST", _GENERATE, body=body, timeout_s=self.silence_s)
+            await self._control("POST", _GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
@@ -262,33 +262,26 @@ class VllmEngine(RemoteEngine):
         return None
 
     async def _control(
-        self,
-        method: str,
-        route: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, route: str, *, timeout_s: float | None = None, **sent: Any
     ) -> Mapping[str, Any]:
-        """One request beside the samples, whose reply is JSON. None: the caller has a deadline around it."""
-        status, text = await self._exchange(method, route, params=params, body=body, timeout_s=timeout_s)
+        """One request apart from the samples, whose reply is JSON; arguments as of `_exchange`."""
+        status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
         return _reply(status, text, self.url + route)
 
     async def _exchange(
-        self,
-        method: str,
-        route: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, route: str, *, timeout_s: float | None, **sent: Any
     ) -> tuple[int, bytes]:
-        """Status and body, on a connection of its own: its caller may run in another loop."""
+        """Status and body, on a connection of its own: its caller may run in another loop.
+
+        Args:
+            timeout_s: None: the caller has a deadline around it.
+            sent: the `params` or the `json` of the request.
+        """
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, where, params=params, json=body, allow_redirects=False) as response,
+                session.request(method, where, allow_redirects=False, **sent) as response,
             ):
                 return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
@@ -333,7 +326,7 @@ class VllmEngine(RemoteEngine):
                     raise RemoteRefused(f"{self.url} sampled more than max_tokens {sampling.max_tokens}")
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
                     ended = {"request_ids": [answer.request_id]}
-                    await self._control("POST", _ABORT, body=ended, timeout_s=_FRONTEND_TIMEOUT_S)
+                    await self._control("POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
                     count = _tell(answer, count, extras)
         return answer
@@ -362,13 +355,13 @@ class VllmEngine(RemoteEngine):
                 async with asyncio.timeout(self._wait_s):
                     await self._control("POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
-                    await self._control("POST", "/update_weight_version", body={"new_version": "unknown"})
+                    await self._control("POST", "/update_weight_version", json={"new_version": "unknown"})
                     if isinstance(source, WeightAddress):
                         self._ask()
                     for route, body in update:
-                        await self._control("POST", route, body=body)
+                        await self._control("POST", route, json=body)
                     await self._control("POST", "/reset_prefix_cache")
-                    await self._control("POST", "/update_weight_version", body={"new_version": name})
+                    await self._control("POST", "/update_weight_version", json={"new_version": name})
                 self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
@@ -420,17 +413,13 @@ class VllmEngine(RemoteEngine):
             # Nothing may be taken from a cache: what is tested is the weights.
             "cache_salt": f"score {uuid4().hex}",
         }
-        reply = await self._control("POST", _GENERATE, body=body, timeout_s=self._wait_s)
+        reply = await self._control("POST", _GENERATE, json=body, timeout_s=self._wait_s)
         places: Any = reply.get("prompt_logprobs")
         try:
-            return [
-                float(place[str(token_id)]["logprob"])
-                for token_id, place in zip(ids[1:], places[1:], strict=True)
-            ]
+            pairs = zip(ids[1:], places[1:], strict=True)
+            return [float(place[str(token_id)]["logprob"]) for token_id, place in pairs]
         except (TypeError, KeyError, ValueError) as error:
-            raise RemoteRefused(
-                f"vLLM at {self.url} returned no prompt_logprobs for a scored prompt"
-            ) from error
+            raise RemoteRefused(f"{self.label} returned no prompt_logprobs for a scored prompt") from error
 
     async def refuse_unfit(self) -> str:
         """Check that the server can be trained with; return a line that describes it.
@@ -473,7 +462,7 @@ class VllmEngine(RemoteEngine):
         """Refuse a server whose worker does not know a method, as its error says."""
         try:
             await self._control(
-                "POST", "/collective_rpc", body={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
+                "POST", "/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
             )
         except RemoteUnavailable as error:
             if method not in error.detail:
@@ -486,7 +475,7 @@ class VllmEngine(RemoteEngine):
         for temperature in (2.0, 0.5):
             sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
             body = self._body(range(1, 17), sampling, _PROBE_TOPS)
-            reply = await self._control("POST", _GENERATE, body=body, timeout_s=_ENGINE_TIMEOUT_S)
+            reply = await self._control("POST", _GENERATE, json=body, timeout_s=_ENGINE_TIMEOUT_S)
             answer.add(reply, Extras(likeliest=_PROBE_TOPS))
             tops.append(answer.likeliest)
         if not tops[0] or tops[0] == tops[1]:

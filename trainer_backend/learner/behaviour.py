@@ -26,7 +26,6 @@ from trainer_backend.core.behaviour import (
 )
 from trainer_backend.core.collate import Batch, rows_of
 from trainer_backend.core.columns import Row
-from trainer_backend.core.losses import PolicyLoss
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
@@ -62,33 +61,23 @@ def objectives_of(
     keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
         kind="decoupled",
-        loss=plug.compute if keys is training else _with_own_keys(plug.compute, keys),
+        loss=plug.compute if keys is training else lambda *columns: plug.compute(*columns[:-1], keys),
         clip=training,
         ratio_level=algorithm.ratio_level,
         weighting=training,
     )
     weight_keys = set(WeightKeys.model_fields)
-    others = {
-        table.name: replace(
+    objectives = {ACTOR: actors}
+    for table, sampling in fixed:
+        own = table.model_dump(include=weight_keys, exclude_none=True)
+        objectives[table.name] = replace(
             actors,
             kind=table.objective,
-            weighting=WeightKeys(
-                **training.model_dump(include=weight_keys)
-                | table.model_dump(include=weight_keys, exclude_none=True)
-            ),
+            weighting=WeightKeys(**training.model_dump(include=weight_keys) | own),
             trains_head=table.train_value_head,
             samples_truncated=sampling.is_truncated,
         )
-        for table, sampling in fixed
-    }
-    return {ACTOR: actors, **others}
-
-
-def _with_own_keys(loss: PolicyLoss, own: Any) -> PolicyLoss:
-    """A loss that reads other keys than [training] has."""
-    return lambda logprobs, proximal, advantages, weights, keys: loss(
-        logprobs, proximal, advantages, weights, own
-    )
+    return objectives
 
 
 def weighed(
@@ -102,12 +91,11 @@ def weighed(
         objectives: by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
-        _refuse_non_finite(draft.segment, own, "the learner's log-prob")
-        _refuse_non_finite(draft.segment, draft.segment.logprobs, "the sampler's log-prob")
-        _refuse_non_finite(
-            draft.segment, () if draft.reference is None else draft.reference, "the reference's log-prob"
-        )
-    rows: dict[int, NDArray[Any]] = {}
+        reference = () if draft.reference is None else draft.reference
+        rows = {"learner": own, "sampler": draft.segment.logprobs, "reference": reference}
+        for whose, values in rows.items():
+            _refuse_non_finite(draft.segment, values, f"the {whose}'s log-prob")
+    weights: dict[int, NDArray[Any]] = {}
     logs: dict[str, NDArray[Any]] = {}
     token_means: dict[str, float] = {}
     for policy in dict.fromkeys(draft.policy for draft in drafts):
@@ -121,10 +109,10 @@ def weighed(
         logs_N = log_weights(*columns_N, unit_N)
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         ends = np.cumsum([len(part.logprobs) for part in of_mine])
-        rows |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
+        weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
         logs[policy] = _one_each(logs_N, unit_N)
     scored = [
-        replace(draft, proximal=own, behaviour=rows[index])
+        replace(draft, proximal=own, behaviour=weights[index])
         for index, (draft, own) in enumerate(zip(drafts, proximal, strict=True))
     ]
     return Weighed(scored, logs, token_means)
@@ -255,11 +243,8 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
         return share
     gap = float(gap_N.max())
     if gap <= limit:
-        return {
-            "mismatch/logprob_max": gap,
-            "mismatch/logprob_mean": sum(gap_N.tolist()) / len(gap_N),
-            **share,
-        }
+        mean = sum(gap_N.tolist()) / len(gap_N)
+        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean, **share}
     beyond = int((gap_N > limit).sum())
     item, row = next(pair for pair in zip(of_actor, gaps, strict=True) if gap in pair[1])
     segment, n = item.segment, int(row.argmax())

@@ -76,11 +76,8 @@ class PolicyTerms:
     def sums(self, batch: Batch) -> StepSums:
         """Return sums over a whole step, so that a reported mean is over a policy's own samples."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
-        return StepSums(
-            len(batch.weight_N) / self._share,
-            weights,
-            0.0 if batch.critic is None else float(batch.critic.weight_N.sum()),
-        )
+        critic = 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
+        return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
     def spans_pieces(self, batch: Batch) -> bool:
         """Whether tokens of one unit may lie in several pieces of this step."""
@@ -96,11 +93,7 @@ class PolicyTerms:
         return replace(batch, unit_log_N=logs_N)
 
     def of(
-        self,
-        batch: Batch,
-        logprobs_N: Tensor,
-        entropies_N: Tensor,
-        sums: StepSums,
+        self, batch: Batch, logprobs_N: Tensor, entropies_N: Tensor, sums: StepSums
     ) -> tuple[Tensor, dict[str, float]]:
         """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
 
@@ -124,23 +117,16 @@ class PolicyTerms:
             terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
             terms["policy"] = surrogate.item()
             terms["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
-            loss = (
-                loss
-                + surrogate
-                + self._table.entropy_coef
-                * entropy_loss(entropies_N[chosen], tokens.weights * _trust(policy, tokens))
-            )
+            # By these factors a mean over the policy's samples is one over the proximal policy's.
+            trust_N = torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights
+            weights_N = tokens.weights * trust_N
+            loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
             if batch.reference_logprob_N is not None:
                 pulls_to_N = batch.reference_logprob_N[chosen]
-                distance = kl_loss(
-                    tokens.logprobs,
-                    pulls_to_N,
-                    tokens.weights * _trust(policy, tokens),
-                    name=self._table.kl_kind,
-                )
+                distance = kl_loss(tokens.logprobs, pulls_to_N, weights_N, name=self._table.kl_kind)
                 loss = loss + self._table.kl_coef * distance
                 terms["kl"] = distance.item()
-            metrics[DRIFT] += float((moved_N * _trust(policy, tokens)).sum()) / sums.tokens
+            metrics[DRIFT] += float((moved_N * trust_N).sum()) / sums.tokens
             metrics |= self._metrics(policy, terms, sums.weights[policy])
         return loss, metrics
 
@@ -149,13 +135,8 @@ class PolicyTerms:
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a policy's samples, and how their ratios lie."""
         objective = self.objectives[policy]
-        ratios = clip_metrics(
-            objective.levelled(tokens, unit_logs),
-            objective.denominators(tokens),
-            tokens.advantages,
-            tokens.weights,
-            objective.clip,
-        )
+        levelled, denominators = objective.levelled(tokens, unit_logs), objective.denominators(tokens)
+        ratios = clip_metrics(levelled, denominators, tokens.advantages, tokens.weights, objective.clip)
         shares = {name.removeprefix("loss/"): value for name, value in ratios.items()}
         return objective.surrogate(tokens, unit_logs), shares
 
@@ -198,8 +179,3 @@ def _tokens(batch: Batch, logprobs_N: Tensor) -> Tokens:
         behaviour_weights=batch.behaviour_weight_N,
         units=batch.unit_N,
     )
-
-
-def _trust(policy: str, tokens: Tokens) -> Tensor:
-    """[N] factors by which a mean over these samples is one over the proximal policy's."""
-    return torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights
