@@ -15,7 +15,7 @@ from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import SampledToken
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.runner import Runner, runner_of
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.layout import refuse_unsupported_attention
 
@@ -68,7 +68,16 @@ class RunningBatch:
         needs no logits, and no last positions of rows with different lengths have to be gathered.
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
-        in_order = sorted(requests, key=lambda request: _by_remainder(request, matches[request].length))
+
+        def order(request: Request) -> tuple[bool, bool, int]:
+            """Whole prompts, those with a cached prefix, those that are cached; the longest first.
+
+            Rows of like lengths are adjacent then, and attention pads them to the longest of few.
+            """
+            length = matches[request].length
+            return length == request.cached, length > 0, length - request.cached
+
+        in_order = sorted(requests, key=order)
         first_row = len(self.rows)
         try:
             for row, request in enumerate(in_order, start=first_row):
@@ -102,7 +111,7 @@ class RunningBatch:
             return None
         return SampledTokens.of(step.requests, step.launched.read(), step.likeliest, step.truncated_B)
 
-    def _step_now(self, runner: Runner) -> "SampledTokens":
+    def _step_now(self, runner: DecoderRunner | TransformersRunner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
@@ -218,14 +227,6 @@ def drawing_device(device: torch.device) -> torch.device:
     There [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
     """
     return torch.device("cpu") if device.type == "mps" else device
-
-
-def _by_remainder(request: Request, length: int) -> tuple[bool, bool, int]:
-    """Return a sort key: whole prompts, those with a cached prefix, those that are cached; the longest first.
-
-    Rows of like lengths are adjacent then, and attention pads them to the longest of few.
-    """
-    return length == request.cached, length > 0, length - request.cached
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:

@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Literal
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import WeightAddress
+from trainer_backend.inference.vllm_engine import VllmEngine
 
 State = Literal["starting", "stale", "serving", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
@@ -30,30 +31,6 @@ _MOST_SESSIONS = 20_000
 # A session leaves its replica where another has this many fewer running requests.
 _IMBALANCE = 16
 _LOOK_S = 1.0
-
-
-class ReplicaEngine(FrozenEngine, Protocol):
-    """A server that loads weights and can be tested; `VllmEngine` is one."""
-
-    url: str
-
-    async def load_weights(
-        self, version: int, source: Path | WeightAddress, base: Path | None = None
-    ) -> None:
-        """Replace the weights by those of a folder, of adapters over `base` where there is one, or by those
-        that the learner hands out.
-
-        Samples with them are refused until `accept`.
-        """
-
-    def accept(self) -> None:
-        """Take samples with the weights of the last load."""
-
-    async def refuse_unfit(self) -> str:
-        """Raise an InferenceError where it cannot be trained with; return a line that describes it."""
-
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of ids[1:], each given those before it."""
 
 
 # Is given a replica that has another state, and the version that it serves from now on, or None.
@@ -92,7 +69,7 @@ class Publication:
 class Replica:
     """One server, and what the pool knows of it."""
 
-    engine: ReplicaEngine
+    engine: VllmEngine
     state: State = "starting"
     running: int = 0
     """Requests that it samples now."""
@@ -123,7 +100,7 @@ class ReplicaPool:
 
     def __init__(
         self,
-        engines: Sequence[ReplicaEngine],
+        engines: Sequence[VllmEngine],
         *,
         wait_s: float,
         tell: Callable[[str], None],

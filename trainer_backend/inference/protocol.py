@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.stop_strings import StopStrings
 
 if TYPE_CHECKING:  # torch, which whoever only checks a server does without
     from torch import Tensor
@@ -28,19 +29,6 @@ class SampledToken:
     """The probability that truncation removed there; None without it."""
 
 
-class StopRule(Protocol):
-    """Decides after each sampled token, in order, whether to stop. One per request."""
-
-    strings: tuple[str, ...]
-    """What it looks for in the text of the tokens."""
-
-    def take(self, token_id: int) -> str | None:
-        """Return the stop string that this token completes, or None to continue. It must not raise."""
-
-    def fresh(self) -> "StopRule":
-        """The same rule before its first token, for a request that begins anew elsewhere."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extras:
     """Optional parts of a request."""
@@ -48,8 +36,8 @@ class Extras:
     likeliest: int = 0
     """How many of the most likely tokens to report at every place; none is reported where memory runs out for
     them."""
-    stop: StopRule | None = None
-    """A rule that ends the generation in the engine, so that nothing is sampled beyond it."""
+    stop: StopStrings | None = None
+    """Ends the generation in the engine, so that nothing is sampled beyond it. One per request."""
     processed: bool = False
     """Report log-probs after truncation (see `Generation`)."""
     on_token: Callable[[SampledToken], None] | None = None

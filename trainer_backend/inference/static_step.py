@@ -39,32 +39,6 @@ def buckets(slots: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What a step reads, each [B] by rows.
-
-    Attributes:
-        ids: the token that a row feeds; not read where `sources` has one.
-        sources: the row's index in the step before, whose token it feeds; -1 for none.
-        positions: of that token.
-        slots: where its keys and values are stored.
-        tables_BP: int32 pages.
-        uniforms: in [0, 1).
-        options_BN, processed: as in `RowSettings.of`.
-        truncates: whether any row does.
-    """
-
-    ids: Ints
-    sources: Ints
-    positions: Ints
-    slots: Ints
-    tables_BP: NDArray[np.int32]
-    uniforms: Floats
-    options_BN: Floats
-    processed: NDArray[np.bool_]
-    truncates: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Launched:
     """A step under way."""
 
@@ -91,13 +65,9 @@ class _Buffers:
         self.tables = torch.zeros((slots, pages), dtype=torch.int32, pin_memory=pinned)
         self.out = torch.zeros((slots, 3), dtype=torch.float64, pin_memory=pinned)
 
-    def fill(self, inputs: StepInputs, bucket: int) -> None:
-        count = len(inputs.ids)
-        ints, floats = self.ints.numpy(), self.floats.numpy()
-        ints[:count] = np.stack((inputs.ids, inputs.sources, inputs.positions, inputs.slots), axis=1)
-        floats[:count, 0], floats[:count, 1] = inputs.uniforms, inputs.processed
-        floats[:count, 2:] = inputs.options_BN
-        self.tables.numpy()[:count] = inputs.tables_BP
+    def fill(self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], bucket: int) -> None:
+        count, ints, floats = len(ints_B4), self.ints.numpy(), self.floats.numpy()
+        ints[:count], floats[:count], self.tables.numpy()[:count] = ints_B4, floats_BN, tables_BP
         ints[count:bucket] = (0, -1, -1, -1)
         floats[count:bucket] = (0.0, 0.0, *PLAIN_OPTIONS)
 
@@ -139,24 +109,33 @@ class StaticStep:
         self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
         self._pool: Any = None  # of the graphs, which share it
 
-    def launch(self, inputs: StepInputs) -> Launched:
-        """Begin a step; at most two may be unread."""
-        count = len(inputs.ids)
-        bucket = self.bucket_of(count)
+    def launch(
+        self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], *, truncates: bool
+    ) -> Launched:
+        """Begin a step; at most two may be unread.
+
+        Args:
+            ints_B4: of each row the token that it feeds; its index in the step before, whose token it feeds
+                in place of that, or -1; the token's position; where its keys and values are stored.
+            floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
+            tables_BP: pages.
+            truncates: whether any row does.
+        """
+        bucket = self.bucket_of(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
-        host.fill(inputs, bucket)
+        host.fill(ints_B4, floats_BN, tables_BP, bucket)
         for device, source in (
             (self._ints_SN, host.ints),
             (self._floats_SN, host.floats),
             (self._tables_SP, host.tables),
         ):
             device[:bucket].copy_(source[:bucket], non_blocking=True)
-        self._run(bucket, inputs.truncates)
+        self._run(bucket, truncates)
         host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
         if event is not None:
             event.record()
         self._turn ^= 1  # not before: a launch that fails leaves the unread step its buffers
-        return Launched(count, host.out, event)
+        return Launched(len(ints_B4), host.out, event)
 
     def logits(self, rows: int) -> Tensor:
         """[B, V] logits of the step launched last."""

@@ -77,7 +77,13 @@ class EngineWorker:
             reason = f"its thread ended on {describe_error(error)}"
             log.exception("engine_thread_ended")
             self.breakdown.set_result(reason)
-        self._fail_all(f"the engine does not run: {reason}", reason)
+        requests, orders = self.inbox.empty(reason)
+        self.batch.rows.clear()
+        stopped = f"the engine does not run: {reason}"
+        deliver((request, EngineStopped(stopped)) for request in requests)
+        for order in orders:
+            if order.future.set_running_or_notify_cancel():
+                order.future.set_exception(EngineStopped(stopped))
 
     def turn(self) -> None:
         for order in self.inbox.take_commands():
@@ -104,7 +110,8 @@ class EngineWorker:
         for wave in first_of_siblings(newcomers, self.batch.prefixes):
             self._join(wave)
         if self.batch.rows:
-            deliver(self._step())
+            self.counters.steps += 1
+            deliver(self._taken(self._sample()))
 
     def swap(self, version: int, copy: Callable[[], None]) -> None:
         """Have `copy` write the weights of a version.
@@ -170,10 +177,6 @@ class EngineWorker:
             elif not request.versions:
                 request.set_version(self.version)
         return [(request, request.generation("abort")) for request in requests]
-
-    def _step(self) -> list[tuple[Request, Outcome]]:
-        self.counters.steps += 1
-        return self._taken(self._sample())
 
     def _taken(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
         """Record sampled tokens, and end the requests whose last they are."""
@@ -290,11 +293,3 @@ class EngineWorker:
         if stop is not None and (stop_string := stop.take(token)) is not None:
             return request.generation("stop", stop_string=stop_string)
         return request.generation("length") if len(request.token_ids) == request.sampling.max_tokens else None
-
-    def _fail_all(self, detail: str, reason: str) -> None:
-        requests, orders = self.inbox.empty(reason)
-        self.batch.rows.clear()
-        deliver((request, EngineStopped(detail)) for request in requests)
-        for order in orders:
-            if order.future.set_running_or_notify_cancel():
-                order.future.set_exception(EngineStopped(detail))

@@ -224,16 +224,11 @@ class LocalLearner:
         self.model.train()
         self._draw_apart(0)
         with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
-            result = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
+            metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
-        return {
-            "warmup/examples": float(result.examples),
-            "warmup/steps": float(result.steps),
-            "warmup/loss": result.loss,
-            "warmup/answer_tokens_max": float(result.answer_tokens_max),
-        }
+        return metrics
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""

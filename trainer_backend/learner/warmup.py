@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +27,6 @@ _RISE = 0.03
 _RENDERED = 64
 # The key of an action that holds what a teacher would have done (task_app.policies.labelled).
 LABEL = "label"
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupResult:
-    """The outcome of a warm-up."""
-
-    examples: int
-    steps: int
-    loss: float
-    """Mean log-loss (nats) of a token over the last epoch."""
-    answer_tokens_max: int
-    """Tokens of the longest answer that was imitated, with the one that ends it."""
 
 
 def demonstrations(
@@ -76,13 +63,17 @@ def warm_up(
     *,
     seed: int,
     tell: Callable[[int, int], None],
-) -> WarmupResult:
+) -> dict[str, float]:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
     Args:
         training: says where the optimizer is and how many tokens are computed at a time.
         seed: of the job; the order of the demonstrations follows from it.
         tell: is called with the steps done and their total; what it raises ends the warm-up there.
+
+    Returns:
+        The metrics, such as the mean log-loss (nats) of a token over the last epoch, and the tokens of the
+        longest answer with the one that ends it.
     """
     optimizer = adamw_of(
         scorer.model,
@@ -106,8 +97,12 @@ def warm_up(
             losses.append(_step(scorer, optimizer, batch, table, training=training))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
-    longest = max(len(segment.logprobs) for segment in segments)
-    return WarmupResult(len(segments), len(losses), sum(last) / len(last), longest)
+    return {
+        "warmup/examples": float(len(segments)),
+        "warmup/steps": float(len(losses)),
+        "warmup/loss": sum(last) / len(last),
+        "warmup/answer_tokens_max": float(max(len(segment.logprobs) for segment in segments)),
+    }
 
 
 def _step(
