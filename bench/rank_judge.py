@@ -34,7 +34,7 @@ from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.gradients import gradient_cosines
+from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
@@ -163,9 +163,7 @@ def judge_cosines(ranks: Ranks) -> dict[str, float]:
     def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
         learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
         config = config_of({"cluster": {}, "learner": learner})
-        if ranks.are_several:
-            mesh_of(ranks, degree, "cpu")
-        return gradient_cosines(config, folder, given, advantages, tell=lambda *_: None, ranks=ranks)
+        return LocalFactory(config, ranks=ranks).gradient_cosines(folder, given, advantages, lambda *_: None)
 
     shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)
     if not ranks.is_first:

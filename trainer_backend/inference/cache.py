@@ -151,11 +151,7 @@ class SlotCache(Cache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer; the first call for it allocates them.
-
-        Args:
-            key_states, value_states: [..., heads, length, head_dim] of the layer, for their shape.
-        """
+        """Keys and values of a layer; the first call allocates them, for [..., heads, length, head_dim]."""
         if number == len(self._keys):
             # Allocate both first: out of memory in between would leave a layer without values.
             sizes = (

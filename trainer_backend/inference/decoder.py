@@ -191,11 +191,7 @@ class Stream:
 
 
 class KernelStream(Stream):
-    """By Triton's kernels: a product is added when the next norm reads the stream anyway.
-
-    Args:
-        dtype: of the products.
-    """
+    """By Triton's kernels, products in `dtype`: one is added when the next norm reads the stream anyway."""
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, dtype: torch.dtype

@@ -29,11 +29,7 @@ CALL_NUMBERS = 2**18
 def runner_of(
     model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
 ) -> "DecoderRunner | TransformersRunner | PagedRunner":
-    """Return the runner of a model; where it is not our decoder's, the log says why.
-
-    Args:
-        kept: the most kept prefixes.
-    """
+    """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's."""
     reason = unsupported_because(model)
     if reason is None and pages.wanted_on(model.device):
         return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)

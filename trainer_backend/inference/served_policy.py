@@ -58,20 +58,15 @@ class PolicyFacts:
 
 
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise.
-
-    Attributes:
-        call_opening: begins a forced call; None: none can be forced.
-        left_out: how often each setting of a request had no effect.
-    """
+    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
         self.figures = ConversationFigures()
         self.tool_format = tool_format_in_use(tokenizer)
-        self.call_opening = find_opening(self.renderer, self.tool_format)
-        self.left_out: Counter[str] = Counter()
+        self.call_opening = find_opening(self.renderer, self.tool_format)  # None: no call can be forced
+        self.left_out: Counter[str] = Counter()  # how often each setting of a request had no effect
 
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the tool's name for the opening of a forced call.

@@ -40,11 +40,7 @@ class EngineCounters:
 
 
 class EngineWorker:
-    """The work of the engine thread. Other threads only read the counters.
-
-    Attributes:
-        half_loaded: the version of which only some weights are loaded, so that no request is served, or None.
-    """
+    """The work of the engine thread. Other threads only read the counters."""
 
     def __init__(
         self,
@@ -59,6 +55,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
+        # The version of which only some weights are loaded, so that no request is served.
         self.half_loaded: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
@@ -232,11 +229,7 @@ class EngineWorker:
     def _with_room(
         self, action: Callable[[], Result], task: str, relief: Callable[[], None] | None = None
     ) -> Result:
-        """Run an action; if memory runs out, call `relief` and try once more.
-
-        Args:
-            relief: frees memory; absent: drops the copies of prefixes.
-        """
+        """Run an action; if memory runs out, call `relief`, or drop copies of prefixes, and try once more."""
         for _ in range(2):
             try:
                 return action()

@@ -134,12 +134,7 @@ class FirstStep:
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """A piece with its proximal log-probs, and its weights towards who sampled it.
-
-        Args:
-            piece: on the CPU.
-            logprobs_N: of its own forward pass.
-        """
+        """A piece, on the CPU, with log-probs of its own forward pass, and weights towards who sampled it."""
         own_N = logprobs_N.detach()
         rows = rows_of(piece.packed, own_N)
         self.proximal |= rows

@@ -124,12 +124,7 @@ class Placement:
 
 
 def place(name: str, found: Found | None = None) -> Placement:
-    """The placement that `model.device` names; `auto` takes cuda, then mps, then cpu.
-
-    Args:
-        name: auto, cpu, cuda or mps.
-        found: absent: what torch sees.
-    """
+    """The placement that `model.device` names, by what torch has found; `auto`: cuda, then mps, then cpu."""
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
     unusable_gpu = None

@@ -320,11 +320,7 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """An iteration's passes of the own critic.
-
-        Args:
-            steps: that the policy has taken in this iteration; an error counts them beside the critic's.
-        """
+        """An iteration's passes of the own critic, after `steps` of the policy, which an error counts too."""
         critic = self._own_critic()
         before = critic.steps
         try:
@@ -439,11 +435,7 @@ class LocalLearner:
         return self._reference
 
     def _started(self, folder: Path | None = None) -> Reference:
-        """RL's starting policy, on the learner's device and in its precision.
-
-        Args:
-            folder: its checkpoint; None: the present policy is the starting one.
-        """
+        """RL's starting policy, of the checkpoint `folder` or the present one, in the learner's precision."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))

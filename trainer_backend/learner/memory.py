@@ -407,14 +407,9 @@ def memory_plan(
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
     )
-    return _beside_what_is_free(needs, placement, notes, _whose(ranks, config.ranks, is_gpu=is_gpu))
-
-
-def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
-    if not ranks.are_several:
-        return ""
-    here = f"rank {ranks.index}" if is_gpu else str(table.nproc_per_node)
-    return f"{here} of {ranks.count} ranks"
+    here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
+    whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
+    return _beside_what_is_free(needs, placement, notes, whose)
 
 
 def slower_ways(

@@ -39,11 +39,7 @@ class StepSums:
 
 
 class PolicyTerms:
-    """The objectives of a job, and its loss over tokens of any of its policies.
-
-    Args:
-        share: of the iteration's sampled tokens, that its steps hold.
-    """
+    """The objectives of a job, and its loss over a `share` of an iteration's tokens, of any policy of it."""
 
     def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable, share: float = 1.0) -> None:
         self.objectives, self._table, self._share = objectives, table, share

@@ -93,11 +93,7 @@ class Host:
         self._learner: LocalLearner | None = None
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Carry out a call and return its result.
-
-        Raises:
-            LearnerFailed: it comes before the call that it needs.
-        """
+        """Carry out a call and return its result; LearnerFailed: it comes before the call that it needs."""
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
@@ -146,11 +142,7 @@ class Host:
 
 
 class Call(Caller):
-    """One call: it runs once, and everybody who asked for it gets its lines.
-
-    Args:
-        digest: of its arguments.
-    """
+    """One call: it runs once, and all who asked for it get its lines. `digest` is of its arguments."""
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest

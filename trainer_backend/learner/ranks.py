@@ -171,18 +171,13 @@ class Ranks:
 ALONE = Ranks()
 
 
-def is_one_of_several() -> bool:
-    """Whether torchrun has started this process as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def join_ranks() -> Ranks:
     """Join the ranks that torchrun has started.
 
     Raises:
         LearnerFailed: their versions differ, or they did not come together.
     """
-    if not is_one_of_several():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)
     backend = "cpu:gloo"

@@ -53,11 +53,7 @@ class Halted(Exception):
 
 
 class Relay:
-    """One rank's end of the calls.
-
-    Args:
-        do: carries out a call by name and arguments on this rank.
-    """
+    """One rank's end of the calls; `do` carries one out by name and arguments on this rank."""
 
     def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
         self._ranks, self._do, self._number = ranks, do, 0

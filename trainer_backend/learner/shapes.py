@@ -65,11 +65,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
-        """Bytes of all its weights but adapters and value head, for a copy that nobody trains.
-
-        Args:
-            matrices: bytes of a number in a matrix.
-        """
+        """Bytes of a copy without adapters and value head, with `matrices` bytes a number in a matrix."""
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
@@ -113,11 +109,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
 
 
 def refuse_unknown_targets(table: ModelTable, lora: LoraTable) -> None:
-    """Refuse adapters of layers that the job's model lacks, where the model is on this machine.
-
-    Raises:
-        JobError: as `adapted_layers`.
-    """
+    """Refuse adapters (JobError) of layers that the job's model lacks, where the model is on this machine."""
     try:
         folder = None if table.preset is not None else model_folder(table, cached_only=True)
         config = model_config(table, folder, table.vocab_size)

@@ -117,11 +117,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Read what `save_moments` wrote, on whatever number of ranks.
-
-    Raises:
-        CheckpointError: it is another model's.
-    """
+    """Read what `save_moments` wrote, on any number of ranks; CheckpointError where it is another model's."""
     path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
     reader = HuggingFaceStorageReader(str(path))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -93,6 +93,8 @@ class PolicyUpdate:
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)
+        of_products = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
+        self._mismatch_limit = config.training.mismatch_limit or of_products
 
     def run(
         self,
@@ -133,7 +135,7 @@ class PolicyUpdate:
                         is_first=number == 0, first=scores.first, drift_limit=limit,
                     )  # fmt: skip
                     if number == 0:
-                        gaps = mismatch(scores.samples.scored, policy_version, limit=self._mismatch_limit())
+                        gaps = mismatch(scores.samples.scored, policy_version, limit=self._mismatch_limit)
                     moved = part.pop(DRIFT)
                     if moved > limit:
                         break
@@ -197,11 +199,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments, but for those of a first step that can do that itself.
-
-        Args:
-            members: the numbers of the first step's segments.
-        """
+        """Score all segments, but for the first step's, `members`, where that can score its own."""
         objectives = self._terms.objectives
         units = {
             level
@@ -363,12 +361,10 @@ class PolicyUpdate:
         with torch.no_grad():
             logprobs_N = batch.proximal_logprob_N
             if not is_first:
-                passes = [
-                    (self._scorer.logprobs(piece.packed), counts)
-                    for piece, counts in self._ranks.own_pieces(pieces)
-                ]
-                own = [logprobs.cpu() for logprobs, counts in passes if counts]
-                logprobs_N = torch.cat(self._ranks.in_order(own))
+                own = self._ranks.own_pieces(pieces)
+                passes = [(self._scorer.logprobs(piece.packed), counts) for piece, counts in own]
+                parts = [logprobs_N.cpu() for logprobs_N, counts in passes if counts]
+                logprobs_N = torch.cat(self._ranks.in_order(parts))
             if spans:
                 batch = self._terms.with_unit_logs(batch, logprobs_N)
             if self._drops:
@@ -407,12 +403,6 @@ class PolicyUpdate:
             loss = loss + table.value_coef * missed
             metrics["value/loss"] = missed.item() / sums.critic
         return loss, metrics
-
-    def _mismatch_limit(self) -> float:
-        """Return the job's limit, or else the limit for the precision of matrix products."""
-        if self._table.mismatch_limit is not None:
-            return self._table.mismatch_limit
-        return MISMATCH_LIMIT_FLOAT32 if self._scorer.placement.low is None else MISMATCH_LIMIT_LOW
 
     def _set_learning_rate(self, iterations_done: float) -> None:
         table = self._table

@@ -100,11 +100,7 @@ class ValueHead:
         self._optimizer.zero_grad(set_to_none=True)
 
     def refuse_non_finite(self) -> None:
-        """Before a step of the policy or of its own.
-
-        Raises:
-            NonFiniteLoss: its gradient is not finite; no weight has been touched.
-        """
+        """Raise NonFiniteLoss where its gradient is not finite, before a step of the policy or of its own."""
         for weight in self.trained.values():
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
