@@ -38,7 +38,7 @@ from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
-from trainer_backend.learner.sharding import mesh_of, shard, whole
+from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
