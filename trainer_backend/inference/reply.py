@@ -95,8 +95,4 @@ def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> l
 
 
 def _entry(token_id: int, logprob: float, renderer: ChatRenderer) -> dict[str, Any]:
-    return {
-        "token": renderer.decode([token_id]),
-        "bytes": renderer.token_bytes(token_id),
-        "logprob": logprob,
-    }
+    return {"token": renderer.decode([token_id]), "bytes": renderer.token_bytes(token_id), "logprob": logprob}

@@ -91,9 +91,7 @@ class Request:
         )
 
 
-def read_rests(
-    requests: Sequence[Request],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """What is to be computed of B requests: [T] ids of all, [B] each one's first position, and its tokens."""
     starts_B = np.array([request.reused for request in requests])
     counts_B = np.array([request.cached for request in requests]) - starts_B

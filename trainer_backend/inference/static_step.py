@@ -72,10 +72,6 @@ class _Buffers:
         floats[count:bucket] = (0.0, 0.0, *PLAIN_OPTIONS)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
 class StaticStep:
     """Steps of up to `slots` rows. Belongs to the engine thread.
 
@@ -97,7 +93,7 @@ class StaticStep:
         on_gpu = device.type == "cuda"
         # Two sets: one is filled while the copies from the other may still run.
         self._hosts = [_Buffers(slots, pages, pinned=on_gpu) for _ in range(2)]
-        self._events = [_event() if on_gpu else None for _ in range(2)]
+        self._events = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._ints_SN = torch.zeros((slots, 4), dtype=torch.int64, device=device)
         self._floats_SN = torch.zeros((slots, _FLOATS), dtype=torch.float64, device=device)

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.aggregation import units_of
-from trainer_backend.core.behaviour import (
-    WeightKeys,
-    counted_share,
-    effective_share,
-    log_weights,
-    truncated,
-)
+from trainer_backend.core.behaviour import WeightKeys, counted_share, effective_share, log_weights, truncated
 from trainer_backend.core.collate import Batch, rows_of
 from trainer_backend.core.columns import Row
 from trainer_backend.core.mixture_history import COUNTED, metric_of

@@ -28,13 +28,7 @@ from trainer_backend.learner.decoder import FAMILIES
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.operators import computes_by_kernels
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.shapes import (
-    BFLOAT16,
-    FLOAT32,
-    ModelShape,
-    model_config,
-    model_shape,
-)
+from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape, model_config, model_shape
 from trainer_backend.models.folder import folder_config
 
 # AdamW: two moments in float32.
@@ -367,11 +361,7 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 
 def memory_plan(
-    config: LearnerConfig,
-    checkpoint: Path | None = None,
-    *,
-    fixed: Sequence[Path] = (),
-    ranks: Ranks = ALONE,
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
 ) -> MemoryPlan:
     """Plan the memory of a run on this machine; the model's weights are not read.
 

@@ -20,14 +20,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import (
-    FirstStep,
-    Scores,
-    Weighed,
-    mismatch,
-    mixture_metrics,
-    weighed,
-)
+from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums

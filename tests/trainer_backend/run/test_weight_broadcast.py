@@ -43,8 +43,7 @@ class Run:
 
     async def publish(self, number: int) -> None:
         version = await self.weights.write(number)
-        publication = version
-        await self.weights.deliver(self.pool.publish(publication))
+        await self.weights.deliver(self.pool.publish(version))
 
 
 @asynccontextmanager
