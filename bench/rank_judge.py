@@ -122,14 +122,16 @@ def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, flo
     else:
         learner.values({episode.rollout_id: episode.segments for episode in given})
     update = learner.policy_update()
+    head = () if learner._head is None else learner._head.trained.values()
+    trained = [*(weight for weight in learner.model.parameters() if weight.requires_grad), *head]
     with torch.no_grad():
-        for weight in learner.trained():
+        for weight in trained:
             weight.mul_(1.01)  # away from what a KL pulls towards
     drafts, rng = update.weighed(given).scored, random.Random(9)
     near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
     step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.objectives).scored
     metrics = update.gradient(step, {episode.rollout_id: episode for episode in given})
-    return torch.cat([whole(weight.grad).flatten().double() for weight in learner.trained()]), metrics
+    return torch.cat([whole(weight.grad).flatten().double() for weight in trained]), metrics
 
 
 def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:

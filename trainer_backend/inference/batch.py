@@ -115,11 +115,8 @@ class RunningBatch:
         count, columns = len(self.rows), self._columns
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
-            self._settings = RowSettings.lean(
-                columns.options[:count],
-                columns.processed[:count] if columns.truncated[:count].any() else None,
-                device=self._draws_on,
-            )
+            processed = columns.processed[:count] if columns.truncated[:count].any() else None
+            self._settings = RowSettings.lean(columns.options[:count], processed, device=self._draws_on)
         uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
         draw = sample(logits_BV, self._settings, torch.from_numpy(uniforms_B).to(self._draws_on))
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device suffices.
@@ -213,12 +210,9 @@ class SampledTokens:
 
     def token(self, row: int) -> SampledToken:
         """Return the token of a row."""
-        return SampledToken(
-            self.ids[row],
-            self.logprobs[row],
-            self.likeliest[row] if self.likeliest else (),
-            self.lost_masses[row] if self.lost_masses else None,
-        )
+        tops = self.likeliest[row] if self.likeliest else ()
+        lost = self.lost_masses[row] if self.lost_masses else None
+        return SampledToken(self.ids[row], self.logprobs[row], tops, lost)
 
 
 def drawing_device(device: torch.device) -> torch.device:

@@ -68,13 +68,8 @@ class Completion:
 
     def turn(self, choice: Choice) -> Turn:
         """Return the state from which the rollout's next prompt continues."""
-        answer = Answer(
-            len(self.request.messages),
-            hash_of(choice.message),
-            choice.raw_text,
-            choice.stop_token,
-            self.prompt.opening,
-        )
+        place, opening = len(self.request.messages), self.prompt.opening
+        answer = Answer(place, hash_of(choice.message), choice.raw_text, choice.stop_token, opening)
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:

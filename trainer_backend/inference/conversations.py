@@ -136,13 +136,8 @@ class Conversations:
         break_cause = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
             break_cause = UNKNOWN
-        return Prompt(
-            text,
-            array("i", renderer.encode(text)),
-            RequestHashes.of(messages, tools),
-            opening=opening,
-            break_cause=break_cause,
-        )
+        ids, hashes = array("i", renderer.encode(text)), RequestHashes.of(messages, tools)
+        return Prompt(text, ids, hashes, opening=opening, break_cause=break_cause)
 
     def remember(self, rollout_id: str, turn: Turn) -> None:
         self._turns[rollout_id] = turn

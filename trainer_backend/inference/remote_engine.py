@@ -88,13 +88,8 @@ class RemoteEngine:
             raise RemoteRefused("the server answered another prompt than it was given")
         token_ids, logprobs = self._tokens(choice, sampling)
         length, finish_reason, stop_string = self._end(token_ids, choice, extras)
-        generation = Generation(
-            token_ids=tuple(token_ids[:length]),
-            logprobs=tuple(logprobs[:length]),
-            finish_reason=finish_reason,
-            versions=((0, _VERSION),),
-            stop_string=stop_string,
-        )
+        kept, kept_logprobs = tuple(token_ids[:length]), tuple(logprobs[:length])
+        generation = Generation(kept, kept_logprobs, finish_reason, ((0, _VERSION),), stop_string)
         if extras.on_token is not None:
             for token in generation.sampled()[:-1]:
                 extras.on_token(token)

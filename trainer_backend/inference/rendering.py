@@ -180,12 +180,8 @@ class ChatRenderer:
             [message for message in conversations[number] if message.get("role") != "system"]
             for number in unknown
         ]
-        again = self._answered(
-            self.prompt_texts(without_system, tools),
-            without_system,
-            [answers[number] for number in unknown],
-            tools,
-        )
+        own = [answers[number] for number in unknown]
+        again = self._answered(self.prompt_texts(without_system, tools), without_system, own, tools)
         for number, text in zip(unknown, again, strict=True):
             texts[number] = text
         return prompts, texts

@@ -93,10 +93,8 @@ class RowSettings:
         cls, options_BN: NDArray[np.float64], processed_B: NDArray[np.bool_] | None, *, device: torch.device
     ) -> Self:
         """As `of`, on the device that samples and without what no row needs."""
-        settings = cls.of(
-            torch.tensor(options_BN, device=device),
-            None if processed_B is None else torch.tensor(processed_B, device=device),
-        )
+        processed = None if processed_B is None else torch.tensor(processed_B, device=device)
+        settings = cls.of(torch.tensor(options_BN, device=device), processed)
         temperatures = set(options_BN[:, OPTIONS.index("temperature")].tolist())
         return replace(
             settings,

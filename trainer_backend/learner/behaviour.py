@@ -105,10 +105,8 @@ def weighed(
         ends = np.cumsum([len(part.logprobs) for part in of_mine])
         weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
         logs[policy] = _one_each(logs_N, unit_N)
-    scored = [
-        replace(draft, proximal=own, behaviour=weights[index])
-        for index, (draft, own) in enumerate(zip(drafts, proximal, strict=True))
-    ]
+    pairs = enumerate(zip(drafts, proximal, strict=True))
+    scored = [replace(draft, proximal=own, behaviour=weights[index]) for index, (draft, own) in pairs]
     return Weighed(scored, logs, token_means)
 
 

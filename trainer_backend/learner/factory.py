@@ -89,10 +89,7 @@ class LocalFactory:
         for name, of_episodes in advantages.items():
             tell(len(shares), len(advantages))
             own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
-            credited = {
-                episode.rollout_id: replace(episode, advantages=own[episode.rollout_id])
-                for episode in episodes
-            }
+            credited = {item.rollout_id: replace(item, advantages=own[item.rollout_id]) for item in episodes}
             # What has no advantage has no gradient, and weights of the rest change by a common factor.
             counted = [item for item in scored if np.any(column_of(item.segment, own, "advantage"))]
             update.gradient(counted or scored[:1], credited)

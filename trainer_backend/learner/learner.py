@@ -108,10 +108,7 @@ class LocalLearner:
         self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
-            model,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            offload=training.optimizer_offload,
+            model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
         )
         level = config.value_level
         self._head: ValueHead | None = None
@@ -330,21 +327,11 @@ class LocalLearner:
             error.steps_taken = steps + critic.steps - before
             raise
 
-    def trained(self) -> list[Tensor]:
-        """The weights of the policy that are trained, and of the value head; a rank has a share of each."""
-        head = () if self._head is None else self._head.trained.values()
-        return [*(weight for weight in self.model.parameters() if weight.requires_grad), *head]
-
     def policy_update(self, share: float = 1.0) -> PolicyUpdate:
         """The update of the weights as they are now, from this share of the sampled tokens."""
-        return PolicyUpdate(
-            self.scorer,
-            self._optimizer,
-            self.config,
-            reference=None if self.config.training.kl_coef == 0 else self._held_reference(),
-            head=self._head,
-            share=share,
-        )
+        reference = None if self.config.training.kl_coef == 0 else self._held_reference()
+        parts = self.scorer, self._optimizer, self.config
+        return PolicyUpdate(*parts, reference=reference, head=self._head, share=share)
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""

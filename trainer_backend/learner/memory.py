@@ -205,12 +205,8 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
     """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
-    device = {
-        "engine": weights,
-        "cache": cache(shape, use),
-        "sampling": sampling(shape, use),
-        "overhead": overhead,
-    }
+    device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
+    device["overhead"] = overhead
     return MemoryNeeds({kind: size for kind, size in device.items() if size}, {}, weights + overhead)
 
 
@@ -383,12 +379,8 @@ def memory_plan(
     own = model_config(config.model, checkpoint, vocabulary)
     shape = model_shape(own, config.lora, critic=critic)
     copies = max(1, config.fixed_copies) if is_beside else 0
-    needs = memory_needs(
-        shape,
-        memory_use(config, placement, shape),
-        is_gpu=is_gpu,
-        fixed=[model_shape(other, None) for other in others] * copies,
-    )
+    shapes = [model_shape(other, None) for other in others] * copies
+    needs = memory_needs(shape, memory_use(config, placement, shape), is_gpu=is_gpu, fixed=shapes)
     notes = slower_ways(
         placement,
         head_dim=shape.head_dim,

@@ -19,9 +19,9 @@ _LANES = 3
 
 def adamw_of(
     model: PreTrainedModel,
-    *,
     learning_rate: float,
     weight_decay: float,
+    *,
     betas: tuple[float, float] = (0.9, 0.999),
     offload: bool = False,
 ) -> torch.optim.AdamW:

@@ -57,12 +57,8 @@ class OwnCritic:
         self.steps = self.iterations = 0
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
-        self._optimizer = adamw_of(
-            self._scorer.model,
-            learning_rate=table.critic_learning_rate,
-            weight_decay=table.weight_decay,
-            offload=table.optimizer_offload,
-        )
+        rate, decay = table.critic_learning_rate, table.weight_decay
+        self._optimizer = adamw_of(self._scorer.model, rate, decay, offload=table.optimizer_offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
         """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read.

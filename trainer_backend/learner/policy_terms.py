@@ -107,7 +107,9 @@ class PolicyTerms:
         loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
-            unit_logs = self._unit_logs(policy, tokens, batch, chosen)
+            unit_logs = None if batch.unit_log_N is None else batch.unit_log_N[chosen]
+            if unit_logs is None or self.objectives[policy].unit_level != "episode":
+                unit_logs = self.objectives[policy].unit_logs(tokens)
             surrogate, terms = self._surrogate(policy, tokens, unit_logs)
             moved_N = token_kl(tokens.logprobs, tokens.proximal_logprobs, tokens.weights)
             terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
@@ -149,12 +151,6 @@ class PolicyTerms:
             return {f"loss/{name}": value for name, value in of_step.items()}
         names = _OF_FIXED + (_OF_CLIPPED if self.objectives[policy].clips else ())
         return {metric_of(policy, name): of_step[name] for name in names}
-
-    def _unit_logs(self, policy: str, tokens: Tokens, batch: Batch, chosen: Tensor | slice) -> Tensor | None:
-        objective = self.objectives[policy]
-        if objective.unit_level != "episode" or batch.unit_log_N is None:
-            return objective.unit_logs(tokens)
-        return batch.unit_log_N[chosen]
 
     def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
         """The policies that sampled some of these tokens, with where they are."""

@@ -56,10 +56,6 @@ class ModelShape:
         return (self.parameters - self.ends) // self.layers
 
     @property
-    def trained(self) -> int:
-        return (self.adapters or self.parameters) + self.critic
-
-    @property
     def cached_numbers(self) -> int:
         """Of the keys and values of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim

@@ -75,13 +75,8 @@ def warm_up(
         The metrics, such as the mean log-loss (nats) of a token over the last epoch, and the tokens of the
         longest answer with the one that ends it.
     """
-    optimizer = adamw_of(
-        scorer.model,
-        learning_rate=table.learning_rate,
-        weight_decay=table.weight_decay,
-        betas=(0.9, 0.98),
-        offload=training.optimizer_offload,
-    )
+    rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
+    optimizer = adamw_of(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
     losses: list[float] = []
@@ -159,13 +154,8 @@ def _answer(step: StepData) -> dict[str, Any]:
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:
     if not prompt or not target:
         raise JobTeachesNothing(f"{place(name, t + 1)}: an empty prompt or answer")
-    count = len(prompt)
-    return Segment.of(
-        rollout_id=name,
-        token_ids=[*prompt, *target],
-        logprobs=[0.0] * len(target),
-        spans=[(count, count + len(target), t, CONTEXT, 1.0)],
-    )
+    span = (len(prompt), len(prompt) + len(target), t, CONTEXT, 1.0)
+    return Segment.of(name, [*prompt, *target], [0.0] * len(target), [span])
 
 
 def worth_imitating(step: StepData) -> bool:
