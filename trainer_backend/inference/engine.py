@@ -40,7 +40,10 @@ ENGINE_THREAD = "turnwise-engine"
 
 
 class LocalEngine:
-    """`InferenceEngine` on a `transformers` model. The engine owns the model: train another copy of it.
+    """A `FrozenEngine` on a `transformers` model, whose weights can be replaced while it serves.
+
+    The engine owns the model: train another copy of it. The same seed, prompt and weights give the same
+    tokens, whatever else is being generated.
 
     Args:
         model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
@@ -111,16 +114,21 @@ class LocalEngine:
             raise
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
-        """As `InferenceEngine` has it.
+        """Replace the weights. Running requests finish first and new ones wait; none is lost.
+
+        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
+        and their `versions` say from which token on. Their earlier keys and values stay those of the old
+        weights, as in other servers, and no other request reuses them.
 
         Raises:
-            EngineOutOfMemory: memory ran out while they were copied; the engine refuses all requests until a
-                later load succeeds.
+            WeightsRefused: the tensors do not fit; the old weights keep serving.
+            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
         """
         copy = partial(self._weights.replace, await asyncio.to_thread(read_weights, source))
         await self._wait_for(self._inbox.swap(partial(self._worker.swap, version, copy)))
 
     async def pause(self) -> None:
+        """Stop sampling after the current step; requests stay where they are."""
         await self._wait_for(self._inbox.command(partial(setattr, self._worker, "paused", True)))
 
     async def resume(self) -> None:
@@ -135,6 +143,7 @@ class LocalEngine:
         await self._wait_for(self._inbox.command(self._worker.release))
 
     async def abort(self, request_id: str) -> bool:
+        """End a request with its partial result; return False if no such request waits or runs."""
         return self._inbox.abort(request_id)
 
     def start(self) -> None:

@@ -116,31 +116,3 @@ class FrozenEngine(Protocol):
 
     async def close(self) -> None:
         """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
-
-
-class InferenceEngine(FrozenEngine, Protocol):
-    """An engine whose weights can be replaced while it serves.
-
-    The same seed, prompt and weights give the same tokens, whatever else is being generated.
-    """
-
-    async def load_weights(self, version: int, source: WeightSource) -> None:
-        """Replace the weights. Running requests finish first and new ones wait; none is lost.
-
-        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
-        and their `versions` say from which token on. Their earlier keys and values stay those of the old
-        weights, as in other servers, and no other request reuses them.
-
-        Raises:
-            WeightsRefused: the tensors do not fit; the old weights keep serving.
-            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
-        """
-
-    async def pause(self) -> None:
-        """Stop sampling after the current step; requests stay where they are."""
-
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request with its partial result; return False if no such request waits or runs."""

@@ -55,7 +55,9 @@ def objectives_of(
     keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
         kind="decoupled",
-        loss=plug.compute if keys is training else lambda *columns: plug.compute(*columns[:-1], keys),
+        loss=plug.compute
+        if keys is training
+        else lambda new, old, advantages, weights, _: plug.compute(new, old, advantages, weights, keys),
         clip=training,
         ratio_level=algorithm.ratio_level,
         weighting=training,

@@ -28,7 +28,7 @@ KEY = "the-key-of-this-job"
 
 
 class StandInEngine:
-    """An `InferenceEngine` that waits for ever, or raises `error`."""
+    """An engine that waits for ever, or raises `error`."""
 
     version = 0
     max_model_len = 1000
