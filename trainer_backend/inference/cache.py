@@ -61,7 +61,7 @@ RowCopy = tuple[Tensor, ...]
 
 
 class SlotCache(Cache):
-    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer.
+    """A `RowCache`: preallocated [slots, heads, capacity, head_dim] keys and values per layer.
 
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
@@ -114,7 +114,6 @@ class SlotCache(Cache):
         """A copy is freed with the last reference to it."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` positions to another row, to close a gap or share a prompt."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
@@ -124,11 +123,9 @@ class SlotCache(Cache):
             tensor[row] = 0
 
     def copy_out(self, row: int, length: int) -> RowCopy:
-        """Copy a row's first `length` positions to separate memory."""
         return tuple(tensor[row, :, :length].clone() for tensor in (*self._keys, *self._values))
 
     def copy_in(self, copy: RowCopy, target: int, length: int, *, room: int) -> None:
-        """Write the first `length` positions of a copy into a row."""
         self.reserve(room)
         for tensor, old in zip((*self._keys, *self._values), copy, strict=True):
             tensor[target, :, :length] = old[:, :length]

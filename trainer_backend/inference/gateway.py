@@ -42,9 +42,10 @@ from trainer_backend.inference.conversations import Conversations, Prompt
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice
+from trainer_backend.inference.request_body import read_request
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 from trainer_backend.inference.streaming import stream_reply
-from trainer_backend.inference.text_completion import read_text_request, text_completion
+from trainer_backend.inference.text_completion import TextRequest, text_completion
 
 # From this size on, rendering and encoding run on a thread, so that other answers do not wait.
 _LARGE_BYTES = 100_000
@@ -293,10 +294,9 @@ class TextEndpoint(_Endpoint):
     """POST /v1/completions."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await whole_body(receive)
-        reply = text_completion(
-            read_text_request(body), self.policies, number=next(self.numbers), created=int(self.clock())
-        )
+        request = read_request(TextRequest, await whole_body(receive))
+        created = int(self.clock())
+        reply = text_completion(request, self.policies, number=next(self.numbers), created=created)
         await json_response(send, await while_connected(reply, receive))
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.reply import usage_body
-from trainer_backend.inference.request_body import SamplingRequest, read_request
+from trainer_backend.inference.request_body import SamplingRequest
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 
 _MOST_CHARACTERS = 8 << 20
@@ -33,11 +33,6 @@ class TextRequest(SamplingRequest):
 
     prompt: list[Annotated[int, Field(ge=0, lt=2**31)]] | Annotated[str, Field(max_length=_MOST_CHARACTERS)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # a Literal would take false for 0
-
-
-def read_text_request(body: bytes) -> TextRequest:
-    """Parse and check a body."""
-    return read_request(TextRequest, body)
 
 
 async def text_completion(

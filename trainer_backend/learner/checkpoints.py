@@ -134,7 +134,8 @@ def _save_model(
     if not ranks.are_several:
         weights = None
         if adapter is not None:
-            weights = adapter.base() if part == "base" else adapter.merged()
+            own = adapter.under()
+            weights = {name: own[name].cpu() for name in own} if part == "base" else adapter.merged()
         save_model_folder(folder, model, tokenizer, weights=weights)
         return
     ranks.first_alone(partial(save_settings, folder, model, tokenizer))

@@ -126,11 +126,6 @@ class Adapter:
         plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
         return plain if layer is None else plain + _layer_delta(layer)
 
-    @torch.no_grad()
-    def base(self) -> dict[str, Tensor]:
-        """The weights under the adapters as they are held, in main memory."""
-        return {name: tensor.cpu() for name, tensor in self.under().items()}
-
     def under(self) -> dict[str, Tensor]:
         """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
         return {

@@ -75,7 +75,7 @@ async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tigh
     engine = start_engine(tight)
     prompt, other = list(range(120)), list(range(200, 320))
     await ask(engine, prompt)
-    tight.fits = lambda rows, tokens: engine._worker.batch.prefixes.copies == 0
+    tight.fits = lambda rows, tokens: len(engine._worker.batch.prefixes.copies) == 0
     result = await ask(engine, other)
     tight.fits = lambda rows, tokens: True
     assert_equal_to_naive(tight, [(other, Sampling(seed=1, max_tokens=5))], [result])
