@@ -4,14 +4,12 @@ A template writes a parsed message in its own way. Instead, it is given the samp
 answer; its output is compared with the expected text, never trusted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.rendering import ChatRenderer
-
-JsonObject = Mapping[str, Any]
+from trainer_backend.inference.rendering import ChatRenderer, JsonObject
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from cachetools import LRUCache
 
-from trainer_backend.inference.answers import Answer, JsonObject, View, hash_of, text_with
+from trainer_backend.inference.answers import Answer, View, hash_of, text_with
 from trainer_backend.inference.drift import (
     EDITED,
     FRESH,
@@ -25,9 +25,9 @@ from trainer_backend.inference.drift import (
     Drift,
     drift_of,
 )
-from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.rendering import ChatRenderer, JsonObject
+from trainer_backend.tool_formats.tags import THINK_END
 
-THOUGHT_END = "</think>"
 # A position in a text, and the same position in its ids.
 Cut = tuple[int, int]
 
@@ -210,7 +210,7 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return TOOLS
     if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    thoughts = [a.raw_text.partition(THOUGHT_END)[0] for a in turn.answers if THOUGHT_END in a.raw_text]
+    thoughts = [a.raw_text.partition(THINK_END)[0] for a in turn.answers if THINK_END in a.raw_text]
     return REASONING if any(thought.strip() not in text for thought in thoughts) else TEMPLATE
 
 

@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.answers import Answer, JsonObject
-from trainer_backend.inference.rendering import QUESTION, ChatRenderer
+from trainer_backend.inference.answers import Answer
+from trainer_backend.inference.rendering import QUESTION, ChatRenderer, JsonObject
 
 # Characters before an answer to tokenise with it, since its first token may merge with them.
 TAIL = 16

@@ -39,7 +39,6 @@ from trainer_backend.inference.asgi import (
 from trainer_backend.inference.chat_request import ChatRequest, TokenizeRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
 from trainer_backend.inference.conversations import Conversations, Prompt
-from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice
 from trainer_backend.inference.request_body import read_request
@@ -211,7 +210,10 @@ class ChatEndpoint(_Endpoint):
             )
         policy = find_policy(request.model, self.policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
-        limit = _Limit.of(request, policy.engine)
+        own, asked = policy.engine.max_model_len, request.max_model_length
+        limit = _Limit(own, "the model's own")
+        if asked is not None and asked < own:
+            limit = _Limit(asked, "max_model_length")
         opening = policy.call_opening if request.forces_call else None
         call_opening = "" if opening is None else opening.text(policy.name_to_write(request.active_tools))
         prompt = self.conversations.prompt(
@@ -248,12 +250,6 @@ class _Limit:
 
     most: int
     whose: str
-
-    @classmethod
-    def of(cls, request: ChatRequest, engine: FrozenEngine) -> "_Limit":
-        if request.max_model_length is not None and request.max_model_length < engine.max_model_len:
-            return cls(request.max_model_length, "max_model_length")
-        return cls(engine.max_model_len, "the model's own")
 
     def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
         """Refuse a text that is surely too long before encoding it, which would take seconds."""

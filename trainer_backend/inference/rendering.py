@@ -74,16 +74,9 @@ class ChatRenderer:
             whole[len(self._before) :]
         )
 
-    def prompt_text(
-        self,
-        messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def prompt_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
         """Return the text that the model continues."""
-        (text,) = self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)
-        return text
+        return self.prompt_texts([messages], tools)[0]
 
     def prompt_texts(
         self,

@@ -106,7 +106,9 @@ def weighed(
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         ends = np.cumsum([len(part.logprobs) for part in of_mine])
         weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
-        logs[policy] = _one_each(logs_N, unit_N)
+        if unit_N is not None:  # all tokens of a unit have its weight; units are numbered from 0
+            logs_N = logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N)
+        logs[policy] = logs_N.numpy()
     pairs = enumerate(zip(drafts, proximal, strict=True))
     scored = [replace(draft, proximal=own, behaviour=weights[index]) for index, (draft, own) in pairs]
     return Weighed(scored, logs, token_means)
@@ -182,13 +184,6 @@ class Scores:
 
 def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
-
-
-def _one_each(logs_N: Tensor, unit_N: Tensor | None) -> NDArray[Any]:
-    """The log of each unit's weight, which all tokens of a unit have; units are numbered from 0."""
-    if unit_N is None:
-        return logs_N.numpy()
-    return logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N).numpy()
 
 
 def _refuse_non_finite(segment: Segment, values: Row, what: str) -> None:
