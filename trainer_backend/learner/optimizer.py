@@ -1,6 +1,7 @@
 """AdamW over the weights that are trained; its moments on their device, or in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,15 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
     return {name: weight.detach() for name, weight in weights.items()} | moments
 
 
-def restore_state(
+@contextmanager
+def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
-) -> dict[str, Tensor]:
-    """Put weights and moments back as `named_state` gave them to a file; return all that the file holds."""
+) -> Iterator[dict[str, Tensor]]:
+    """Put weights and moments back as `named_state` gave them to a file; in here is all that the file holds.
+
+    Raises:
+        CheckpointError: it is damaged, or another model's.
+    """
     try:
         tensors = load_file(path)
         with torch.no_grad():
@@ -61,9 +67,9 @@ def restore_state(
             if f"{name}.step" in tensors
         }
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        yield tensors
     except Exception as error:  # safetensors and torch raise types of their own
         raise CheckpointError(f"{path}: {what} cannot be restored: {error}") from error
-    return tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import critic_columns, value_loss
 from trainer_backend.errors import NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.optimizer import adamw_of, named_state, restore_state
+from trainer_backend.learner.optimizer import adamw_of, named_state, restored
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown_ids
 from trainer_backend.learner.sharding import clip_gradient
@@ -128,9 +128,10 @@ class OwnCritic:
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without it leaves a fresh one."""
         path = checkpoint / TRAINING_FOLDER / CRITIC_FILE
-        if path.exists():
-            self._head.restore(checkpoint)
-            weights = dict(self._scorer.model.named_parameters())
-            tensors = restore_state(self._optimizer, weights, path, "the critic")
+        if not path.exists():
+            return
+        self._head.restore(checkpoint)
+        weights = dict(self._scorer.model.named_parameters())
+        with restored(self._optimizer, weights, path, "the critic") as tensors:
             # The file of an older release has no count; its critic was warm.
             self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))

@@ -19,7 +19,7 @@ from shared_schemas.rounding import TOLERANCE
 from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.optimizer import named_state, restore_state
+from trainer_backend.learner.optimizer import named_state, restored
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
@@ -122,8 +122,9 @@ class ValueHead:
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without a value head leaves a fresh one."""
         path = checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE
-        if path.exists():
-            tensors = restore_state(self._optimizer, self.trained, path, "the value head")
+        if not path.exists():
+            return
+        with restored(self._optimizer, self.trained, path, "the value head") as tensors:
             if "mean" in tensors:
                 self._mean_D.copy_(tensors["mean"])
                 self._std_D.copy_(tensors["std"])
