@@ -124,7 +124,8 @@ class PagedRunner:
         slots_B = self.cache.slots_of(rows, positions)
         ints_B4 = np.stack((columns.ids[rows], columns.sources[rows], positions, slots_B), axis=1)
         uniforms_B = uniforms(columns.keys[rows], columns.counters[rows])
-        floats_BN = np.column_stack((uniforms_B, columns.processed[rows], options_BN))
+        floats = (uniforms_B[:, None], columns.processed[rows][:, None], options_BN)
+        floats_BN = np.concatenate(floats, axis=1, dtype=np.float64)
         tables_BP = self.cache.tables[rows]
         launched = self._static.launch(ints_B4, floats_BN, tables_BP, truncates=bool(truncated_B.any()))
         columns.sources[rows] = np.arange(len(rows))
