@@ -51,11 +51,7 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Put weights and moments back as `named_state` gave them to a file; in here is all that the file holds.
-
-    Raises:
-        CheckpointError: it is damaged, or another model's.
-    """
+    """Put weights and moments of `named_state` back from a file; CheckpointError: it is another model's."""
     try:
         tensors = load_file(path)
         with torch.no_grad():
