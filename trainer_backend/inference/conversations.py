@@ -79,21 +79,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last prompt of a rollout and its response; the size is linear in the conversation.
-
-    Attributes:
-        text, ids: of the prompt and the response together.
-        answers: those in the prompt, and the new one, whose form the next prompt determines.
-        cuts: as in a prompt; the last two are the ends of prompt and response.
-        renderer: the renderer of the ids, which no other tokenizer understands.
-    """
+    """The last prompt of a rollout and its response, as one text; its size is linear in the conversation."""
 
     text: str
     ids: "array[int]"
     hashes: RequestHashes
-    answers: tuple[Answer, ...]
-    cuts: tuple[Cut, ...]
-    renderer: ChatRenderer
+    answers: tuple[Answer, ...]  # those in the prompt, and the new one, whose form the next prompt determines
+    cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
+    renderer: ChatRenderer  # of the ids, which no other tokenizer understands
 
     @classmethod
     def of(cls, prompt: Prompt, answer: Answer, token_ids: Sequence[int], renderer: ChatRenderer) -> "Turn":

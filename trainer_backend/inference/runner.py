@@ -110,8 +110,10 @@ class TransformersRunner:
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         requests = _to_compute(requests)
         whole = sum(request.reused == 0 for request in requests)
-        self._prefill_whole(requests[:whole], first_row=first_row)
-        self._prefill_rest(requests[whole:], first_row=first_row + whole)
+        if whole:
+            self._prefill_whole(requests[:whole], first_row=first_row)
+        if requests[whole:]:
+            self._prefill_rest(requests[whole:], first_row=first_row + whole)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))
@@ -122,8 +124,6 @@ class TransformersRunner:
 
     def _prefill_whole(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute whole prompts, padded on the right to the longest."""
-        if not requests:
-            return
         length = max(request.cached for request in requests)
         ids_BL = self._padded([request.prompt_ids[:-1] for request in requests])
         self.cache.begin_prefill(first_row=first_row, length=length)
@@ -132,8 +132,6 @@ class TransformersRunner:
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
-        if not requests:
-            return
         ids_BQ = self._padded([request.prompt_ids[request.reused : -1] for request in requests])
         visible = 1 + max(request.cached for request in requests)
         starts_B1 = torch.tensor([[request.reused] for request in requests], device=self._device)

@@ -61,19 +61,12 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each of B rows is sampled. What no row needs may be None: it costs nothing and changes no number.
+    """How each of B rows is sampled. What no row needs may be None: it costs nothing and changes no number."""
 
-    Attributes:
-        temperatures_B: [B] fp32; greedy rows have 1.
-        greedy_B: [B] bool: rows that take the most likely token.
-        truncation: [B] fp32 of each option by its name, for `truncation_mask`.
-        processed_B: [B] bool: rows whose log-probs are taken after truncation.
-    """
-
-    temperatures_B: Tensor | None = None
-    greedy_B: Tensor | None = None
-    truncation: Mapping[str, Tensor] | None = None
-    processed_B: Tensor | None = None
+    temperatures_B: Tensor | None = None  # [B] fp32; greedy rows have 1
+    greedy_B: Tensor | None = None  # [B] bool: rows that take the most likely token
+    truncation: Mapping[str, Tensor] | None = None  # [B] fp32 of each option by name, for `truncation_mask`
+    processed_B: Tensor | None = None  # [B] bool: rows whose log-probs are taken after truncation
 
     @classmethod
     def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:

@@ -119,14 +119,11 @@ class FirstStep:
 
     Its weights are those that every proximal log-prob is of, so a pass before it would compute the same
     again. That holds without dropout, and where no unit with a weight of its own lies in several pieces.
-
-    Attributes:
-        drafts: in the order of the step.
-        proximal: of the pieces so far, by the segment's place in the step, [N] log-probs.
     """
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
-        self.drafts, self._objectives = drafts, objectives
+        self.drafts, self._objectives = drafts, objectives  # in the order of the step
+        # Of the pieces so far, by the segment's place in the step, [N] log-probs.
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
@@ -137,11 +134,6 @@ class FirstStep:
         samples = weighed([self.drafts[index] for index in rows], list(rows.values()), self._objectives)
         weights_N = _column([item.behaviour for item in samples.scored])
         return replace(piece, proximal_logprob_N=own_N, behaviour_weight_N=weights_N)
-
-    def take(self, proximal: Sequence[Mapping[int, NDArray[Any]]]) -> None:
-        """Take the log-probs of the pieces that other ranks have computed."""
-        for rows in proximal:
-            self.proximal |= rows
 
 
 class Scores:

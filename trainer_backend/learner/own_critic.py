@@ -45,16 +45,13 @@ class OwnCritic:
         table: its critic_* and value_* keys.
         level: where its values are read.
         seed: of the job; the order of its batches follows from it.
-
-    Attributes:
-        steps: optimizer steps taken since this object was made.
-        iterations: of which it has learned, those before a resume too.
     """
 
     def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
         self._scorer = replace(policy, model=copy.deepcopy(policy.model))
         self._table, self._seed, self.level = table, seed, level
-        self.steps = self.iterations = 0
+        self.steps = 0  # of the optimizer, since this object was made
+        self.iterations = 0  # of which it has learned, those before a resume too
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay = table.critic_learning_rate, table.weight_decay

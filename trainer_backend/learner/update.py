@@ -281,7 +281,8 @@ class PolicyUpdate:
         head = () if self._head is None else self._head.trained.values()
         ranks.sum_gradients([*model.parameters(), *head])
         if first is not None:
-            first.take(ranks.of_every_rank(first.proximal))
+            for rows_of_rank in ranks.of_every_rank(first.proximal):
+                first.proximal |= rows_of_rank
         return merge_metrics(ranks.in_order(parts))
 
     def _checked_piece(
