@@ -61,7 +61,7 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each of B rows is sampled. What no row needs may be None: it costs nothing and changes no number."""
+    """How each of B rows is sampled. What no row needs may be None: that costs nothing, changes no number."""
 
     temperatures_B: Tensor | None = None  # [B] fp32; greedy rows have 1
     greedy_B: Tensor | None = None  # [B] bool: rows that take the most likely token
